@@ -307,7 +307,7 @@ def sampling(run: RunDir, backbone: Backbone, place: ServerSection, count: int, 
     prompts = encoded(RecoverConfig(validation_prompts=count, rollouts=8), backbone).held_out
     student = ServedStudent(backbone, reach_server(place, backbone, print), folder / "served")
     began = time.monotonic()
-    rollouts = student.complete(prompts, 64, seed=1)
+    rollouts = student.complete(prompts, max_new_tokens=64, temperature=1.0, seed=1)
     seconds = time.monotonic() - began
     student.close()
     theirs = torch.tensor([x for r in rollouts for x in r.logprobs])

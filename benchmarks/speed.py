@@ -44,7 +44,7 @@ from opdcl.data.rows import load_prompts
 from opdcl.data.suites import load_suite
 from opdcl.distill.checkpoints import StudentOptimizer
 from opdcl.distill.grading import Grader, micro_batches
-from opdcl.distill.rollout_queue import RolloutQueue, Selection
+from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.schedule import plan_steps
 from opdcl.distill.teachers import Teacher
 from opdcl.model.architecture import architecture
@@ -158,11 +158,11 @@ def prompt_ids(count: int, tokenizer: Any) -> list[list[int]]:
 
 def queue_of(backbone: Backbone, config: RecoverConfig, ids: list[list[int]]) -> tuple[RolloutQueue, Grader]:
     """Return what samples and what grades in a recovery towards base."""
-    teachers = {"general": Teacher(backbone, "base")}
+    teachers = {"general": {"": Teacher(backbone, "base")}}
     grader = Grader(backbone, config, teachers)
     student, plan = Teacher(backbone, "student"), plan_steps(config, len(ids), 0)
     given = {"general": [*map(Prompt, ids)], "domain": []}
-    return RolloutQueue(config, plan, given, student, teachers, Selection(config)), grader
+    return RolloutQueue(config, plan, given, student, teachers), grader
 
 
 def machine_rates(shape: str | None = None, dtype: str = "auto") -> dict[str, Any]:
@@ -344,8 +344,8 @@ def our_trainer(arm, options, folder, clock, lengths):
     queue, grader = queue_of(backbone, config, ids)
     trainer = OwnLoop(config, backbone, queue, grader)
     keep_lengths(queue, "take", lengths, lambda batch: [len(r.completion_ids) for r in batch.rollouts])
-    clock.wrap(queue, "sample", "sample")
-    clock.wrap(grader.teachers["general"], "distribution", "teacher")
+    clock.wrap(queue.student, "complete", "sample")
+    clock.wrap(grader.teachers["general"][""], "distribution", "teacher")
     clock.wrap(grader, "learn", "student")
     clock.wrap(torch.Tensor, "backward", "backward")
     return trainer, [len(p) for p in ids]
@@ -423,8 +423,10 @@ def agreement(options: argparse.Namespace) -> None:
         trainer, _ = our_trainer("opdcl", options, folder, Clock(), [])
     trainer.model.eval()
     queue, grader = trainer.queue, trainer.grader
-    rollouts = queue.sample(queue.prompts["general"], "general", seed=1)
-    ours, model = grader.measure(rollouts, "general")["kl"], grader.backbone.causal_lm
+    limit = queue.config.limit("general", on_policy=True)
+    rollouts = queue.student.complete(queue.prompts["general"], max_new_tokens=limit, seed=1)
+    graded, model = grader.grade(rollouts, grader.teachers["general"]), grader.backbone.causal_lm
+    ours = grader.measure(graded)["kl"]
     total, jsd, count = 0.0, 0.0, sum(len(r.completion_ids) for r in rollouts)
     weight = model.get_output_embeddings().weight
     with torch.no_grad():
@@ -555,9 +557,9 @@ class Step:
     @contextlib.contextmanager
     def forced(self, queue: RolloutQueue, lengths: list[int]) -> Iterator[None]:
         """Make every step's completions end at these lengths, also when they are sampled in several parts."""
-        plain, due = queue.sample, []
+        plain, due = queue.student.complete, []
 
-        def sample(prompts, *others, unfinished, **options):
+        def complete(prompts, unfinished=(), **options):
             ahead = [
                 next(end - len(r.completion_ids) for known, end in due if known is r) for r in unfinished
             ]
@@ -566,11 +568,11 @@ class Step:
             for row, length in enumerate(ahead):
                 uniform_NT[row, length - 1 :] = 0.0
             with mock.patch("opdcl.sampling.decode.torch.rand", return_value=uniform_NT):
-                found = plain(prompts, *others, unfinished=unfinished, **options)
+                found = plain(prompts, unfinished=unfinished, **options)
             due.extend(zip(found[len(unfinished) :], ahead[len(unfinished) :], strict=True))
             return found
 
-        with mock.patch.object(queue, "sample", sample):
+        with mock.patch.object(queue.student, "complete", complete):
             yield
 
 

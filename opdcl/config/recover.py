@@ -171,8 +171,8 @@ class RecoverConfig(Section):
     """Maximum tokens per forward and backward pass, padding included. It bounds memory; results change by
     rounding, which training can amplify, so a run keeps its value. `auto`: 2048 on CPU, 8192 on CUDA."""
     health: bool = True
-    """Watch every step and the student's own writing: halve the learning rate at the first sign that the run
-    goes wrong, and halt at the next. When false, only a KL that is not finite halts the run."""
+    """Watch the validations: halt if held-out KL rises far above the start's; if the student's own answers
+    go wrong, halve the learning rate once, then halt. When false, only what is not finite halts the run."""
     until: UntilSection = UntilSection()
     """When to stop before the last step."""
     validate_every: Positive = 12

@@ -13,9 +13,9 @@ import torch
 
 from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
-from opdcl.distill.losses import TokenLosses, missed_ends, token_losses, top_k_overlap
+from opdcl.distill.losses import TokenLosses, missed_ends, token_losses
 from opdcl.distill.schedule import Stream
-from opdcl.distill.teachers import AnyTeacher, Teacher, sequence
+from opdcl.distill.teachers import Teacher, Teachers, by_teacher, sequence
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, join
@@ -32,14 +32,13 @@ Sums = dict[str, float]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Completions that go through the models together, and their one teacher: `route` is its name, or "".
+    """Completions that go through the models together, and the name of their one teacher, or "".
 
     `positions` are their indices in the graded list. A `filler` keeps workers in step where the base is
     sharded, and counts for nothing.
     """
 
     route: str
-    teacher: Teacher
     positions: list[int]
     rollouts: list[Rollout]
     filler: bool = False
@@ -49,19 +48,27 @@ class MicroBatch:
         return [len(r.completion_ids) for r in self.rollouts]
 
 
+@dataclass(frozen=True)
+class Graded:
+    """Completions, and by position their teachers' distributions over those of this worker's share."""
+
+    rollouts: list[Rollout]
+    distributions: dict[int, TeacherDistribution]
+
+
 class Grader:
     """Compare the student with each completion's teacher, token by token.
 
     Each worker grades its share. Sums are those of all workers; a gradient is the worker's own part.
     """
 
-    def __init__(self, backbone: Backbone, config: RecoverConfig, teachers: dict[Stream, AnyTeacher]):
-        self.backbone, self.config, self.teachers = backbone, config, teachers
+    def __init__(self, backbone: Backbone, config: RecoverConfig, teachers: Mapping[Stream, Teachers]):
+        self.backbone, self.config, self.teachers = backbone, config, dict(teachers)
         self.micro_batch_tokens = int(config.micro_batch_tokens)
 
     @property
-    def single_teachers(self) -> list[Teacher]:
-        return [single for teacher in self.teachers.values() for single in teacher.members]
+    def all_teachers(self) -> list[Teacher]:
+        return [teacher for teachers in self.teachers.values() for teacher in teachers.values()]
 
     def learn(self, rollouts: list[Rollout], stream: Stream, fresh: bool, reverse: float = 0.0) -> Sums:
         """Accumulate the gradient of the weighted mean loss per token; return the sums.
@@ -85,74 +92,71 @@ class Grader:
             self._halve_micro_batches(rollouts)
 
     def _accumulate(self, rollouts: list[Rollout], stream: Stream, fresh: bool, reverse: float) -> Sums:
-        total = _count_tokens(rollouts)
+        tokens = _count_tokens(rollouts)
         sums: dict[str, Any] = defaultdict(float)
-        for batch in self._micro_batches(rollouts, self.teachers[stream]):
-            teacher = batch.teacher.distribution(batch.rollouts)
-            _, losses, sampler_N = self._compare(batch, teacher, True, reverse)
-            weight_N = self._weights(batch, total / len(rollouts))
+        for batch in self._micro_batches(rollouts):
+            teacher = self.teachers[stream][batch.route].distribution(batch.rollouts)
+            sampler_N = self._sampler(batch)
+            losses = self._losses(batch, self._student(batch), teacher, sampler_N, reverse)
+            weight_N = self._weights(batch, tokens / len(rollouts))
             if fresh and len(sampler_N):
                 mismatch_N = (losses.logprob - sampler_N).abs() > math.log(MISMATCH_RATIO)
                 weight_N = weight_N * ~mismatch_N
                 sums["mismatched"] += 0 if batch.filler else mismatch_N.sum()
             loss = (losses.loss * weight_N).sum()
             sums["loss"] += loss.detach().double()
-            (loss / total).backward()
+            (loss / tokens).backward()
             _add(sums, batch, losses)
-        return defaultdict(float, parallel.sum_over_workers(_read(sums)), tokens=total)
+        return _over_workers(sums, tokens)
+
+    def grade(self, rollouts: list[Rollout], teachers: Teachers) -> Graded:
+        """Return completions with their teachers' distributions, to be measured any number of times."""
+        distributions: dict[int, TeacherDistribution] = {}
+        for batch in self._micro_batches(rollouts):
+            parts = teachers[batch.route].distribution(batch.rollouts).split(batch.lengths)
+            distributions |= dict(zip(batch.positions, parts, strict=True))
+        return Graded(rollouts, distributions)
 
     @torch.no_grad()
-    def measure(
-        self,
-        rollouts: list[Rollout],
-        stream: Stream,
-        distributions: Mapping[int, TeacherDistribution] | None = None,
-        agreement: bool = False,
-    ) -> Sums:
-        """Return the sums without learning; with `agreement`, also of `top_k_overlap` and `missed_ends`.
-
-        To grade the same completions repeatedly, pass what the method `distributions` returned for them.
-        """
+    def measure(self, graded: Graded, endings: bool = False) -> Sums:
+        """Return the sums without learning; with `endings`, also those of `missed_ends`."""
         sums: dict[str, Any] = defaultdict(float)
-        for batch in self._micro_batches(rollouts, self.teachers[stream]):
-            if distributions is None:
-                teacher = batch.teacher.distribution(batch.rollouts)
-            else:
-                teacher = join([distributions[i] for i in batch.positions])
-            student, losses, _ = self._compare(batch, teacher)
-            if agreement and not batch.filler:
-                sums["overlap"] += top_k_overlap(student, teacher).sum().double()
+        for batch in self._micro_batches(graded.rollouts):
+            teacher = join([graded.distributions[i] for i in batch.positions])
+            student = self._student(batch)
+            _add(sums, batch, self._losses(batch, student, teacher, self._sampler(batch)))
+            if endings and not batch.filler:
                 ends_N, missed_N = missed_ends(student, teacher, self.backbone.eos_ids)
                 sums["ends"] += ends_N.sum().double()
                 sums["missed_ends"] += missed_N.sum().double()
-            _add(sums, batch, losses)
-        return defaultdict(float, parallel.sum_over_workers(_read(sums)), tokens=_count_tokens(rollouts))
+        return _over_workers(sums, _count_tokens(graded.rollouts))
 
-    def distributions(self, rollouts: list[Rollout], teacher: AnyTeacher) -> dict[int, TeacherDistribution]:
-        """Return the teacher's distributions over the completions of this worker's share, by position."""
-        by_position: dict[int, TeacherDistribution] = {}
-        for batch in self._micro_batches(rollouts, teacher):
-            parts = batch.teacher.distribution(batch.rollouts).split(batch.lengths)
-            by_position |= dict(zip(batch.positions, parts, strict=True))
-        return by_position
+    def _student(self, batch: MicroBatch) -> HiddenStates:
+        states_NH = answer_states(self.backbone.causal_lm, _sequences(batch))
+        return HiddenStates(states_NH, self.backbone.head_VH)
 
-    def _compare(
-        self, batch: MicroBatch, teacher: TeacherDistribution, learn: bool = False, reverse: float = 0.0
-    ) -> tuple[HiddenStates, TokenLosses, torch.Tensor]:
-        """Return the student's states, the token losses, and the sampler's log-probabilities."""
-        sequences = [sequence(r.prompt_ids, r.completion_ids) for r in batch.rollouts]
-        student = HiddenStates(answer_states(self.backbone.causal_lm, sequences), self.backbone.head_VH)
-        device = student.states_NH.device
-        sampler_N = torch.tensor([x for r in batch.rollouts for x in r.logprobs], device=device)
+    def _sampler(self, batch: MicroBatch) -> torch.Tensor:
+        """Return the sampler's log-probabilities, `(N,)`."""
+        logprobs = [logprob for r in batch.rollouts for logprob in r.logprobs]
+        return torch.tensor(logprobs, device=self.backbone.device)
+
+    def _losses(
+        self,
+        batch: MicroBatch,
+        student: HiddenStates,
+        teacher: TeacherDistribution,
+        sampler_N: torch.Tensor,
+        reverse: float = 0.0,
+    ) -> TokenLosses:
         advantage_N = None
-        if learn and batch.rollouts[0].reward is not None:
+        if batch.rollouts[0].reward is not None:
             advantages = [r.advantage for r in batch.rollouts for _ in r.completion_ids]
             advantage_N = sampler_N.new_tensor(advantages)
-        losses = token_losses(
+        return token_losses(
             student.states_NH,
             student.head_VH,
             teacher,
-            answer_ids(sequences, device),
+            answer_ids(_sequences(batch), student.states_NH.device),
             sampler_N,
             self.config.on_policy.temperature,
             self.config.loss,
@@ -160,21 +164,20 @@ class Grader:
             advantage_N=advantage_N,
             reverse=reverse,
         )
-        return student, losses, sampler_N
 
     def _weights(self, batch: MicroBatch, mean_length: float) -> torch.Tensor:
         """Return each token's weight, `(N,)`; over a step they have the mean 1."""
+        weighting = self.config.weighting
         weights = [
-            token_weights(length, rollout.finished, self.config.weighting, mean_length)
-            for rollout, length in zip(batch.rollouts, batch.lengths, strict=True)
+            token_weights(len(r.completion_ids), r.finished, weighting, mean_length) for r in batch.rollouts
         ]
         return torch.cat(weights).to(self.backbone.device) * (not batch.filler)
 
-    def _micro_batches(self, rollouts: list[Rollout], teacher: AnyTeacher) -> Iterator[MicroBatch]:
+    def _micro_batches(self, rollouts: list[Rollout]) -> Iterator[MicroBatch]:
         """Yield this worker's micro-batches; if the base is sharded, then fillers up to the busiest's."""
         # A CPU's batches are cut as if rows were padded: so they attend with rows of their own length.
         padded = self.backbone.device.type == "cpu" or not packs(self.backbone.causal_lm, 0)
-        for route, single, positions in teacher.split([r.prompt for r in rollouts]):
+        for route, positions in by_teacher([r.prompt for r in rollouts]).items():
             # Dealt out longest first, so that all shares cost about the same.
             ordered = sorted(positions, key=lambda i: rollouts[i].length, reverse=True)
             shares = []
@@ -183,9 +186,11 @@ class Grader:
                 shares.append(micro_batches(lengths, self.micro_batch_tokens, padded))
             own = shares[parallel.rank()]
             for batch in own:
-                yield MicroBatch(route, single, batch, [rollouts[i] for i in batch])
-            for _ in range(max(map(len, shares)) - len(own) if parallel.sharded() else 0):
-                yield MicroBatch(route, single, ordered[-1:], [rollouts[ordered[-1]]], filler=True)
+                yield MicroBatch(route, batch, [rollouts[i] for i in batch])
+            if parallel.sharded():
+                last = ordered[-1]
+                for _ in range(max(map(len, shares)) - len(own)):
+                    yield MicroBatch(route, [last], [rollouts[last]], filler=True)
 
     def _halve_micro_batches(self, rollouts: list[Rollout]) -> None:
         if self.micro_batch_tokens <= max(r.length for r in rollouts):
@@ -203,9 +208,9 @@ def token_weights(length: int, finished: bool, weighting: str, mean_length: floa
     `edges` fall like 1 + 4 exp(-i / 4), because the first tokens decide what kind of answer follows, and are
     few (arXiv 2605.27028). The token that ends a finished answer gains 4 as well.
     """
-    if weighting == "tokens":
-        return torch.ones(length)
     weight = torch.ones(length)
+    if weighting == "tokens":
+        return weight
     if weighting == "edges":
         weight += 4 * torch.exp(-torch.arange(length) / 4)
         weight[-1] += 4 * finished
@@ -214,7 +219,8 @@ def token_weights(length: int, finished: bool, weighting: str, mean_length: floa
 
 def kl_by_route(sums: Sums) -> dict[str, float]:
     """Return the KL per token to each named teacher."""
-    return {key: sums[key] / sums[f"tokens/{key[3:]}"] for key in sums if key.startswith("kl/")}
+    routes = [key.removeprefix("kl/") for key in sums if key.startswith("kl/")]
+    return {f"kl/{route}": sums[f"kl/{route}"] / sums[f"tokens/{route}"] for route in routes}
 
 
 def micro_batches(lengths: Mapping[int, int], tokens: int, padded: bool = True) -> list[list[int]]:
@@ -238,16 +244,22 @@ def _add(sums: dict[str, Any], batch: MicroBatch, losses: TokenLosses) -> None:
     """Add a micro-batch's KL and entropies to the sums."""
     if batch.filler:
         return
-    for name in ("kl", "student_entropy", "teacher_entropy"):
-        sums[name] += getattr(losses, name).sum().double()
+    sums["kl"] += losses.kl.sum().double()
+    sums["student_entropy"] += losses.student_entropy.sum().double()
+    sums["teacher_entropy"] += losses.teacher_entropy.sum().double()
     if batch.route:
         sums[f"kl/{batch.route}"] += losses.kl.sum().double()
         sums[f"tokens/{batch.route}"] += len(losses.kl)
 
 
-def _read(sums: dict[str, Any]) -> dict[str, float]:
-    """Return the sums as numbers. Only here does the host wait for the device, once for all micro-batches."""
-    return {name: float(value) for name, value in sums.items()}
+def _over_workers(sums: Sums, tokens: int) -> Sums:
+    """Return the sums of all workers as numbers. Only here does the host wait for the device, once."""
+    own = {name: float(value) for name, value in sums.items()}
+    return defaultdict(float, parallel.sum_over_workers(own), tokens=tokens)
+
+
+def _sequences(batch: MicroBatch) -> list[tuple[list[int], list[bool]]]:
+    return [sequence(r.prompt_ids, r.completion_ids) for r in batch.rollouts]
 
 
 def _count_tokens(rollouts: list[Rollout]) -> int:

@@ -14,7 +14,6 @@ Near equality every divergence is half a squared distance, so one learning rate 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -23,7 +22,7 @@ import torch
 from opdcl.config.recover import RewardSection
 from opdcl.config.teacher import LossSection
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, rows_at_once, shared_rows
-from opdcl.model.positions import cut, for_each_part
+from opdcl.model.positions import cut
 
 # How far a token's probability ratio may move before the reward stops pushing it (PPO, arXiv 1707.06347).
 CLIP = 0.2
@@ -62,12 +61,14 @@ def top_k(log_p: torch.Tensor, log_q: torch.Tensor, k: int) -> torch.Tensor:
     if k >= log_q.shape[-1]:
         return reverse_kl(log_p, log_q)
     ids = log_q.topk(k, -1).indices
+    return reverse_kl(_with_rest(log_p, ids), _with_rest(log_q, ids))
+
+
+def _with_rest(log_x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities of these tokens, and of all others together."""
     # 1 minus the sum of the others would be pure rounding error where the teacher is confident.
-    buckets = [
-        torch.cat([x.gather(-1, ids), x.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)], -1)
-        for x in (log_p, log_q)
-    ]
-    return reverse_kl(*buckets)
+    rest = log_x.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([log_x.gather(-1, ids), rest], -1)
 
 
 def policy_gradient(
@@ -77,7 +78,7 @@ def policy_gradient(
 
     The importance ratio is taken against `sampler_N`, their log-probabilities at sampling time.
     """
-    student_N, teacher_N = (_of_tokens(x, token_N) for x in (log_p, log_q))
+    student_N, teacher_N = _of_tokens(log_p, token_N), _of_tokens(log_q, token_N)
     return -(student_N - sampler_N).exp() * (teacher_N - student_N).detach()
 
 
@@ -108,11 +109,11 @@ def token_logprobs(
     distribution: TeacherDistribution, token_N: torch.Tensor, rows: int, temperature: float
 ) -> torch.Tensor:
     """Return the log-probability of each token under the distribution at its position, `(N,)`."""
-    logprobs = [
-        _of_tokens(tempered(distribution.log_probs(part, rows), temperature), token_N[part])
-        for part in cut(token_N)
-    ]
-    return torch.cat(logprobs) if logprobs else torch.empty(0, device=token_N.device)
+    logprob_N = torch.empty(len(token_N), device=token_N.device)
+    for part in cut(token_N):
+        log_NV = tempered(distribution.log_probs(part, rows), temperature)
+        logprob_N[part] = _of_tokens(log_NV, token_N[part])
+    return logprob_N
 
 
 @torch.no_grad()
@@ -121,28 +122,12 @@ def both_divergences(student: HiddenStates, teacher: HiddenStates) -> tuple[torc
     rows = shared_rows(student.head_VH, teacher)
     forward, reverse = [], []
     for part in cut(student.states_NH):
-        log_p, log_q = (x.log_probs(part, rows) for x in (student, teacher))
+        log_p, log_q = student.log_probs(part, rows), teacher.log_probs(part, rows)
         block = rows_at_once(log_p)
         for p, q in zip(log_p.split(block), log_q.split(block), strict=True):
             forward.append(forward_kl(p, q))
             reverse.append(reverse_kl(p, q))
     return torch.cat(forward), torch.cat(reverse)
-
-
-@torch.no_grad()
-def top_k_overlap(student: HiddenStates, teacher: TeacherDistribution, k: int = 16) -> torch.Tensor:
-    """Return the share of the teacher's top k tokens that are in the student's top k, per position, `(N,)`.
-
-    On-policy distillation works through the tokens that both models consider (arXiv 2604.13016).
-    """
-    shares = []
-    rows = shared_rows(student.head_VH, teacher)
-    for part in cut(student.states_NH):
-        student_NK, teacher_NK = (
-            x.log_probs(part, rows).topk(min(k, rows), -1).indices for x in (student, teacher)
-        )
-        shares.append((student_NK[:, :, None] == teacher_NK[:, None]).any(1).float().mean(-1))
-    return torch.cat(shares)
 
 
 @torch.no_grad()
@@ -154,70 +139,81 @@ def missed_ends(
     Summed over a teacher's own texts, their ratio is the share of its endings that the student would miss:
     a student that does not know when to stop shows it here without sampling a single answer.
     """
-    rows = shared_rows(student.head_VH, teacher)
+    rows, ids = shared_rows(student.head_VH, teacher), list(eos_ids)
     ends, missed = [], []
     for part in cut(student.states_NH):
-        p_N, q_N = (x.log_probs(part, rows)[:, list(eos_ids)].exp().sum(-1) for x in (student, teacher))
+        p_N = student.log_probs(part, rows)[:, ids].exp().sum(-1)
+        q_N = teacher.log_probs(part, rows)[:, ids].exp().sum(-1)
         ends.append(q_N)
         missed.append((q_N - p_N).clamp(min=0))
     return torch.cat(ends), torch.cat(missed)
 
 
+def _divergence(
+    p: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor, reverse: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (1 - reverse) KL(q, p) + reverse KL(p, q), KL(p, q), and the loss's gradient by the logits of p.
+
+    The gradient of KL(q, p) is p - q, that of KL(p, q) is p (log p - log q - KL). It may be written over `p`.
+    """
+    ratio = log_p - log_q
+    kl = (p * ratio).sum(-1)
+    if reverse == 1:
+        return kl, kl, ratio.sub_(kl[:, None]).mul_(p)
+    q = log_q.exp()
+    loss = reverse * kl - (1 - reverse) * (q * ratio).sum(-1)
+    if reverse == 0:
+        return loss, kl, p.sub_(q)
+    slope = ratio.sub_(kl[:, None]).mul_(p).mul_(reverse)
+    return loss, kl, slope.add_(p.sub_(q), alpha=1 - reverse)
+
+
+def _differentiated(
+    cost: Cost, p: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor, at: slice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a cost and its gradient by the logits of p: g - p sum(g), where g is that by log p."""
+    with torch.enable_grad():
+        leaf = log_p.detach().requires_grad_()
+        loss = cost(leaf, log_q, at)
+        (slope,) = torch.autograd.grad(loss.sum(), leaf)
+    return loss.detach(), slope.sub_(p.mul_(slope.sum(-1, keepdim=True)))
+
+
 class _TokenLoss(torch.autograd.Function):
     """Per-token losses from hidden states, saving hidden-sized gradients instead of vocabulary-sized logits.
 
-    The head is frozen, so only the student's hidden state needs a gradient. With g = dL/dlog p it is
-    (g - p sum(g)) @ W. Done in place without a `cost`: g - p sum(g) = p - q for forward KL, and
-    p (log p - log q - KL) for reverse KL, which has the share `reverse` of the loss.
+    The head is frozen, so only the hidden state needs a gradient: that of the logits times the head.
     """
 
     @staticmethod
     def forward(ctx, student_NH, weight_VH, teacher, token_N, temperature, reverse, cost):
+        student = HiddenStates(student_NH, weight_VH)
         grad_NH = torch.empty_like(student_NH)
-        loss_N, kl_N, student_entropy_N, teacher_entropy_N, logprob_N = statistics = tuple(
-            student_NH.new_empty(len(student_NH), dtype=torch.float32) for _ in TokenLosses._fields
-        )
+        count = len(student_NH)
+        found = TokenLosses(*(student_NH.new_empty(count, dtype=torch.float32) for _ in TokenLosses._fields))
 
-        def compute(part: slice) -> None:
-            student_NV = HiddenStates(student_NH, weight_VH).log_probs(part, len(weight_VH))
+        for part in cut(student_NH):
+            student_NV = student.log_probs(part, len(weight_VH))
             teacher_NV = teacher.log_probs(part, len(weight_VH))
-            block = rows_at_once(student_NV)
-            starts = itertools.count(part.start, block)
-            # Each block of `student_NV` ends as the gradient of its logits.
-            for first, log_p, log_q in zip(
-                starts, student_NV.split(block), teacher_NV.split(block), strict=False
-            ):
-                at = slice(first, first + len(log_p))
+            size = rows_at_once(student_NV)
+            for start in range(0, len(student_NV), size):
+                log_p, log_q = student_NV[start : start + size], teacher_NV[start : start + size]
+                at = slice(part.start + start, part.start + start + len(log_p))
                 p = log_p.exp()
-                logprob_N[at] = _of_tokens(tempered(log_p, temperature), token_N[at])
-                teacher_entropy_N[at] = teacher.entropy(at, log_q)
-                student_entropy_N[at] = -(p * log_p).sum(-1)
+                found.logprob[at] = _of_tokens(tempered(log_p, temperature), token_N[at])
+                found.student_entropy[at] = -(p * log_p).sum(-1)
+                found.teacher_entropy[at] = teacher.entropy(at, log_q)
                 if cost:
-                    with torch.enable_grad():
-                        leaf = log_p.detach().requires_grad_()
-                        loss = cost(leaf, log_q, at)
-                        (slope,) = torch.autograd.grad(loss.sum(), leaf)
-                    loss_N[at] = loss.detach()
-                    kl_N[at] = teacher.kl(at, log_p, log_q)
-                    torch.sub(slope, p.mul_(slope.sum(-1, keepdim=True)), out=log_p)
-                    continue
-                ratio = log_p.sub_(log_q)
-                loss_N[at] = kl_N[at] = kl = (p * ratio).sum(-1)
-                if reverse < 1:
-                    q = log_q.exp()
-                    loss_N[at] = reverse * kl - (1 - reverse) * (q * ratio).sum(-1)
-                if reverse == 0:
-                    torch.sub(p, q, out=ratio)
-                    continue
-                ratio.sub_(kl[:, None]).mul_(p)
-                if reverse < 1:
-                    ratio.mul_(reverse).add_(p.sub_(q), alpha=1 - reverse)
+                    loss, slope = _differentiated(cost, p, log_p, log_q, at)
+                    kl = teacher.kl(at, log_p, log_q)
+                else:
+                    loss, kl, slope = _divergence(p, log_p, log_q, reverse)
+                found.loss[at], found.kl[at] = loss, kl
+                log_p.copy_(slope)  # no longer needed: the block holds the gradient from here on
             grad_NH[part] = student_NV.to(weight_VH.dtype) @ weight_VH
-
-        for_each_part(student_NH, compute)
         ctx.save_for_backward(grad_NH)
-        ctx.mark_non_differentiable(*statistics[1:])
-        return statistics
+        ctx.mark_non_differentiable(*found[1:])
+        return tuple(found)
 
     @staticmethod
     def backward(ctx, grad_loss_N, *_):
@@ -252,38 +248,36 @@ def token_losses(
         advantage_N: The reward's advantage of each token.
         reverse: Share of reverse KL where `loss` is forward KL.
     """
+
+    def teacher_cost(log_p: torch.Tensor, log_q: torch.Tensor, part: slice) -> torch.Tensor:
+        match loss.kind:
+            case "reverse_kl":
+                return reverse_kl(log_p, log_q)
+            case "top_k":
+                return top_k(log_p, log_q, loss.k)
+            case "cross_entropy":
+                return -_of_tokens(log_p, token_N[part])
+            case "policy_gradient":
+                return policy_gradient(log_p, log_q, token_N[part], sampler_N[part])
+        return (1 - reverse) * forward_kl(log_p, log_q) + reverse * reverse_kl(log_p, log_q)
+
+    def rewarded_cost(log_p: torch.Tensor, log_q: torch.Tensor, part: slice) -> torch.Tensor:
+        surrogate_N = clipped_gradient(
+            tempered(log_p, temperature), token_N[part], sampler_N[part], advantage_N[part]
+        )
+        return reward.weight * surrogate_N + reward.teacher * teacher_cost(log_p, log_q, part)
+
+    if loss.kind == "reverse_kl":
+        reverse = 1.0
+    # The two divergences over whole vocabularies need no autograd.
+    cost = None if loss.kind in ("forward_kl", "reverse_kl") else teacher_cost
+    if reward and advantage_N is not None:
+        cost = rewarded_cost
     with torch.autocast(student_NH.device.type, enabled=False):
         weight_VH = weight_VH.detach()[: shared_rows(weight_VH, teacher)]
         student_NH = student_NH.to(weight_VH.dtype)
-        # The two divergences over whole vocabularies need no autograd.
-        cost = None if loss.kind in ("forward_kl", "reverse_kl") else _cost(loss, token_N, sampler_N, reverse)
-        reverse = 1.0 if loss.kind == "reverse_kl" else reverse
-        if reward and advantage_N is not None:
-            teacher_cost = _cost(loss, token_N, sampler_N, reverse)
-
-            def cost(log_p: torch.Tensor, log_q: torch.Tensor, part: slice) -> torch.Tensor:
-                surrogate_N = clipped_gradient(
-                    tempered(log_p, temperature), token_N[part], sampler_N[part], advantage_N[part]
-                )
-                return reward.weight * surrogate_N + reward.teacher * teacher_cost(log_p, log_q, part)
-
         inputs = student_NH, weight_VH, teacher, token_N, temperature, reverse, cost
         return TokenLosses(*_TokenLoss.apply(*inputs))
-
-
-def _cost(loss: LossSection, token_N: torch.Tensor, sampler_N: torch.Tensor, reverse: float) -> Cost:
-    costs: dict[str, Cost] = {
-        "reverse_kl": lambda log_p, log_q, part: reverse_kl(log_p, log_q),
-        "forward_kl": lambda log_p, log_q, part: (
-            (1 - reverse) * forward_kl(log_p, log_q) + reverse * reverse_kl(log_p, log_q)
-        ),
-        "top_k": lambda log_p, log_q, part: top_k(log_p, log_q, loss.k),
-        "cross_entropy": lambda log_p, log_q, part: -_of_tokens(log_p, token_N[part]),
-        "policy_gradient": lambda log_p, log_q, part: policy_gradient(
-            log_p, log_q, token_N[part], sampler_N[part]
-        ),
-    }
-    return costs[loss.kind]
 
 
 def tempered(log_NV: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from itertools import starmap
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from opdcl.config.recover import RecoverConfig
@@ -26,14 +25,12 @@ if TYPE_CHECKING:
 class RecoverySource:
     """What a recovery reads: checked rows by stream, and the lm-eval task behind `recover.reward`, if any.
 
-    `held_out` holds the rows of streams whose data has a validation split of its own. `encoded` maps what the
-    chat template is given to token ids, so that checks, stages and the arms of a sweep encode a prompt once.
+    `held_out` holds the rows of streams whose data has a validation split of its own.
     """
 
     rows: dict[Stream, list[Row]]
     held_out: dict[Stream, list[Row]]
     reward_task: Any | None = None
-    encoded: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -70,14 +67,16 @@ def read_recovery_source(
     for stream in STREAMS:
         for row in rows[stream]:
             _check_teacher(config, stream, row)
-    task = load_suite(config.reward.suite) if config.reward else None
-    if config.reward:
-        rows["general"] = reward_rows(config.reward, task)
+    if not config.reward:
+        return RecoverySource(rows, held_out)
+    task = load_suite(config.reward.suite)
+    rows["general"] = reward_rows(config.reward, task)
     return RecoverySource(rows, held_out, task)
 
 
 def _check_teacher(config: RecoverConfig, stream: Stream, row: Row) -> None:
-    if row.teacher and row.teacher not in (known := [*BUILT_IN, *config.teachers]):
+    known = [*BUILT_IN, *config.teachers]
+    if row.teacher and row.teacher not in known:
         hint = f"define it in recover.teachers, or name one of {', '.join(known)}"
         raise UsageError(f"{row.where} names an unknown teacher {row.teacher!r}", hint)
     context = config.teacher_of(stream, row.teacher).context
@@ -100,32 +99,28 @@ def encode_stream(
     Raises:
         UsageError: A prompt leaves no room for an answer, or there is only one prompt.
     """
-    room = context_length - max(config.limit(stream, on_policy) for on_policy in (False, True))
+    room = context_length - max(config.limit(stream), config.limit(stream, on_policy=True))
 
-    def encode(row: Row) -> list[int]:
-        key = row.key()
-        ids = source.encoded.get(key)
-        if ids is None or len(ids) > room:  # a prompt without room is refused
+    def encode(rows: list[Row]) -> list[Prompt]:
+        prompts: list[Prompt] = []
+        for row in rows:
+            # Shipped prompts without room are left out: a user cannot shorten them.
             limit = sys.maxsize if is_shipped(row) else room
-            ids = source.encoded[key] = encode_prompt(row, tokenizer, limit)
-        return ids
+            ids = encode_prompt(row, tokenizer, limit)
+            if len(ids) > room:
+                continue
+            context = config.teacher_of(stream, row.teacher).context
+            shown = None
+            if context is not None and row.answer:
+                shown = encode_prompt(row.with_context(context, row.answer), tokenizer, limit)
+            prompts.append(Prompt(ids, row.teacher, shown, number=len(prompts)))
+        return prompts
 
-    def with_room(rows: list[Row]) -> list[Row]:
-        # Shipped prompts are left out instead: a user cannot shorten them.
-        return [row for row in rows if not is_shipped(row) or len(encode(row)) <= room]
-
-    def prompt(number: int, row: Row) -> Prompt:
-        context, shown = config.teacher_of(stream, row.teacher).context, None
-        if context is not None and row.answer:
-            shown = encode(row.with_context(context, row.answer))
-        return Prompt(encode(row), row.teacher, shown, number)
-
-    prompts = [*starmap(prompt, enumerate(with_room(source.rows[stream])))]
-    count = config.validation_prompts
+    prompts = encode(source.rows[stream])
     if stream not in source.held_out:
-        return Prompts(*_split(prompts, stream, count))
-    held_out = [*starmap(prompt, enumerate(with_room(source.held_out[stream])))]
-    return Prompts(prompts, [held_out[i] for i in _spread(len(held_out), count)])
+        return _split(prompts, stream, config.validation_prompts)
+    held_out = encode(source.held_out[stream])
+    return Prompts(prompts, [held_out[i] for i in _spread(len(held_out), config.validation_prompts)])
 
 
 def _spread(size: int, count: int) -> list[int]:
@@ -133,7 +128,7 @@ def _spread(size: int, count: int) -> list[int]:
     return sorted({i * size // count for i in range(count)})
 
 
-def _split(prompts: list[Prompt], stream: Stream, count: int) -> tuple[list[Prompt], list[Prompt]]:
+def _split(prompts: list[Prompt], stream: Stream, count: int) -> Prompts:
     """Return the prompts to train on and at most `count` held-out ones."""
     if len(prompts) == 1:
         message = f"the {stream} stream has one prompt; recovery needs some to sample on and some to hold out"
@@ -142,10 +137,10 @@ def _split(prompts: list[Prompt], stream: Stream, count: int) -> tuple[list[Prom
     count = min(count, len(prompts) // 2)
     measured = [prompts[i] for i in _spread(len(prompts), count)]
     if stream == "domain":  # it is practised as a whole: what is not practised is not protected
-        return prompts, measured
+        return Prompts(prompts, measured)
     # A file may hold a prompt several times, and what is measured must not be practised.
     asked = {tuple(prompt.ids) for prompt in measured}
     train = [prompt for prompt in prompts if tuple(prompt.ids) not in asked]
     if prompts and not train:
         raise UsageError(f"the prompts of the {stream} stream are all the same", "add other prompts")
-    return train, measured
+    return Prompts(train, measured)

@@ -11,10 +11,10 @@ from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
 from opdcl.data.examples import Examples
 from opdcl.data.learned import Encoded
 from opdcl.distill.schedule import endless
+from opdcl.distill.teachers import Teacher
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl, write_atomic
 from opdcl.sampling.rollout import Prompt
-from opdcl.sampling.sample import sample
 
 
 def replayed_rows(
@@ -25,15 +25,19 @@ def replayed_rows(
     The prompts come in seeded order. If there are too few, they come again, with other answers.
     """
     count = config.replay.count(len(examples.encoded))
-    if count and not file.exists():
+    if count == 0:
+        return []
+    if not file.exists():
         note(f"base writes {count} answers to replay")
         order = endless(len(examples.replay), config.seed)
         prompts = [Prompt(examples.replay[i]) for i in itertools.islice(order, count)]
-        with backbone.merged("base") as model:
-            rollouts = sample(
-                model, prompts, max_new_tokens=REPLAYED_TOKENS, eos_ids=backbone.eos_ids, seed=config.seed
-            )
+        rollouts = Teacher(backbone, "base").complete(
+            prompts, max_new_tokens=REPLAYED_TOKENS, seed=config.seed
+        )
         rows = [{"prompt_ids": r.prompt_ids, "completion_ids": r.completion_ids} for r in rollouts]
         write_atomic(file, "".join(json.dumps(row) + "\n" for row in rows))
-    pairs = [(row["prompt_ids"], row["completion_ids"]) for row in read_jsonl(file)] if count else []
-    return [Encoded(prompt + answer, [0] * len(prompt) + [1] * len(answer)) for prompt, answer in pairs]
+    replayed: list[Encoded] = []
+    for row in read_jsonl(file):
+        prompt, answer = row["prompt_ids"], row["completion_ids"]
+        replayed.append(Encoded(prompt + answer, [0] * len(prompt) + [1] * len(answer)))
+    return replayed

@@ -10,17 +10,16 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import pvariance
 from typing import TYPE_CHECKING, Any
 
-from opdcl.config.recover import RecoverConfig, RewardSection
+from opdcl.config.recover import RewardSection
 from opdcl.data.chat import answer_text, encode_prompt, tool_row
 from opdcl.data.formats import Row
 from opdcl.errors import UsageError
 from opdcl.sampling.rollout import Rollout
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from opdcl.model.backbone import Backbone
 
 
@@ -37,8 +36,8 @@ class Reward:
         task: Any,
         rows: list[Row],
         backbone: Backbone,
-        context: str | None = None,
-        notify: Callable[[str], None] = lambda text: None,
+        context: str | None,
+        notify: Callable[[str], None],
     ):
         self.config, self.task, self.context = config, task, context
         self._notify, self._has_notified = notify, False
@@ -49,29 +48,51 @@ class Reward:
         """Return the score of each completion, as an evaluation of the suite would score it."""
         return [self._score(r) for r in rollouts]
 
-    def demonstrate(self, rollouts: list[Rollout]) -> None:
+    def select(self, rollouts: list[Rollout], keep: int) -> list[Rollout]:
+        """Score all completions, set their advantages, and return the `keep` whose groups' rewards vary most.
+
+        A group with equal rewards has nothing to teach (DAPO, arXiv 2503.14476, section 3.2).
+        """
+        from opdcl.distill.losses import group_advantages  # it loads torch
+
+        size = self.config.group
+        rewards = self(rollouts)
+        advantages = group_advantages(rewards, size)
+        for rollout, reward, advantage in zip(rollouts, rewards, advantages, strict=True):
+            rollout.reward, rollout.advantage = reward, advantage
+            rollout.step_reward = sum(rewards) / len(rewards)
+        starts = range(0, len(rollouts), size)
+        by_variance = sorted(starts, key=lambda i: pvariance(rewards[i : i + size]), reverse=True)
+        selected: list[Rollout] = []
+        for start in sorted(by_variance[: keep // size]):
+            group = rollouts[start : start + size]
+            self._demonstrate(group)
+            selected += group
+        return selected
+
+    def _demonstrate(self, group: list[Rollout]) -> None:
         """Show each completion's teacher the best one of its group, if better (SDPO, arXiv 2601.20802).
 
         Where the model's context has no room for it, the teacher sees the bare prompt.
         """
         if self.context is None:
             return
-        for start in range(0, len(rollouts), self.config.group):
-            group = rollouts[start : start + self.config.group]
-            best = max(group, key=lambda r: r.reward or 0.0)
-            for rollout in group:
-                if (rollout.reward or 0.0) < (best.reward or 0.0):
-                    row, doc = self._sources[rollout.prompt.number]
-                    feedback = ""
-                    if "{feedback}" in self.context:
-                        feedback = self._feedback(doc, self._text(rollout))
-                    shown = row.with_context(self.context, self._text(best), feedback)
-                    prompt = encode_prompt(shown, self._tokenizer, sys.maxsize)
-                    if len(prompt) + len(rollout.completion_ids) <= self._room:
-                        rollout.prompt = replace(rollout.prompt, context=prompt)
-                    elif not self._has_notified:
-                        self._has_notified = True
-                        self._notify("a demonstration does not fit into the context: it is not shown")
+        best = max(group, key=lambda r: r.reward or 0.0)
+        for rollout in group:
+            if (rollout.reward or 0.0) == (best.reward or 0.0):
+                continue
+            shown = self._with_demonstration(self.context, rollout, self._text(best))
+            if len(shown) + len(rollout.completion_ids) <= self._room:
+                rollout.prompt = replace(rollout.prompt, context=shown)
+            elif not self._has_notified:
+                self._has_notified = True
+                self._notify("a demonstration does not fit into the context: it is not shown")
+
+    def _with_demonstration(self, context: str, rollout: Rollout, best: str) -> list[int]:
+        """Return what a teacher sees: the prompt with the best answer, and feedback on this one."""
+        row, doc = self._sources[rollout.prompt.number]
+        feedback = self._feedback(doc, self._text(rollout)) if "{feedback}" in context else ""
+        return encode_prompt(row.with_context(context, best, feedback), self._tokenizer, sys.maxsize)
 
     def _score(self, rollout: Rollout) -> float:
         _, doc = self._sources[rollout.prompt.number]
@@ -140,25 +161,6 @@ def reward_rows(config: RewardSection, task: Any) -> list[Row]:
             raise UsageError(message, "keep one of them: an answer must have one score")
         rows.append(row)
     return rows
-
-
-def count_short_of_room(
-    config: RecoverConfig, rows: list[Row], tokenizer: PreTrainedTokenizerBase, room: int
-) -> int:
-    """Return how many prompts have too little room for the longest demonstration in a context of `room`.
-
-    Raises:
-        UsageError: No prompt has room for any.
-    """
-    context, longest = config.teacher_of("general").context, config.max_new_tokens
-    if not (config.reward and context):
-        return 0
-    bare = [len(encode_prompt(row.with_context(context, ""), tokenizer, sys.maxsize)) for row in rows]
-    left = [room - length - longest for length in bare]  # the completion that is graded stands there too
-    if max(left) <= 0:
-        message = f"the context of recover.general_teacher leaves no room for an answer within {room} tokens"
-        raise UsageError(message, "shorten it, or lower recover.max_new_tokens")
-    return sum(one < longest for one in left)
 
 
 def _check_task(config: RewardSection, task: Any) -> None:

@@ -11,7 +11,6 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Literal
 
 from opdcl.config.recover import RecoverConfig
@@ -77,9 +76,11 @@ def sampled_together(config: RecoverConfig, steps: Sequence[Step], index: int, d
     step, ahead = steps[index], config.sample_ahead
     if not step.on_policy and not dynamic:
         ahead = max(ahead, FULL_BATCH // len(step.prompts))
-    kind = step.stream, step.on_policy
-    same_kind = (i for i in range(index, len(steps)) if (steps[i].stream, steps[i].on_policy) == kind)
-    return [*islice(same_kind, ahead)]
+    together: list[int] = []
+    for i, other in enumerate(steps[index:], index):
+        if (other.stream, other.on_policy) == (step.stream, step.on_policy):
+            together.append(i)
+    return together[:ahead]
 
 
 def endless(count: int, seed: int) -> Iterator[int]:

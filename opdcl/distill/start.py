@@ -74,13 +74,11 @@ def lies_between(config: RecoverConfig, grader: Grader) -> bool:
     """
     if grader.backbone.base_lm is not None or config.reward or config.method == "general":
         return False
-    wanted: dict[Stream, str] = {"general": "base", "domain": "tuned"}
-    for stream, kind in wanted.items():
-        own = config.teacher_of(stream)
-        alone = len(grader.teachers[stream].members) == 1
-        if not (alone and own.kind == kind and own.context is None):
-            return False
-    return True
+    if any(len(teachers) > 1 for teachers in grader.teachers.values()):
+        return False
+    general, domain = config.teacher_of("general"), config.teacher_of("domain")
+    bare = general.context is None and domain.context is None
+    return bare and general.kind == "base" and domain.kind == "tuned"
 
 
 def _point(alpha: float, kl: dict[str, float]) -> Point:

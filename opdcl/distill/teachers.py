@@ -15,13 +15,13 @@ All but the last two are adapter states of the student's own backbone, so they n
 `context` shows the teacher what the student does not see: the answer, or a demonstration. With the answer in
 its prompt, base does not penalize facts that it does not know (arXiv 2606.00147).
 
-`RoutedTeacher` gives each prompt a teacher of its own, so that several specialists can teach one student.
+A prompt may name a teacher of its own, so that several specialists can teach one student.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -48,14 +48,6 @@ class Teacher:
 
     def __init__(self, backbone: Backbone, state: State):
         self.backbone, self.state = backbone, state
-
-    def split(self, prompts: Sequence[Prompt]) -> list[tuple[str, Teacher, list[int]]]:
-        """Return name, teacher and prompt indices for each teacher in charge; a single one is named ""."""
-        return [("", self, list(range(len(prompts))))]
-
-    @property
-    def members(self) -> list[Teacher]:
-        return [self]
 
     @property
     def is_dynamic(self) -> bool:
@@ -87,30 +79,17 @@ class Teacher:
     def _sequences(self, rollouts: Sequence[Rollout]) -> list[tuple[list[int], list[bool]]]:
         return [sequence(r.prompt.shown, r.completion_ids) for r in rollouts]
 
-    def complete(
-        self,
-        prompts: list[Prompt],
-        max_new_tokens: int,
-        seed: int,
-        on_finished: Callable[[list[Rollout]], None] | None = None,
-        temperature: float = 1.0,
-        **partial: Any,
-    ) -> list[Rollout]:
-        """Complete the `ids` of each prompt; `partial` is `unfinished` and `max_unfinished` of `sample`."""
-        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_ids": self.backbone.eos_ids}
-        options |= {"temperature": temperature, "seed": seed, "on_finished": on_finished}
-        return self._sample(prompts, options | partial)
-
-    def _sample(self, prompts: list[Prompt], options: dict[str, Any]) -> list[Rollout]:
+    def complete(self, prompts: Sequence[Prompt], **options: Any) -> list[Rollout]:
+        """Complete the `ids` of each prompt, by default at temperature 1; `options` are those of `sample`."""
         with self.as_sampler() as model:
-            return sample(model, prompts, **options)
+            return sample(model, prompts, eos_ids=self.backbone.eos_ids, **options)
 
     def as_sampler(self) -> contextlib.AbstractContextManager[PreTrainedModel]:
         """Return a context that yields the model to sample this teacher's completions from."""
         return self.backbone.merged(self.state)
 
-    def after_step(self, step: int) -> None:
-        """Follow the student after optimizer step `step`."""
+    def after_step(self) -> None:
+        """Follow the student after an optimizer step."""
 
     def close(self) -> None:
         """Release connections to other processes."""
@@ -132,13 +111,10 @@ class EmaTeacher(Teacher):
         return self.rate > 0
 
     @torch.no_grad()
-    def after_step(self, step: int) -> None:
-        for average, student in self._weight_pairs():
-            average.lerp_(student, self.rate)
-
-    def _weight_pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def after_step(self) -> None:
         for layer in self.backbone.adapted_layers(self.state):
-            yield from zip(parts(layer, self.state), parts(layer, "student"), strict=True)
+            for average, student in zip(parts(layer, self.state), parts(layer, "student"), strict=True):
+                average.lerp_(student, self.rate)
 
 
 class TrustRegionTeacher(Teacher):
@@ -185,33 +161,18 @@ class SecondModel(Teacher):
             yield self.model
 
 
-class _ServerSampled(Teacher):
-    """A teacher whose completions are sampled on a server."""
-
-    def __init__(self, backbone: Backbone, state: State, server: Server):
-        super().__init__(backbone, state)
-        self.server = server
-
-    def _served_name(self) -> contextlib.AbstractContextManager[str | None]:
-        """Return a context that yields the name to sample under; None is the server's own model."""
-        return contextlib.nullcontext()
-
-    def _sample(self, prompts: list[Prompt], options: dict[str, Any]) -> list[Rollout]:
-        def request() -> list[Rollout]:
-            with self._served_name() as name:
-                return self.server.complete(prompts, model=name, **options)
-
-        return parallel.on_first_worker(request)
-
-    def close(self) -> None:
-        self.server.close()
-
-
-class RemoteTeacher(_ServerSampled):
+class RemoteTeacher(Teacher):
     """A model on a server, which is asked for its distribution as soon as a completion is whole."""
 
     def __init__(self, backbone: Backbone, server: Server):
-        super().__init__(backbone, "base", server)
+        super().__init__(backbone, "base")
+        self.server = server
+
+    def complete(self, prompts: Sequence[Prompt], **options: Any) -> list[Rollout]:
+        def request() -> list[Rollout]:
+            return self.server.complete(prompts, eos_ids=self.backbone.eos_ids, temperature=1.0, **options)
+
+        return parallel.on_first_worker(request)
 
     def distribution(self, rollouts: Sequence[Rollout]) -> TeacherDistribution:
         return join([future.result() for future in self._requests(rollouts)]).to(self.backbone.device)
@@ -222,53 +183,39 @@ class RemoteTeacher(_ServerSampled):
     def _requests(self, rollouts: Sequence[Rollout]) -> list[Future[TopTokens]]:
         return [self.server.grade(r.prompt.shown, r.completion_ids) for r in rollouts]
 
+    def close(self) -> None:
+        self.server.close()
 
-class ServedStudent(_ServerSampled):
+
+class ServedStudent(Teacher):
     """The student, sampled on a server that loads its current adapter from `folder` for each call."""
 
     def __init__(self, backbone: Backbone, server: Server, folder: Path):
-        super().__init__(backbone, "student", server)
-        self.folder = folder
+        super().__init__(backbone, "student")
+        self.server, self.folder = server, folder
 
-    @contextlib.contextmanager
-    def _served_name(self) -> Iterator[str]:
-        save_adapter(self.backbone, self.folder)
-        with self.server.adapter(self.folder) as name:
-            yield name
+    def complete(self, prompts: Sequence[Prompt], **options: Any) -> list[Rollout]:
+        def request() -> list[Rollout]:
+            save_adapter(self.backbone, self.folder)
+            with self.server.adapter(self.folder) as name:
+                return self.server.complete(prompts, eos_ids=self.backbone.eos_ids, model=name, **options)
 
+        return parallel.on_first_worker(request)
 
-class RoutedTeacher:
-    """Several teachers by name: each prompt says which one is its own, and "" is the stream's.
-
-    Use it through `split`: its teachers may be models of different widths, so their states cannot be joined.
-    """
-
-    def __init__(self, named: dict[str, Teacher]):
-        self.named = named
-
-    def split(self, prompts: Sequence[Prompt]) -> list[tuple[str, Teacher, list[int]]]:
-        indices: dict[str, list[int]] = {}
-        for i, prompt in enumerate(prompts):
-            indices.setdefault(prompt.teacher, []).append(i)
-        return [(name, self.named[name], indices[name]) for name in sorted(indices)]
-
-    @property
-    def members(self) -> list[Teacher]:
-        return [*self.named.values()]
-
-    @property
-    def is_dynamic(self) -> bool:
-        return any(teacher.is_dynamic for teacher in self.members)
-
-    def frozen_copy(self, frozen: State) -> RoutedTeacher:
-        return RoutedTeacher({name: teacher.frozen_copy(frozen) for name, teacher in self.named.items()})
-
-    def prefetch(self, rollouts: Sequence[Rollout]) -> None:
-        for _, teacher, indices in self.split([r.prompt for r in rollouts]):
-            teacher.prefetch([rollouts[i] for i in indices])
+    def close(self) -> None:
+        self.server.close()
 
 
-AnyTeacher = Teacher | RoutedTeacher
+# The teachers of a stream by the names that its prompts give; "" is the stream's own.
+Teachers = Mapping[str, Teacher]
+
+
+def by_teacher(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
+    """Return the indices of each teacher's prompts, by its name in alphabetical order."""
+    indices: dict[str, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        indices.setdefault(prompt.teacher, []).append(i)
+    return dict(sorted(indices.items()))
 
 
 def sequence(prompt_ids: list[int], completion_ids: list[int]) -> tuple[list[int], list[bool]]:

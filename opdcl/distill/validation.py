@@ -13,23 +13,14 @@ from dataclasses import asdict, dataclass, field
 
 from opdcl.config.recover import NO_WORSE, RecoverConfig
 from opdcl.distill.checkpoints import StudentOptimizer
-from opdcl.distill.grading import Grader, kl_by_route
-from opdcl.distill.health import (
-    CHECK_BASE,
-    KL,
-    LOWER_RATE,
-    TEACHER_ENTROPY,
-    Health,
-    Writing,
-    drift,
-    halt_error,
-)
+from opdcl.distill.grading import Graded, Grader, kl_by_route
+from opdcl.distill.health import CHECK_BASE, TEACHER_ENTROPY, Health, Writing
 from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.schedule import Stream
 from opdcl.distill.start import KL_NOISE, Point, choose_start
+from opdcl.distill.teachers import Teachers
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import State
-from opdcl.model.distributions import TeacherDistribution
 from opdcl.rundir.files import read_jsonl, write_atomic, write_json
 from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import StageDir
@@ -47,6 +38,9 @@ DOMAIN_FLOOR = 0.95
 
 # Measures a stream's progress where its own teacher changes from step to step.
 FROZEN: dict[Stream, State] = {"general": "base", "domain": "tuned"}
+
+# A held-out measurement: KL by stream in nats per token, and other values by name.
+KL = dict[str, float]
 
 
 @dataclass
@@ -76,6 +70,16 @@ class Measurements:
         self.since_lowest = 0 if score < self.lowest_score else self.since_lowest + 1
         self.lowest_score = min(self.lowest_score, score)
 
+    def shares(self, kl: KL) -> KL:
+        """Return what share of the general KL is recovered, and of the domain kept, where one can be told."""
+        whole = {"general_kl": self.tuned, "domain_kl": self.base}
+        shares = {}
+        for name, value in stream_kl(kl).items():
+            most = whole[name][name]
+            if most > KL_NOISE:
+                shares[SHARES[name]] = 1 - value / most
+        return shares
+
 
 class Validation:
     """Measure held-out KL every `validate_every` steps, and keep the last adapter with a good score.
@@ -94,20 +98,23 @@ class Validation:
         prompts: dict[Stream, list[Prompt]],
         out: StageDir,
         log: StageLog,
-        health: Health,
     ):
         self.config, self.grader, self.queue, self.prompts = config, grader, queue, prompts
-        self.out, self.log, self.health = out, log, health
-        self.best_adapter = out.best
+        self.out, self.log, self.health = out, log, Health(out, log)
         self.measurements = Measurements()
-        self._held_out: dict[Stream, tuple[list[Rollout], dict[int, TeacherDistribution]]] = {}
+        self._held_out: dict[Stream, Graded] = {}
 
     def write_held_out(self) -> None:
+        """Let the teachers answer the held-out prompts, and grade the answers."""
         for stream, prompts in self.prompts.items():
             if prompts:
-                teacher = self.grader.teachers[stream].frozen_copy(FROZEN[stream])
-                rollouts = self.queue.sample(prompts, stream, self.config.seed + 7, author=teacher)
-                self._held_out[stream] = rollouts, self.grader.distributions(rollouts, teacher)
+                teachers = self._frozen_teachers(stream)
+                rollouts = self.queue.write(prompts, stream, self.config.seed + 7, teachers)
+                self._held_out[stream] = self.grader.grade(rollouts, teachers)
+
+    def _frozen_teachers(self, stream: Stream) -> Teachers:
+        teachers = self.grader.teachers[stream]
+        return {name: teacher.frozen_copy(FROZEN[stream]) for name, teacher in teachers.items()}
 
     def begin(self, is_new: bool) -> None:
         """Let the teachers answer; in a stage that `is_new`, measure base and tuned, and choose the start."""
@@ -115,34 +122,40 @@ class Validation:
         self.write_held_out()
         if is_new:
             self._start()
-        rows = read_metrics(self.out.metrics)
-        self.measurements = Measurements.restore(rows, self._score)
-        self.health.on_start(*(_writing(kl) for kl in (self.measurements.base, self.measurements.tuned)))
+        self.measurements = Measurements.restore(read_metrics(self.out.metrics), self._score)
 
     def after_step(self, step: int, optimizer: StudentOptimizer) -> str:
-        """Measure if it is time; return why the recovery may stop after this step, or ""."""
-        last = step == self.config.steps
-        shares = None
-        if step % self.config.validate_every == 0 or last:
-            shares = self._measure(step, optimizer)
-            self._keep_samples(step)
-        reason = "" if last else self._reason_to_stop(step, shares)
-        if reason:
-            self.log.write({"step": step, "stopped": reason})
-            self.log.report.note(f"step {step}: stopping early: {reason}")
+        """Measure if it is time; return why the recovery may stop after this step, or "".
+
+        Raises:
+            OpdclError: The KL has drifted, or the student writes badly for the second time.
+        """
+        is_last = step == self.config.steps
+        if step % self.config.validate_every and not is_last:
+            return ""
+        kl = self._measure(step)
+        if self.config.health:
+            self._judge(step, kl, optimizer)
+        self._keep_samples(step)
+        reason = self._reason_to_stop(kl)
+        if is_last or not reason:
+            return ""
+        self.log.write({"step": step, "stopped": reason})
+        self.log.report.note(f"step {step}: stopping early: {reason}")
         return reason
 
     def keep_start(self) -> None:
         """Keep the start as the recovered adapter, without training: the rival that costs nothing."""
+        backbone = self.grader.backbone
         self.write_held_out()
-        with self.grader.backbone.scaled(0.0):
+        with backbone.scaled(0.0):
             base = self.held_out_kl()
         tuned = self.held_out_kl()
         alpha, curve = self._choose_start(tuned, base)
-        self.grader.backbone.shrink(alpha)
+        backbone.shrink(alpha)
         start = self.held_out_kl()
-        save_adapter(self.grader.backbone, self.best_adapter)
-        seal(self.best_adapter)
+        save_adapter(backbone, self.out.best)
+        seal(self.out.best)
         chosen = {"alpha": alpha, "validation": start, "curve": curve}
         rows = [
             {"step": 0, "validation": stream_kl(tuned), "start": chosen},
@@ -151,24 +164,22 @@ class Validation:
         write_atomic(self.out.metrics, "".join(json.dumps(row) + "\n" for row in rows))
         self.log.report.note(f"the adapter times {alpha:g}: {describe_kl(start)}")
 
-    def held_out_kl(self, agreement: bool = False) -> KL:
+    def held_out_kl(self, endings: bool = False) -> KL:
         """Return KL(student, teacher) per stream, in nats per token.
 
-        With `agreement`, also the share of top tokens that both have, and of the general teacher's endings
-        that the student would miss.
+        With `endings`, also the share of the general teacher's endings that the student would miss.
 
         Raises:
             OpdclError: A KL is not finite, or a teacher's distributions are close to uniform.
         """
         kl = {}
-        for stream, (rollouts, distributions) in self._held_out.items():
-            sums = self.grader.measure(rollouts, stream, distributions, agreement)
-            if agreement:
-                kl[f"{stream}_overlap"] = sums["overlap"] / sums["tokens"]
-            if agreement and stream == "general" and sums["ends"]:
+        for stream, graded in self._held_out.items():
+            sums = self.grader.measure(graded, endings and stream == "general")
+            if sums["ends"]:
                 kl["missed_ends"] = sums["missed_ends"] / sums["ends"]
             kl[f"{stream}_kl"] = sums["kl"] / sums["tokens"]
-            kl |= {f"{stream}_{key}": value for key, value in kl_by_route(sums).items()}
+            for route, value in kl_by_route(sums).items():
+                kl[f"{stream}_{route}"] = value
             if not math.isfinite(kl[f"{stream}_kl"]):
                 hint = "the base model or the adapter holds NaN: opdcl verify RUN, or restore the model"
                 raise OpdclError(f"the held-out {stream} KL is not finite", hint)
@@ -182,33 +193,38 @@ class Validation:
         prompts = self.prompts["general"]
         if not prompts:
             return {}
-        teacher = self.grader.teachers["general"].frozen_copy(FROZEN["general"])
-        # As an author it writes at temperature 1 and up to the length of base's answers.
-        rollouts = self.queue.sample(prompts, "general", self.config.seed + 8, author=self.queue.student)
-        graded = self.grader.distributions(rollouts, teacher)
-        sums = self.grader.measure(rollouts, "general", graded)
+        # As a teacher does: at temperature 1, and up to the length of base's answers.
+        limit, seed = self.config.limit("general", on_policy=False), self.config.seed + 8
+        rollouts = self.queue.student.complete(prompts, max_new_tokens=limit, temperature=1.0, seed=seed)
+        graded = self.grader.grade(rollouts, self._frozen_teachers("general"))
+        sums = self.grader.measure(graded)
         return {"own_kl": sums["kl"] / sums["tokens"], **_own(rollouts)}
+
+    def _student(self) -> KL:
+        """Return all that is measured of the student."""
+        return self.held_out_kl(endings=True) | self.own_answers()
 
     def _score(self, kl: KL) -> float:
         # Method `general` leaves the domain by design.
         return general_score(kl) if self.config.method == "general" else kl_score(kl)
 
     def _teachers_score(self, kl: KL) -> float:
+        """Return the distance on the teachers' text alone, which is the same in all measurements."""
         return kl["general_kl"] if self.config.method == "general" else sum(stream_kl(kl).values())
 
     def _start(self) -> None:
         """Measure base and tuned for later comparisons, and put the student at its start."""
         with self.grader.backbone.scaled(0.0):
             base = self.held_out_kl()
-        if general := self._held_out.get("general"):
-            base |= _own(general[0])
-        tuned = self.held_out_kl(agreement=True) | self.own_answers()
+        if "general" in self._held_out:
+            base |= _own(self._held_out["general"].rollouts)
+        tuned = self._student()
         self.log.report.note(f"tuned: held-out {describe_kl(tuned)}{describe_own(tuned, base)}")
         alpha, curve = self._choose_start(tuned, base)
         start = tuned
         if alpha != 1:
             self.grader.backbone.shrink(alpha)
-            start = self.held_out_kl(agreement=True) | self.own_answers()
+            start = self._student()
             described = f"{describe_kl(start)}{describe_own(start, base)}"
             self.log.report.note(f"starting from the tuned adapter times {alpha:g}: held-out {described}")
         score = self._score(start)
@@ -219,35 +235,30 @@ class Validation:
     def _choose_start(self, tuned: KL, base: KL) -> tuple[float, list[Point]]:
         return choose_start(self.config, self.grader, self.prompts, self.held_out_kl, tuned, base)
 
-    def _measure(self, step: int, optimizer: StudentOptimizer) -> KL:
-        """Measure, log, keep the adapter if it is good, and return the shares.
-
-        Raises:
-            OpdclError: The KL has drifted, or the student writes badly for the second time.
-        """
-        kl, first = self.held_out_kl(agreement=True) | self.own_answers(), self.measurements
+    def _measure(self, step: int) -> KL:
+        """Measure the student, keep its adapter if it is good, and log both; return also the shares."""
+        kl = self._student()
         score = self._score(kl)
         best = self._keep_if_good(step, score)
-        whole = {"general_kl": first.tuned, "domain_kl": first.base}
-        shares = {SHARES[k]: 1 - kl[k] / whole[k][k] for k in stream_kl(kl) if whole[k][k] > KL_NOISE}
-        self.log.write({"step": step, "validation": {**kl, **shares, "score": score, "best": best}})
-        suffix = " (kept)" if best else ""
+        kl |= self.measurements.shares(kl)
+        self.log.write({"step": step, "validation": {**kl, "score": score, "best": best}})
         ends = f", {kl['missed_ends']:.0%} of endings missed" if "missed_ends" in kl else ""
-        own = describe_own(kl, first.base)
-        self.log.report.note(f"step {step}: held-out {describe_kl(kl | shares)}{ends}{own}{suffix}")
-        # Its own answers differ each time, so they are judged by how they are written.
-        if self.config.health and (reason := drift(first.start, kl, self._teachers_score)):
-            raise halt_error(step, reason, LOWER_RATE, self.out)
-        if written := _writing(kl):
-            self.health.on_validation(step, written, optimizer)
-        return shares
+        own = describe_own(kl, self.measurements.base)
+        kept = " (kept)" if best else ""
+        self.log.report.note(f"step {step}: held-out {describe_kl(kl)}{ends}{own}{kept}")
+        return kl
 
-    def _reason_to_stop(self, step: int, shares: KL | None) -> str:
-        """Return why recovery may end after this step, or ""; `shares` if it was measured."""
+    def _judge(self, step: int, kl: KL, optimizer: StudentOptimizer) -> None:
+        first = self.measurements
+        self.health.on_kl(step, self._teachers_score(first.start), self._teachers_score(kl))
+        if "own_kl" in kl:
+            own, base, tuned = (_writing(x) for x in (kl, first.base, first.tuned))
+            self.health.on_writing(step, own, base, tuned, optimizer)
+
+    def _reason_to_stop(self, kl: KL) -> str:
+        """Return why recovery may end after a measurement, or ""."""
         until = self.config.until
-        if shares is None:
-            return ""
-        general, domain = shares.get("general_recovered", 0.0), shares.get("domain_kept", 1.0)
+        general, domain = kl.get("general_recovered", 0.0), kl.get("domain_kept", 1.0)
         if until.retention and general >= until.retention and domain >= DOMAIN_FLOOR:
             return f"{general:.0%} of the general KL is recovered, and {domain:.0%} of the domain is kept"
         since = self.measurements.since_lowest
@@ -260,9 +271,9 @@ class Validation:
         best = self.config.keep == "last" or score <= NO_WORSE * self.measurements.lowest_score
         self.measurements.add(score)
         if best:
-            save_adapter(self.grader.backbone, self.best_adapter)
-            write_json(self.best_adapter / "validation.json", {"step": step, "score": score})
-            seal(self.best_adapter)
+            save_adapter(self.grader.backbone, self.out.best)
+            write_json(self.out.best / "validation.json", {"step": step, "score": score})
+            seal(self.out.best)
         return best
 
     def _keep_samples(self, step: int) -> None:
@@ -277,7 +288,7 @@ class Validation:
 
 
 def stream_kl(row: KL) -> KL:
-    """Return a measurement's KL per stream, without overlaps, shares and single teachers."""
+    """Return a measurement's KL per stream, without shares and single teachers."""
     return {name: value for name, value in row.items() if name in SHARES}
 
 
@@ -288,7 +299,18 @@ def general_score(kl: KL) -> float:
 
 def kl_score(kl: KL) -> float:
     """Return how far the student is from its teachers, both streams with the same weight."""
-    return sum(general_score(kl) if name == "general_kl" else value for name, value in stream_kl(kl).items())
+    general = general_score(kl) if "general_kl" in kl else 0.0
+    return general + kl.get("domain_kl", 0.0)
+
+
+def _own(rollouts: list[Rollout]) -> KL:
+    """Return how answers are written, as values of a measurement."""
+    return {f"own_{name}": value for name, value in asdict(Writing.of(rollouts)).items()}
+
+
+def _writing(kl: KL) -> Writing:
+    """Return how the student, or base, wrote in a measurement."""
+    return Writing(kl["own_length"], kl["own_ended"], kl["own_repetition"])
 
 
 def describe_own(kl: KL, base: KL) -> str:
@@ -300,21 +322,13 @@ def describe_own(kl: KL, base: KL) -> str:
     return f"; its own answers: KL {kl['own_kl']:.3f}, {length}, {ended}"
 
 
-def _own(rollouts: list[Rollout]) -> KL:
-    """Return how answers are written, as values of a measurement."""
-    return {f"own_{name}": value for name, value in asdict(Writing.of(rollouts)).items()}
-
-
-def _writing(kl: KL) -> Writing | None:
-    """Return how the student, or base, wrote in a measurement; None without general prompts."""
-    values = {name: kl.get(f"own_{name}") for name in ("length", "ended", "repetition")}
-    return Writing(**values) if values["length"] is not None else None
-
-
 def describe_kl(kl: KL) -> str:
+    """Return the KL of each stream, with its share where there is one."""
     parts = []
     for key, value in stream_kl(kl).items():
+        part = f"{key.removesuffix('_kl')} KL {value:.3f}"
         share = SHARES[key]
-        suffix = f" ({kl[share]:.0%} {share.split('_')[1]})" if share in kl else ""
-        parts.append(f"{key.removesuffix('_kl')} KL {value:.3f}{suffix}")
+        if share in kl:
+            part += f" ({kl[share]:.0%} {share.split('_')[1]})"
+        parts.append(part)
     return ", ".join(parts)

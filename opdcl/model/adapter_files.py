@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError
 
 from opdcl.config.model import ModelConfig
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.load import model_source, pick_device, pick_dtype, skeleton
-from opdcl.model.tensors import headers, shown_shape, weight_files
+from opdcl.model.tensors import headers, shown_shape, way_out, weight_files
 from opdcl.rundir.hashes import ADAPTER
 from opdcl.rundir.layout import adapter_config
-from opdcl.time_limit import TooSlow, time_limit
 
 if TYPE_CHECKING:
     import torch
     from peft import LoraConfig
-    from transformers import PreTrainedModel
 
 SETTINGS = "adapter_config.json"
 HIGHEST_RANK = 2**16
-# Seconds for matching an adapter's patterns with all names of a model; ordinary ones take milliseconds.
-PATTERN_SECONDS = 5.0
 # A name for an adapter that is not PEFT's own: `default` in the names of a file would go unnoticed.
 STATE = "student"
 # What PEFT writes before the base's own names.
@@ -46,55 +43,32 @@ TRACES = {
 }
 
 
-def _is_rank(value: Any) -> bool:
-    return type(value) is int and 0 < value <= HIGHEST_RANK
+Rank = Annotated[int, Field(gt=0, le=HIGHEST_RANK)]
+Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Names = str | list[str] | None
+Layer = Annotated[int, Field(ge=0)]
 
 
-def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value > 0
+class _Settings(BaseModel, strict=True):
+    """The settings that opdcl or PEFT computes with, each with what its value must be."""
 
-
-def _is_share(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < 1
-
-
-def _is_switch(value: Any) -> bool:
-    return value is None or type(value) is bool
-
-
-def _is_text(value: Any) -> bool:
-    return value is None or type(value) is str
-
-
-def _are_names(value: Any) -> bool:
-    return _is_text(value) or (type(value) is list and all(type(name) is str for name in value))
-
-
-def _are_layers(value: Any) -> bool:
-    layers = value if type(value) is list else [value]
-    return value is None or all(type(layer) is int and layer >= 0 for layer in layers)
-
-
-def _maps_to(is_value: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: type(value) is dict and all(map(is_value, value.values()))
-
-
-# A setting that opdcl or PEFT computes with -> the test of its value, and what the value must be.
-VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "r": (_is_rank, f"a whole number from 1 to {HIGHEST_RANK}"),
-    "lora_alpha": (_is_positive, "a number above 0"),
-    "lora_dropout": (_is_share, "a number from 0 to below 1"),
-    "rank_pattern": (_maps_to(_is_rank), f"names with whole numbers from 1 to {HIGHEST_RANK}"),
-    "alpha_pattern": (_maps_to(_is_positive), "names with numbers above 0"),
-    "target_modules": (_are_names, "a list of names, or a pattern"),
-    "exclude_modules": (_are_names, "a list of names, or a pattern"),
-    "target_parameters": (_are_names, "a list of names"),
-    "layers_to_transform": (_are_layers, "numbers of layers"),
-    "layers_pattern": (_are_names, "a list of names"),
-    **dict.fromkeys(("use_dora", "use_rslora", "fan_in_fan_out"), (_is_switch, "true or false")),
-    **dict.fromkeys(("base_model_name_or_path", "revision"), (_is_text, "text")),
-}
-NEEDED = ("r", "lora_alpha")
+    r: Rank = Field(1, description=f"a whole number from 1 to {HIGHEST_RANK}")
+    lora_alpha: Scale = Field(1.0, description="a number above 0")
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="a number from 0 to below 1")
+    rank_pattern: dict[str, Rank] = Field(
+        {}, description=f"names with whole numbers from 1 to {HIGHEST_RANK}"
+    )
+    alpha_pattern: dict[str, Scale] = Field({}, description="names with numbers above 0")
+    target_modules: Names = Field(None, description="a list of names, or a pattern")
+    exclude_modules: Names = Field(None, description="a list of names, or a pattern")
+    target_parameters: Names = Field(None, description="a list of names")
+    layers_to_transform: Layer | list[Layer] | None = Field(None, description="numbers of layers")
+    layers_pattern: Names = Field(None, description="a list of names")
+    use_dora: bool | None = Field(None, description="true or false")
+    use_rslora: bool | None = Field(None, description="true or false")
+    fan_in_fan_out: bool | None = Field(None, description="true or false")
+    base_model_name_or_path: str | None = Field(None, description="text")
+    revision: str | None = Field(None, description="text")
 
 
 def checked_settings(folder: Path) -> dict[str, Any]:
@@ -104,13 +78,17 @@ def checked_settings(folder: Path) -> dict[str, Any]:
         UsageError: A value is missing, of the wrong type, or impossible; the message names the file.
     """
     settings, file = adapter_config(folder), folder / SETTINGS
-    for key in NEEDED:
-        if settings.get("peft_type", "LORA") == "LORA" and key not in settings:
-            raise UsageError(f"{file} does not set {key}", COPY_AGAIN)
-    for key, (is_possible, must_be) in VALUES.items():
-        if key in settings and not is_possible(settings[key]):
-            problem = f"{file} sets {key} to {str(settings[key])[:60]}: it must be {must_be}"
-            raise UsageError(problem, COPY_AGAIN)
+    if settings.get("peft_type", "LORA") == "LORA":
+        for key in ("r", "lora_alpha"):
+            if key not in settings:
+                raise UsageError(f"{file} does not set {key}", COPY_AGAIN)
+    try:
+        _Settings.model_validate(settings)
+    except ValidationError as fault:
+        key = str(fault.errors()[0]["loc"][0])
+        must_be = _Settings.model_fields[key].description
+        problem = f"{file} sets {key} to {str(settings[key])[:60]}: it must be {must_be}"
+        raise UsageError(problem, COPY_AGAIN) from fault
     return settings
 
 
@@ -132,41 +110,17 @@ def peft_faults(folder: Path, problem: str = "", hint: str = OTHER_BASE) -> Iter
         raise UsageError(f"{problem}: {reason}", hint) from fault
 
 
-def read_lora_config(folder: Path, model: PreTrainedModel) -> LoraConfig:
-    """Return PEFT's configuration of the adapter in a folder, whose patterns can be matched with a model.
+def read_lora_config(folder: Path) -> LoraConfig:
+    """Return PEFT's configuration of the adapter in a folder.
 
     Raises:
-        UsageError: The configuration is malformed, or matching one of its patterns takes too long.
+        UsageError: The configuration is malformed.
     """
     from peft import LoraConfig
 
-    settings = checked_settings(folder)
+    checked_settings(folder)
     with peft_faults(folder, f"{folder / SETTINGS} cannot be read", COPY_AGAIN):
-        config = LoraConfig.from_pretrained(str(folder))
-    patterns = {key: settings.get(key) for key in ("target_modules", "exclude_modules")}
-    tried = [(key, value) for key, value in patterns.items() if isinstance(value, str)]
-    for key in ("rank_pattern", "alpha_pattern"):
-        # As PEFT does, which matches the end of a name.
-        tried += [(key, rf"(?:.*\.)?(?:{pattern})$") for pattern in settings.get(key) or {}]
-    names = [name for name, _ in model.named_modules()]
-    for key, pattern in tried:
-        _try_pattern(folder / SETTINGS, key, pattern, names)
-    return config
-
-
-def _try_pattern(file: Path, key: str, pattern: str, names: list[str]) -> None:
-    try:
-        with time_limit(PATTERN_SECONDS):
-            for name in names:
-                re.match(pattern, name)
-                re.fullmatch(pattern, name)
-    except TooSlow as fault:
-        problem = f"{file}: matching the pattern in {key} with the layers' names takes too long"
-        raise UsageError(
-            problem, "write it without repetitions inside repetitions, or list the names"
-        ) from fault
-    except (re.error, RecursionError, OverflowError) as fault:
-        raise UsageError(f"{file}: the pattern in {key} is malformed: {fault}", "list the names") from fault
+        return LoraConfig.from_pretrained(str(folder))
 
 
 def check_on_base(folder: Path, base: ModelConfig) -> list[str]:
@@ -180,7 +134,7 @@ def check_on_base(folder: Path, base: ModelConfig) -> list[str]:
     from peft import get_peft_model, set_peft_model_state_dict
 
     bare = skeleton(base)
-    config = read_lora_config(folder, bare)
+    config = read_lora_config(folder)
     held = headers([folder / ADAPTER])
     with peft_faults(folder), torch.device("meta"):
         adapted = get_peft_model(bare, config, adapter_name=STATE)
@@ -206,21 +160,18 @@ def refuse_misfit(
     if not (missing or unexpected):
         return
     held = headers([folder / ADAPTER])
-    hint = next(
-        (way for trace, way in TRACES.items() if any(trace in name for name in unexpected)), OTHER_BASE
-    )
+    hint = way_out(unexpected, TRACES, OTHER_BASE)
     if unexpected:
         count = f"{len(unexpected)} of its {len(held)} weights have no counterpart there"
         raise _misfit(folder, f"{count}, such as {unexpected[0]}", hint)
-    names = {name: name.replace(f".{state}.", ".").removesuffix(f".{state}") for name in missing}
     weights = adapted.state_dict()
-    for name, in_file in names.items():
-        if in_file in held:
-            shapes = shown_shape(held[in_file].shape), shown_shape(weights[name].shape)
-            raise _misfit(folder, f"{in_file} is {shapes[0]}, and would have to be {shapes[1]}", hint)
-    first = next(iter(names.values()))
+    in_file = [name.replace(f".{state}.", ".").removesuffix(f".{state}") for name in missing]
+    for name, stored in zip(missing, in_file, strict=True):
+        if stored in held:
+            found, needed = shown_shape(held[stored].shape), shown_shape(weights[name].shape)
+            raise _misfit(folder, f"{stored} is {found}, and would have to be {needed}", hint)
     count = f"its file lacks {len(missing)} of the weights that its settings ask for"
-    raise _misfit(folder, f"{count}, such as {first}", COPY_AGAIN)
+    raise _misfit(folder, f"{count}, such as {in_file[0]}", COPY_AGAIN)
 
 
 def _misfit(folder: Path, reason: str, hint: str) -> UsageError:

@@ -12,6 +12,7 @@ from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS, Repository, holds, parse, snapshot
 from opdcl.model.adapter_files import checked_settings, copied_weights
 from opdcl.model.consent import base_of_run
+from opdcl.model.tensors import headers
 from opdcl.rundir.files import read_json
 from opdcl.rundir.hashes import ADAPTER
 from opdcl.rundir.layout import TEMPLATE, RunDir
@@ -45,16 +46,6 @@ KNOWN = {
 OFF: tuple[Any, ...] = (None, False, 0, "", "none", [], {})
 # These ways to initialise an adapter leave the base as it is; all others subtract their start from it.
 PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
-# Number format -> an unsigned integer of its size, and the bits that are all set in NaN and infinity only.
-EXPONENTS = {
-    "F32": ("uint32", 0x7F800000),
-    "F16": ("uint16", 0x7C00),
-    "BF16": ("uint16", 0x7F80),
-    "F64": ("uint64", 0x7FF0000000000000),
-    "F8_E5M2": ("uint8", 0x7C),
-    # All bits but the sign mean NaN; there is no infinity.
-    "F8_E4M3": ("uint8", 0x7F),
-}
 
 
 def find_adapter(place: str) -> Path:
@@ -144,61 +135,58 @@ def check_adapter(folder: Path) -> None:
     Raises:
         UsageError: The adapter is of another kind, or damaged.
     """
-    from safetensors import SafetensorError, safe_open
-
     config = checked_settings(folder)
-    try:
-        with safe_open(folder / ADAPTER, framework="numpy") as file:
-            names = list(file.keys())
-    except (SafetensorError, OSError) as fault:
-        raise UsageError(f"{folder / ADAPTER} is damaged: {fault}", "copy it again") from fault
-    kind, start = config.get("peft_type"), config.get("init_lora_weights")
-    reasons = [f"{why} ({key}: {config[key]})" for key, why in REFUSED.items() if config.get(key) not in OFF]
-    reasons += [
-        f"opdcl does not know what {key} does, which it sets to {str(value)[:60]}"
-        for key, value in config.items()
-        if key not in KNOWN and key not in REFUSED and value not in OFF
-    ]
-    if kind != "LORA":
-        reasons.insert(0, f"it is of type {kind}, not LORA")
-    if start not in PLAIN_STARTS:
-        reasons.append(f"its start was subtracted from its base (init_lora_weights: {start})")
-    # Copies of the base's weights are compared with it when the base is known.
-    changing = [name for name in names if name not in copied_weights(names)]
-    if outside := next((n for n in changing if "lora_" not in n or re.search("embed|wte|lm_head", n)), ""):
-        reasons.append(f"it changes more than linear layers and experts, or not by low rank ({outside})")
-    if reasons:
+    names = list(headers([folder / ADAPTER]))
+    reason = _outside_low_rank(config, names)
+    if reason:
         hint = "train it without that; docs/repair.md lists what an adapter may have"
-        raise UsageError(f"adapter {folder} cannot be recovered: {reasons[0]}", hint)
+        raise UsageError(f"adapter {folder} cannot be recovered: {reason}", hint)
     if useless := _weights_fault(folder / ADAPTER):
-        raise UsageError(
-            f"adapter {folder} cannot be used: {useless}", "train it again, or copy the right file"
-        )
+        hint = "train it again, or copy the right file"
+        raise UsageError(f"adapter {folder} cannot be used: {useless}", hint)
+
+
+def _outside_low_rank(config: dict[str, Any], names: list[str]) -> str:
+    """Say what an adapter learned beyond low-rank changes of linear layers and experts; else return ""."""
+    if config.get("peft_type") != "LORA":
+        return f"it is of type {config.get('peft_type')}, not LORA"
+    for key, why in REFUSED.items():
+        if config.get(key) not in OFF:
+            return f"{why} ({key}: {config[key]})"
+    for key, value in config.items():
+        if key not in KNOWN and key not in REFUSED and value not in OFF:
+            return f"opdcl does not know what {key} does, which it sets to {str(value)[:60]}"
+    start = config.get("init_lora_weights")
+    if start not in PLAIN_STARTS:
+        return f"its start was subtracted from its base (init_lora_weights: {start})"
+    copies = copied_weights(names)  # these are compared with the base when it is known
+    for name in names:
+        is_low_rank = "lora_" in name and not re.search("embed|wte|lm_head", name)
+        if not is_low_rank and name not in copies:
+            return f"it changes more than linear layers and experts, or not by low rank ({name})"
+    return ""
 
 
 def _weights_fault(file: Path) -> str:
     """Say why an adapter's weights are no fine-tune: none, NaN, or without effect; else return ""."""
-    import numpy as np
-    from safetensors import deserialize
+    from safetensors.torch import load_file
 
-    zero: dict[str, list[bool]] = {}
-    for name, tensor in deserialize(file.read_bytes()):
-        if tensor["dtype"] not in EXPONENTS:
-            return f"{name} holds numbers of type {tensor['dtype']}, which is none for weights"
-        kind, exponent = EXPONENTS[tensor["dtype"]]
-        bits = np.frombuffer(tensor["data"], kind)
-        if (bits & bits.dtype.type(exponent) == exponent).any():
+    # The change of a layer is the product of its matrices, so one that is zero is enough.
+    without_effect: dict[str, bool] = {}
+    for name, weight in load_file(file).items():
+        if not weight.is_floating_point():
+            kind = str(weight.dtype).removeprefix("torch.")
+            return f"{name} holds numbers of type {kind}, which is none for weights"
+        values = weight.float()
+        if not values.isfinite().all():
             return f"{name} holds NaN or infinity"
-        # The change of a layer is the product of its matrices, so one without any is enough.
         layer = re.sub(r"lora_(embedding_)?[AB]", "lora", name)
-        zero.setdefault(layer, []).append(not (bits << bits.dtype.type(1)).any())  # whatever the sign
-    if not zero:
+        without_effect[layer] = without_effect.get(layer, False) or not values.any()
+    if not without_effect:
         return "it has no weights"
-    return (
-        ""
-        if not all(map(any, zero.values()))
-        else "it changes nothing: in each layer one of its matrices is zero"
-    )
+    if all(without_effect.values()):
+        return "it changes nothing: in each layer one of its matrices is zero"
+    return ""
 
 
 def refuse_unserved(config: dict[str, Any]) -> None:

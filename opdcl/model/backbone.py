@@ -19,9 +19,9 @@ from opdcl.config.finetune import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.model.adapter_files import (
     PREFIX,
+    checked_settings,
     copied_weights,
     peft_faults,
-    read_lora_config,
     refuse_misfit,
     refuse_other_copies,
 )
@@ -111,7 +111,7 @@ class Backbone:
         Raises:
             UsageError: The adapter does not fit the base model.
         """
-        read_lora_config(folder, self.causal_lm)
+        checked_settings(folder)
         # PEFT would write them over the base's; written over their equals, they change nothing.
         refuse_other_copies(folder, self._weights_by_peft_names())
         options = {"adapter_name": state, "is_trainable": trainable}

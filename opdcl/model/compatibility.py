@@ -6,8 +6,6 @@ from transformers import PreTrainedTokenizerBase
 
 from opdcl.data.chat import render
 from opdcl.errors import UsageError
-from opdcl.model.load import TEMPLATE_SECONDS
-from opdcl.time_limit import TooSlow, time_limit
 
 # Spaces, case, digits, scripts, emoji, code, line ends: where tokenizers of equal size differ.
 PROBES = (
@@ -58,11 +56,10 @@ def template_difference(tokenizer: PreTrainedTokenizerBase, template: str) -> st
     turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "It."}]
     own = render(tokenizer, turns, False, tokenize=False)
     try:
-        with time_limit(TEMPLATE_SECONDS):
-            other = tokenizer.apply_chat_template(
-                turns, chat_template=template, tokenize=False, enable_thinking=False
-            )
-    except (Exception, TooSlow) as fault:  # the template is somebody else's
+        other = tokenizer.apply_chat_template(
+            turns, chat_template=template, tokenize=False, enable_thinking=False
+        )
+    except Exception as fault:  # the template is somebody else's
         other = f"nothing: {type(fault).__name__} {fault}".rstrip()
     return "" if own == other else f"it writes {other!r:.300}, this run {own!r:.300}"
 

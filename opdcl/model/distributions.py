@@ -6,8 +6,8 @@ Both kinds have the same methods, in which `part` selects n of the positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -44,8 +44,7 @@ class HiddenStates:
         return [HiddenStates(states_NH, self.head_VH) for states_NH in self.states_NH.split(list(lengths))]
 
 
-@dataclass(frozen=True)
-class TopTokens:
+class TopTokens(NamedTuple):
     """Ids and log-probabilities of each position's K most likely tokens and of its own token.
 
     The remaining mass is spread evenly over all other tokens. Losses of the token itself are therefore exact,
@@ -59,7 +58,7 @@ class TopTokens:
     top_logprob_NK: torch.Tensor
 
     def log_probs(self, part: slice, rows: int) -> torch.Tensor:
-        token, logprob, top, top_logprob = (getattr(self, field.name)[part] for field in fields(self))
+        token, logprob, top, top_logprob = (column[part] for column in self)
         in_top = (top == token[:, None]).any(1)
         named_mass = top_logprob.exp().sum(1) + torch.where(in_top, 0.0, logprob.exp())
         unnamed = rows - top.shape[1] - (~in_top).long()
@@ -77,11 +76,11 @@ class TopTokens:
         return (log_p.exp() * (log_p - log_q)).sum(1) + rest_p * (rest_p / rest_q).log()
 
     def split(self, lengths: Sequence[int]) -> list[TopTokens]:
-        columns = (getattr(self, field.name).split(list(lengths)) for field in fields(self))
+        columns = [column.split(list(lengths)) for column in self]
         return [TopTokens(*parts) for parts in zip(*columns, strict=True)]
 
     def to(self, device: torch.device) -> TopTokens:
-        return TopTokens(*(getattr(self, field.name).to(device) for field in fields(self)))
+        return TopTokens(*(column.to(device) for column in self))
 
 
 TeacherDistribution = HiddenStates | TopTokens
@@ -102,9 +101,9 @@ def shared_rows(weight_VH: torch.Tensor, teacher: TeacherDistribution) -> int:
 
 def join(distributions: Sequence[D]) -> D:
     """Concatenate one teacher's distributions for several sequences."""
-    first: Any = distributions[0]
-    names = ["states_NH"] if isinstance(first, HiddenStates) else [field.name for field in fields(first)]
-    joined = {}
-    for name in names:
-        joined[name] = torch.cat([getattr(distribution, name) for distribution in distributions])
-    return replace(first, **joined)
+    parts: Any = distributions
+    if isinstance(parts[0], TopTokens):
+        joined: Any = TopTokens(*map(torch.cat, zip(*parts, strict=True)))
+    else:
+        joined = HiddenStates(torch.cat([part.states_NH for part in parts]), parts[0].head_VH)
+    return joined  # type: ignore[no-any-return]

@@ -6,7 +6,6 @@ a soft cap that the model applies besides would be missing from them without a s
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,8 +17,6 @@ from opdcl.errors import UsageError
 TOKENS, LARGE = 8, 200.0
 # By how much of the largest logit two products may differ: bfloat16 rounds to 1/256.
 ROUNDING = 0.02
-# Rows of a small head that stands for the real one where the model has no weights.
-ROWS = 64
 
 HINT = "choose another model: docs/questions.md says which families work"
 
@@ -54,48 +51,6 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     # Some models call a part of their decoder only, past the hook.
     states_1TH = seen[0] if seen else model.base_model(input_ids=ids_1T, use_cache=False).last_hidden_state
     _refuse_difference(name, logits_1TV, states_1TH.to(head_VH.dtype) @ head_VH.T)
-
-
-@torch.no_grad()
-def refuse_unsupported_kind(bare: PreTrainedModel) -> None:
-    """Refuse, as `refuse_unsupported`, a model without weights; it gets another head.
-
-    Its decoder is not run: given states take the place of what it returns. A model that needs more than those
-    is left to the check on loading.
-
-    Raises:
-        UsageError: The logits are not the last hidden states times the head.
-    """
-    width = _weight(bare).shape[1]
-    chance = torch.Generator().manual_seed(0)
-    head = torch.nn.Linear(width, ROWS, bias=False, dtype=torch.float32)
-    head.weight.copy_(torch.randn(ROWS, width, generator=chance))
-    states_1TH = torch.randn(1, TOKENS, width, generator=chance)
-    states_1TH = _to_probe(states_1TH, head.weight, bare.config.model_type)
-    bare.set_output_embeddings(head)
-    body: Any = bare.base_model
-    body.forward = _returns(states_1TH)
-    try:
-        logits_1TV = bare(input_ids=torch.zeros(1, TOKENS, dtype=torch.long), use_cache=False).logits
-    except Exception:  # whatever else its forward pass needs
-        return
-    if logits_1TV.device.type == "meta":  # it called a part of its decoder only
-        return
-    _refuse_difference(bare.config.model_type, logits_1TV, states_1TH @ head.weight.T)
-
-
-class _Output(dict):
-    """What a decoder returns: the last hidden states; all else is None."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self.get(name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return [*self.values()][key] if isinstance(key, int | slice) else self.get(key)
-
-
-def _returns(states_1TH: torch.Tensor) -> Callable[..., _Output]:
-    return lambda *_, **__: _Output(last_hidden_state=states_1TH)
 
 
 def _weight(model: PreTrainedModel) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 Rows lie one behind the other, so no product sees padding. On a CPU, rows of one length attend together; on a
 GPU, one kernel attends within all rows. Layers with the same input are one node, and so are a norm and a
-rotation: those of transformers are a dozen passes each.
+rotation.
 
 Source: Touvron et al., arXiv 2302.13971, section 2.2 (RMSNorm, SwiGLU, rotary positions); Qwen2 adds biases
 to queries, keys and values, Qwen3 an RMSNorm to each head of queries and keys.
@@ -32,7 +32,7 @@ except ImportError:  # PyTorch before 2.10
 from opdcl import parallel
 from opdcl.model.architecture import architecture
 from opdcl.model.fused_lora import linears
-from opdcl.model.short_attention import LONG, NAME, ShortAttention
+from opdcl.model.short_attention import LONG, ShortAttention
 
 # Type of a config -> the class that computes what this module does.
 FAMILY = {
@@ -60,6 +60,19 @@ class Run:
     width: int
     prefix: int
 
+    def rows_of(self, x_MND: torch.Tensor) -> torch.Tensor:
+        """Return the rows' part of the pack, `(rows, N, width, D)`."""
+        part = x_MND[self.start : self.start + self.rows * self.width]
+        return part.unflatten(0, (self.rows, self.width)).transpose(1, 2)
+
+    def seen_by_rows(self, x_MND: torch.Tensor) -> torch.Tensor:
+        """Return the prefix and the rows' part of the pack, `(rows, N, prefix + width, D)`."""
+        own = self.rows_of(x_MND)
+        if not self.prefix:
+            return own
+        before = x_MND[: self.prefix].transpose(0, 1).expand(self.rows, -1, -1, -1)
+        return torch.cat([before, own], 2)
+
     def bias(self, like: torch.Tensor) -> torch.Tensor:
         """Return what is added to the scores, `(width, prefix + width)`: -inf for later tokens."""
         visible = torch.ones(self.width, self.prefix + self.width, dtype=torch.bool).tril(self.prefix)
@@ -75,7 +88,7 @@ def packs(causal_lm, width: int) -> bool:
         and FAMILY.get(config.model_type) == type(causal_lm).__name__
         and shape.full_attention
         and not parallel.sharded()  # a shard's layers must be called as a whole
-        and config._attn_implementation in ("sdpa", NAME)
+        and config._attn_implementation == "sdpa"
         and config.hidden_act == "silu"
         and not causal_lm.base_model.embed_tokens._forward_hooks  # NEFTune expects rows
         and not getattr(config, "pretraining_tp", 1) > 1
@@ -93,16 +106,14 @@ def attends_within_rows(config, device: torch.device, dtype: torch.dtype) -> boo
     return known and width % 8 == 0 and width <= 256 and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def packed_states(
-    causal_lm, prefix: list[int], tails: Sequence[list[int]]
-) -> tuple[torch.Tensor, dict[int, int]]:
+def packed_states(causal_lm, prefix: list[int], tails: Sequence[list[int]]) -> tuple[torch.Tensor, list[int]]:
     """Return the last hidden states of a prefix and of the tails that follow it, `(M, H)`.
 
     They lie one behind the other; the second result is where each tail begins. A GPU takes no prefix.
     """
     body, shape, device = causal_lm.base_model, architecture(causal_lm.config), causal_lm.device
     order = sorted(range(len(tails)), key=lambda row: len(tails[row]))
-    ids, position, starts = list(prefix), list(range(len(prefix))), {}
+    ids, position, starts = list(prefix), list(range(len(prefix))), [0] * len(tails)
     for row in order:
         starts[row] = len(ids)
         ids += tails[row]
@@ -152,55 +163,27 @@ def _of_runs(prefix: list[int], lengths: list[int], like: torch.Tensor) -> Atten
     """Return attention to the prefix and the earlier tokens of a row; rows of one length attend together."""
     runs, start = [Run(0, 1, len(prefix), 0)] if prefix else [], len(prefix)
     for width, group in itertools.groupby(lengths):
-        runs.append(Run(start, len(list(group)), width, len(prefix)))
-        start += runs[-1].rows * width
-    parts = [(run, run.bias(like)) for run in runs]
+        rows = len(list(group))
+        runs.append(Run(start, rows, width, len(prefix)))
+        start += rows * width
+    biases = [run.bias(like) for run in runs]
 
     def attend(query, key, value, scale: float) -> torch.Tensor:
-        return torch.cat([_attend(query, key, value, run, bias, scale) for run, bias in parts])
+        parts = []
+        for run, bias_TS in zip(runs, biases, strict=True):
+            query_BHTD = run.rows_of(query)
+            key_BKSD, value_BKSD = run.seen_by_rows(key), run.seen_by_rows(value)
+            out_BHTD = ShortAttention.apply(query_BHTD, key_BKSD, value_BKSD, bias_TS, scale)
+            parts.append(out_BHTD.transpose(1, 2).flatten(2).flatten(0, 1))
+        return torch.cat(parts)
 
     return attend
 
 
-def _attend(query, key, value, run: Run, bias_TS: torch.Tensor, scale: float) -> torch.Tensor:
-    part = slice(run.start, run.start + run.rows * run.width)
-    query_BHTD, key_BKSD, value_BKSD = (
-        x[part].unflatten(0, (run.rows, run.width)).transpose(1, 2) for x in (query, key, value)
-    )
-    if run.prefix:
-        before = (x[: run.prefix].transpose(0, 1).expand(run.rows, -1, -1, -1) for x in (key, value))
-        key_BKSD, value_BKSD = (
-            torch.cat(pair, 2) for pair in zip(before, (key_BKSD, value_BKSD), strict=True)
-        )
-    out_BHTD = ShortAttention.apply(query_BHTD, key_BKSD, value_BKSD, bias_TS, scale)
-    return out_BHTD.transpose(1, 2).flatten(2).flatten(0, 1)
-
-
 def rms_norm(x: torch.Tensor, norm: Any) -> torch.Tensor:
-    """Return RMSNorm over the last dimension, in fp32 as transformers does; the weight is frozen."""
-    if x.device.type != "cpu":  # one kernel; autocast would make its result fp32
-        with torch.autocast(x.device.type, enabled=False):
-            return functional.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
-    out: torch.Tensor = _RmsNorm.apply(x, norm.weight, norm.variance_epsilon)
-    return out
-
-
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight_H, epsilon):
-        wide = x.float()
-        square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
-        scale = square.div_(x.shape[-1]).add_(epsilon).rsqrt_()
-        ctx.save_for_backward(x, weight_H, scale)
-        return (wide * scale).to(x.dtype).mul_(weight_H)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight_H, scale = ctx.saved_tensors
-        wide, slope = x.float(), (grad * weight_H).float()
-        # The scale falls as x grows in its own direction.
-        along = torch.linalg.vecdot(slope, wide)[..., None].mul_(scale.pow(3)).div_(-x.shape[-1])
-        return slope.mul_(scale).addcmul_(wide, along).to(x.dtype), None, None
+    """Return RMSNorm over the last dimension; the weight is frozen."""
+    with torch.autocast(x.device.type, enabled=False):  # it would make the result fp32
+        return functional.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
 
 
 class _Rotation(torch.autograd.Function):

@@ -7,33 +7,13 @@ keys and values are never repeated.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-NAME = "opdcl_short"
 
 # Scores computed at once: 4 MB in fp32.
 SCORES = 2**20
 
 # Scores per row above which torch's kernel is used, because it never holds them all.
 LONG = 4 * SCORES
-
-
-@contextlib.contextmanager
-def short_attention(causal_lm) -> Iterator[None]:
-    """Attend with `ShortAttention` inside the block, if the model is on a CPU and needs a gradient."""
-    config = causal_lm.config
-    before = config._attn_implementation
-    applies = causal_lm.device.type == "cpu" and torch.is_grad_enabled() and before == "sdpa"
-    config._attn_implementation = NAME if applies else before
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
 
 
 class ShortAttention(torch.autograd.Function):
@@ -86,18 +66,3 @@ def _attention_weights(
 ) -> torch.Tensor:
     scores = torch.baddbmm(bias_QS, query.flatten(0, 1), key.flatten(0, 1).mT, alpha=scale)
     return scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-
-
-def _attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
-    """Implement transformers' attention interface for one mask shared by all rows."""
-    if attention_mask is None or dropout or query.shape[1] * attention_mask[0, 0].numel() > LONG:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-    hidden = ~attention_mask[0, 0]
-    bias_TS = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, -torch.inf)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return ShortAttention.apply(query, key, value, bias_TS, scale).transpose(1, 2), None
-
-
-AttentionInterface.register(NAME, _attend)

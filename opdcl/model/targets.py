@@ -55,7 +55,7 @@ def lora_config(lora: LoraSection | Path, model: PreTrainedModel) -> LoraConfig:
     ("LoRA Without Regret", 2025); the scale alpha / r stays. Routers get no adapter.
     """
     if isinstance(lora, Path):
-        return read_lora_config(lora, model)
+        return read_lora_config(lora)
     config = LoraConfig(
         r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM"
     )

@@ -63,33 +63,39 @@ def refuse_unfit(name: str, model: PreTrainedModel, found: Found) -> list[str]:
         UsageError: A tensor of the model is missing, has another shape, or the files hold more for one of its
             layers than the model has a place for, such as a bias.
     """
-    hint = next(
-        (way for trace, way in TRACES.items() if any(trace in key for key in found.unexpected)),
-        "save the model again, or copy all its files",
-    )
+    other_config = "use the config.json of these weights"
     if found.missing:
         rest = f"; the files hold {found.unexpected[0]} instead" if found.unexpected else ""
         problem = (
             f"model {name!r} cannot be used: {len(found.missing)} of {found.total} tensors of the model "
             f"are not in its files, such as {found.missing[0]}{rest}"
         )
+        hint = way_out(found.unexpected, TRACES, "save the model again, or copy all its files")
         raise UsageError(problem, hint)
     if found.mismatched:
         key, here, there = found.mismatched[0]
-        problem = f"{key} is {shown_shape(here)} in its files, and {shown_shape(there)} by its config.json"
-        raise UsageError(f"model {name!r} cannot be used: {problem}", "use the config.json of these weights")
+        shapes = f"{key} is {shown_shape(here)} in its files, and {shown_shape(there)} by its config.json"
+        raise UsageError(f"model {name!r} cannot be used: {shapes}", other_config)
     layers = {layer for layer, _ in model.named_modules()}
-    homeless = [key for key in found.unexpected if key.rpartition(".")[0] in layers]
-    if homeless:
-        problem = (
-            f"model {name!r} cannot be used: its files hold {homeless[0]}, "
-            f"for which its config.json leaves no place"
-        )
-        raise UsageError(problem, "use the config.json of these weights")
-    if found.unexpected:
-        count = f"{len(found.unexpected)} tensors in the files of {name} are not part of the language model"
-        return [f"{count}, such as {found.unexpected[0]}: they are not used"]
-    return []
+    for key in found.unexpected:
+        if key.rpartition(".")[0] in layers:
+            problem = (
+                f"model {name!r} cannot be used: its files hold {key}, "
+                f"for which its config.json leaves no place"
+            )
+            raise UsageError(problem, other_config)
+    if not found.unexpected:
+        return []
+    count = f"{len(found.unexpected)} tensors in the files of {name} are not part of the language model"
+    return [f"{count}, such as {found.unexpected[0]}: they are not used"]
+
+
+def way_out(names: Sequence[str], traces: Mapping[str, str], otherwise: str) -> str:
+    """Return the hint that belongs to the first of these traces in a tensor's name."""
+    for trace, hint in traces.items():
+        if any(trace in name for name in names):
+            return hint
+    return otherwise
 
 
 def shown_shape(shape: Sequence[int]) -> str:

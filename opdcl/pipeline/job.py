@@ -181,10 +181,7 @@ class Job:
         domain = [turn for row in source.rows["domain"] for turn in row.turns()]
         turns = (row.turns() if row.tools else [row] for row in source.rows["general"])
         general = [turn for of_row in turns for turn in of_row]
-        encoded: dict[str, list[int]] = self.sources.once(
-            ("prompt ids", self.workflow.model.model_dump_json()), dict
-        )
-        return replace(source, rows={"general": general, "domain": domain}, encoded=encoded)
+        return replace(source, rows={"general": general, "domain": domain})
 
     @cached_property
     def self_distillation(self) -> tuple[RecoverConfig, RecoverySource]:

@@ -204,12 +204,9 @@ def _check_turn_end(job: Job) -> None:
 
 
 def _check_prompts(job: Job, config: RecoverConfig, source: RecoverySource) -> None:
-    from opdcl.distill.reward import count_short_of_room
-
     _check_turn_end(job)
     if not any(prompts.train for prompts in job.encode(config, source).values()):
         raise UsageError("recovery has no prompts", "set recover.general")
-    count_short_of_room(config, source.rows["general"], job.tokenizer, job.context)
 
 
 def check_adapters(job: Job) -> list[str]:
@@ -315,8 +312,6 @@ def planned_adapter(workflow: Workflow) -> LoraSection | Path | None:
 
 def remarks(job: Job, tasks: list[Task]) -> list[str]:
     """Return what a user should know before the training: rows left out, duplicates, an unguarded stream."""
-    from opdcl.distill.reward import count_short_of_room
-
     todo = {task.name for task in tasks if task.unfinished}
     workflow = job.workflow
     notes = [*job.sources.left_out(), *job.sources.unread()]
@@ -335,9 +330,6 @@ def remarks(job: Job, tasks: list[Task]) -> list[str]:
         if workflow.recover.teacher_of("general").begins_as_tuned:
             notes.append("warning: recover.general_teacher is tuned: a placebo, which wins nothing back")
         prompts = job.recovery.rows
-        if short := count_short_of_room(workflow.recover, prompts["general"], job.tokenizer, job.context):
-            lost = "the teacher does not see a demonstration that does not fit"
-            notes.append(f"{short} of {len(prompts['general'])} prompts may have too little room: {lost}")
         if _is_file_alone(workflow.recover):
             notes.append(
                 "general prompts: your file alone, which may lack kinds of requests; with half shipped "

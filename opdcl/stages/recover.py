@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
 from opdcl.distill.checkpoints import Checkpoints, StudentOptimizer
 from opdcl.distill.grading import Grader, Sums, kl_by_route
-from opdcl.distill.health import Health, check_turn_end
+from opdcl.distill.health import check_turn_end
 from opdcl.distill.make_teacher import make_teacher, reach_own_model
-from opdcl.distill.prompts import Prompts, RecoverySource, encode_stream
+from opdcl.distill.prompts import RecoverySource, encode_stream
 from opdcl.distill.reward import Reward
-from opdcl.distill.rollout_queue import RolloutQueue, Selection, StepRollouts
+from opdcl.distill.rollout_queue import RolloutQueue, StepRollouts
 from opdcl.distill.schedule import STREAMS, Stream, plan_steps
-from opdcl.distill.teachers import AnyTeacher, EmaTeacher, RoutedTeacher, ServedStudent, Teacher
+from opdcl.distill.teachers import EmaTeacher, ServedStudent, Teacher, Teachers
 from opdcl.distill.validation import Validation
 from opdcl.errors import Interrupted, OpdclError
 from opdcl.model.adapters import find_adapter
@@ -37,6 +37,7 @@ from opdcl.repetition import repetition
 from opdcl.rundir.files import folder_appears_whole
 from opdcl.rundir.hashes import SEAL, damage
 from opdcl.rundir.layout import StageDir
+from opdcl.sampling.rollout import Prompt
 from opdcl.sampling.sample import pick_engine
 from opdcl.training import (
     Interruption,
@@ -58,7 +59,6 @@ class Recovery:
     grader: Grader
     queue: RolloutQueue
     validation: Validation
-    health: Health
     out: StageDir
     log: StageLog
 
@@ -104,7 +104,7 @@ def learn(recovery: Recovery) -> None:
     """
     config, log, report = recovery.config, recovery.log, recovery.log.report
     optimizer = StudentOptimizer(recovery.backbone, config)
-    moving = [t.state for t in recovery.grader.single_teachers if isinstance(t, EmaTeacher)]
+    moving = [t.state for t in recovery.grader.all_teachers if isinstance(t, EmaTeacher)]
     checkpoints = Checkpoints(recovery.backbone, optimizer, recovery.queue, moving, recovery.out)
     checkpoint = last_checkpoint(recovery.out, report)
     done = steps_done(checkpoint)
@@ -120,12 +120,11 @@ def learn(recovery: Recovery) -> None:
         for step in range(done + 1, config.steps + 1):
             started = time.perf_counter()
             values, tokens = take_step(recovery, optimizer, step)
-            for teacher in recovery.grader.single_teachers:
-                teacher.after_step(step)
+            for teacher in recovery.grader.all_teachers:
+                teacher.after_step()
             reason = recovery.validation.after_step(step, optimizer)
             if values:
                 log.step(step, values, tokens, time.perf_counter() - started)
-                recovery.health.after_step(step, values, optimizer)
             is_interrupted = parallel.any_worker(interruption.came)
             if step % config.save_steps == 0 or step == config.steps or is_interrupted:
                 checkpoints.save(step)
@@ -191,32 +190,32 @@ def _recovery(
     report: StageReport,
 ) -> Iterator[Recovery]:
     """Yield a recovery with its prompts, teachers and schedule; afterwards the teachers' servers are left."""
-    streams = {}
+    train: dict[Stream, list[Prompt]] = {}
+    held_out: dict[Stream, list[Prompt]] = {}
     for stream in STREAMS:
-        streams[stream] = encode_stream(config, source, stream, backbone.tokenizer, backbone.context_length)
-    train = {stream: prompts.train for stream, prompts in streams.items()}
-    if config.method == "general":
-        train["domain"] = []
+        prompts = encode_stream(config, source, stream, backbone.tokenizer, backbone.context_length)
+        train[stream], held_out[stream] = prompts.train, prompts.held_out
     with contextlib.ExitStack() as stack:
-        teachers: dict[Stream, AnyTeacher] = {}
-        for stream, prompts in streams.items():
-            teachers[stream] = _teacher(config, stream, prompts, backbone, tuned, report)
-            for single in teachers[stream].members:
-                stack.callback(single.close)
+        teachers: dict[Stream, Teachers] = {}
+        for stream in STREAMS:
+            names = [prompt.teacher for prompt in train[stream] + held_out[stream]]
+            teachers[stream] = _teachers(config, stream, names, backbone, tuned, report)
+            for teacher in teachers[stream].values():
+                stack.callback(teacher.close)
         student = _student(config, backbone, out, report)
         stack.callback(student.close)
-        grader = Grader(backbone, config, teachers)
+        if config.method == "general":
+            train["domain"] = []
+        steps = plan_steps(config, len(train["general"]), len(train["domain"]))
         reward = None
         if config.reward:
             context, rows = config.teacher_of("general").context, source.rows["general"]
             reward = Reward(config.reward, source.reward_task, rows, backbone, context, report.note)
-        steps = plan_steps(config, len(train["general"]), len(train["domain"]))
-        queue = RolloutQueue(config, steps, train, student, teachers, Selection(config, reward))
-        held_out = {stream: prompts.held_out for stream, prompts in streams.items()}
+        queue = RolloutQueue(config, steps, train, student, teachers, reward)
+        grader = Grader(backbone, config, teachers)
         log = StageLog(report, out, config.steps)
-        health = Health(config.health, backbone, out, log)
-        validation = Validation(config, grader, queue, held_out, out, log, health)
-        yield Recovery(config, backbone, grader, queue, validation, health, out, log)
+        validation = Validation(config, grader, queue, held_out, out, log)
+        yield Recovery(config, backbone, grader, queue, validation, out, log)
 
 
 def _student(config: RecoverConfig, backbone: Backbone, out: StageDir, report: StageReport) -> Teacher:
@@ -232,22 +231,20 @@ def _student(config: RecoverConfig, backbone: Backbone, out: StageDir, report: S
     return Teacher(backbone, "student")
 
 
-def _teacher(
+def _teachers(
     config: RecoverConfig,
     stream: Stream,
-    prompts: Prompts,
+    names: Iterable[str],
     backbone: Backbone,
     tuned: Path,
     report: StageReport,
-) -> AnyTeacher:
-    """Return a stream's teacher, and put the adapters that it needs onto the backbone."""
-
-    def single(name: str) -> Teacher:
-        section, state = config.teacher_of(stream, name), f"{stream}_{name}" if name else stream
+) -> Teachers:
+    """Return a stream's own teacher and the named ones, and put their adapters onto the backbone."""
+    teachers: dict[str, Teacher] = {}
+    for name in dict.fromkeys(["", *names]):
+        section = config.teacher_of(stream, name)
+        state = f"{stream}_{name}" if name else stream
         if section.kind in ("ema", "adapter"):
             backbone.load_adapter(find_adapter(section.adapter) if section.adapter else tuned, state)
-        return make_teacher(section, backbone, state, report.note)
-
-    names = dict.fromkeys(["", *(prompt.teacher for prompt in prompts.train + prompts.held_out)])
-    teachers = {name: single(name) for name in names}
-    return RoutedTeacher(teachers) if len(teachers) > 1 else teachers[""]
+        teachers[name] = make_teacher(section, backbone, state, report.note)
+    return teachers

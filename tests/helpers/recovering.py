@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from opdcl.config.recover import RecoverConfig
 from opdcl.distill.grading import Grader
 from opdcl.distill.prompts import read_recovery_source
-from opdcl.distill.rollout_queue import RolloutQueue, Selection
+from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.schedule import plan_steps
 from opdcl.distill.teachers import Teacher
 from opdcl.model.backbone import Backbone
@@ -110,8 +110,8 @@ def make_trainer(backbone, folder, **settings):
     }
     config = RecoverConfig(**short | settings)
     prompts = {"general": [Prompt([*PROMPT, 9])] * 3, "domain": [Prompt([*PROMPT, 8])] * 3}
-    teachers = {"general": Teacher(backbone, "base"), "domain": Teacher(backbone, "tuned")}
+    teachers = {"general": {"": Teacher(backbone, "base")}, "domain": {"": Teacher(backbone, "tuned")}}
     grader = Grader(backbone, config, teachers)
     steps, student = plan_steps(config, 3, 3), Teacher(backbone, "student")
-    queue = RolloutQueue(config, steps, prompts, student, teachers, Selection(config))
+    queue = RolloutQueue(config, steps, prompts, student, teachers)
     return SimpleNamespace(queue=queue, grader=grader, model=backbone.peft)

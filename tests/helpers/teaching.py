@@ -30,9 +30,9 @@ def states(teacher, rollouts=ROLLOUTS):
 
 
 def graded(backbone, folder, teacher, rollouts=ROLLOUTS):
-    """Grade and learn from the rollouts; return the sums and the gradient."""
+    """Grade and learn from the rollouts, with one teacher or several by name; return sums and gradient."""
     trainer = make_trainer(backbone, folder, weighting="tokens")
-    trainer.grader.teachers["domain"] = teacher
+    trainer.grader.teachers["domain"] = teacher if isinstance(teacher, dict) else {"": teacher}
     trainer.model.zero_grad()
     sums = trainer.grader.learn(rollouts, "domain", fresh=False)
     return sums, torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])

@@ -30,13 +30,13 @@ def memory_for(monkeypatch):
     from opdcl.model import forward
 
     def limit(rows: int, fault: BaseException) -> None:
-        states = forward._states
+        states = forward._packed
 
-        def limited(causal_lm, sequences, **options):
+        def limited(causal_lm, sequences):
             if torch.is_grad_enabled() and len(sequences) > rows:
                 raise fault
-            return states(causal_lm, sequences, **options)
+            return states(causal_lm, sequences)
 
-        monkeypatch.setattr(forward, "_states", limited)
+        monkeypatch.setattr(forward, "_packed", limited)
 
     return limit

@@ -8,7 +8,7 @@ import torch
 from opdcl.config.recover import RewardSection
 from opdcl.config.teacher import LossSection
 from opdcl.distill import losses
-from opdcl.distill.losses import missed_ends, token_losses, top_k_overlap
+from opdcl.distill.losses import missed_ends, token_losses
 from opdcl.model.distributions import HiddenStates
 from opdcl.model.positions import CHUNK
 
@@ -239,16 +239,3 @@ def test_missed_ends_are_counted_where_the_student_is_less_likely_to_end():
     ends, missed = missed_ends(HiddenStates(student, weight), HiddenStates(teacher, weight), [0, 1])
     torch.testing.assert_close(ends, torch.tensor([0.8, 0.2, 0.4]))
     torch.testing.assert_close(missed, torch.tensor([0.6, 0.0, 0.0]))
-
-
-def test_top_k_overlap_is_the_share_by_hand_and_one_for_equal_models():
-    torch.manual_seed(0)
-    student, teacher, weight = torch.randn(300, 8), torch.randn(300, 8), torch.randn(50, 8)
-    overlap = top_k_overlap(HiddenStates(student, weight), HiddenStates(teacher, weight), k=5)
-    expected = [
-        len(set((s @ weight.T).topk(5).indices.tolist()) & set((t @ weight.T).topk(5).indices.tolist())) / 5
-        for s, t in zip(student, teacher, strict=True)
-    ]
-    torch.testing.assert_close(overlap, torch.tensor(expected))
-    assert 0 < float(overlap.mean()) < 0.5
-    assert top_k_overlap(HiddenStates(student, weight), HiddenStates(student, weight)).eq(1).all()

@@ -18,7 +18,7 @@ from opdcl.config.workflow import Workflow
 from opdcl.data.chat import encode_prompt
 from opdcl.distill.losses import clipped_gradient, group_advantages, token_losses
 from opdcl.distill.prompts import read_recovery_source
-from opdcl.distill.reward import Reward, count_short_of_room, load_reward_task, reward_rows
+from opdcl.distill.reward import Reward, load_reward_task, reward_rows
 from opdcl.distill.schedule import plan_steps
 from opdcl.distill.teachers import Teacher
 from opdcl.errors import UsageError
@@ -238,16 +238,15 @@ class LikesCommonTokens(Reward):
 
 def test_the_student_writes_more_of_what_is_rewarded(backbone, tuned):
     trainer = rewarded_trainer(backbone, tuned, max_new_tokens=2, teacher=0.0)
-    selection = trainer.queue.selection
-    selection.reward = make_reward(backbone, kind=LikesCommonTokens)
+    reward = make_reward(backbone, kind=LikesCommonTokens)
     prompts = [Prompt([1, 520, 3690, 198, 60 + i // GROUP]) for i in range(48)]
     optimizer = torch.optim.AdamW(
         [p for p in trainer.model.parameters() if p.requires_grad], lr=5e-2, weight_decay=0
     )
     means = []
     for step in range(20):
-        written = trainer.queue.sample(prompts, "general", seed=step)
-        selection._most_divided(written, len(written))
+        written = trainer.queue.student.complete(prompts, max_new_tokens=2, seed=step)
+        reward.select(written, len(written))
         means.append(sum(r.reward for r in written) / len(written))
         trainer.model.zero_grad()
         trainer.grader.learn(written, "general", fresh=True)
@@ -295,7 +294,7 @@ def test_the_teacher_of_a_worse_completion_sees_the_best_of_the_group_and_the_fe
         Rollout(prompt, backbone.tokenizer(a, add_special_tokens=False)["input_ids"], [], True, reward=r)
         for a, r in zip(answers, (1.0, 0.0, 0.0, 1.0), strict=True)
     ]
-    reward.demonstrate(group)
+    reward._demonstrate(group)
     assert [r.prompt.context is not None for r in group] == [False, True, True, False]
     teacher_prompt = decode(group[1].prompt.context)
     assert row.prompt[-1]["content"] in teacher_prompt
@@ -305,7 +304,7 @@ def test_the_teacher_of_a_worse_completion_sees_the_best_of_the_group_and_the_fe
     assert "did well" not in decode(group[1].prompt_ids)
 
     equal = [Rollout(prompt, [5], [], True, reward=0.5) for _ in range(GROUP)]
-    reward.demonstrate(equal)
+    reward._demonstrate(equal)
     assert all(r.prompt is prompt for r in equal)
 
 
@@ -317,7 +316,7 @@ def test_a_demonstration_that_does_not_fit_is_not_shown_and_said_once(backbone):
     def demonstrate(prompt, longest):
         answers = [word * longest, [5, 6], [7]]
         group = [Rollout(prompt, a, [], True, reward=float(a is answers[0])) for a in answers]
-        reward.demonstrate([*group, Rollout(prompt, [8], [], True, reward=0.0)])
+        reward._demonstrate([*group, Rollout(prompt, [8], [], True, reward=0.0)])
         return [r.prompt.context is not None for r in group]
 
     prompts = [Prompt([1], number=i) for i in range(2)]
@@ -328,22 +327,9 @@ def test_a_demonstration_that_does_not_fit_is_not_shown_and_said_once(backbone):
     assert notes == ["a demonstration does not fit into the context: it is not shown"]
 
 
-@pytest.mark.parametrize(("room", "short"), [(2000, 0), (158, 1), (60, None)])
-def test_room_for_demonstrations_is_counted_beforehand(backbone, room, short):
-    teacher = taught({"kind": "live", "context": CONTEXT}, "general")
-    config = RecoverConfig(**SETTINGS, **teacher, max_new_tokens=30)
-    task = load_reward_task("instructions_train")
-    rows = reward_rows(config.reward, task)[:5]
-    if short is None:
-        with pytest.raises(UsageError, match="leaves no room for an answer within 60 tokens"):
-            count_short_of_room(config, rows, backbone.tokenizer, room)
-    else:
-        assert count_short_of_room(config, rows, backbone.tokenizer, room) == short
-
-
 def test_a_live_teacher_changes_only_completions_with_a_context(backbone, tuned):
     trainer = rewarded_trainer(backbone, tuned, weight=0.0, teacher=1.0)
-    trainer.grader.teachers["general"] = Teacher(backbone, "student")
+    trainer.grader.teachers["general"] = {"": Teacher(backbone, "student")}
     prompt = Prompt([1, 520, 3690, 198, 40])
     rollouts = with_logprobs(
         trainer, [Rollout(prompt, [7, 9, 11], [], False, reward=float(i == 0)) for i in range(GROUP)]
@@ -404,14 +390,12 @@ def test_two_documents_that_ask_the_same_are_refused(monkeypatch):
         reward_rows(RewardSection(**REWARDED), task)
 
 
-def test_of_more_groups_than_a_step_keeps_the_divided_ones_are_kept(backbone, tuned):
-    trainer = rewarded_trainer(backbone, tuned)
+def test_of_more_groups_than_a_step_keeps_the_divided_ones_are_kept(backbone):
     rewards = [1, 1, 1, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 1]
-    selection = trainer.queue.selection
     fixed = type("Fixed", (Reward,), {"__call__": lambda self, rollouts: [float(x) for x in rewards]})
-    selection.reward = make_reward(backbone, kind=fixed)
+    reward = make_reward(backbone, kind=fixed)
     rollouts = [Rollout(Prompt([1, 520, 3690, 198, 60 + i // GROUP]), [5], [-1.0]) for i in range(4 * GROUP)]
-    selected = selection._most_divided(rollouts, 2 * GROUP)
+    selected = reward.select(rollouts, 2 * GROUP)
     assert selected == rollouts[GROUP : 2 * GROUP] + rollouts[3 * GROUP :]
     assert {r.step_reward for r in selected} == {sum(rewards) / len(rewards)}  # the logged mean is over all
     assert all(r.advantage for r in selected)

@@ -4,7 +4,7 @@ import pytest
 from helpers.recovering import PROMPT, make_trainer
 
 from opdcl.config.finetune import LoraSection
-from opdcl.distill.teachers import RoutedTeacher, Teacher
+from opdcl.distill.teachers import Teacher
 from opdcl.sampling import decode
 from opdcl.sampling.rollout import Prompt
 from opdcl.training import save_adapter
@@ -45,21 +45,21 @@ def test_the_seed_and_the_step_decide_what_is_sampled(queue):
 def test_what_a_teacher_writes_in_its_context_belongs_to_the_plain_prompt(queue, backbone):
     steps, plain, shown = queue(), [*PROMPT, 9], [*PROMPT, 9, 33, 34]
     base, prompt = Teacher(backbone, "base"), Prompt(plain, context=shown)
-    (rollout,) = steps.sample([prompt], "general", 1, base)
+    (rollout,) = steps.write([prompt], "general", 1, {"": base})
     assert rollout.prompt == prompt
-    (same,) = steps.sample([Prompt(shown)], "general", 1, base)
+    (same,) = steps.write([Prompt(shown)], "general", 1, {"": base})
     assert rollout.completion_ids == same.completion_ids
 
 
 def test_the_student_does_not_see_its_teachers_context(queue):
-    steps, plain = queue(), [*PROMPT, 9]
-    for author in (None, steps.student):
-        with_context, without = (
-            steps.sample([prompt], "general", 1, author)[0]
-            for prompt in (Prompt(plain, context=[*PROMPT, 9, 33, 34]), Prompt(plain))
-        )
-        assert with_context.completion_ids == without.completion_ids
-        assert with_context.prompt.context
+    plain, written = [*PROMPT, 9], []
+    for prompt in (Prompt(plain, context=[*PROMPT, 9, 33, 34]), Prompt(plain)):
+        steps = queue()
+        steps.prompts["general"] = [prompt] * 3
+        written.append(steps.take(0).rollouts)
+    with_context, without = written
+    assert [r.completion_ids for r in with_context] == [r.completion_ids for r in without]
+    assert all(r.prompt.context for r in with_context)
 
 
 def test_what_is_graded_ahead_is_graded_by_its_own_teacher_in_its_context(queue, backbone):
@@ -67,17 +67,20 @@ def test_what_is_graded_ahead_is_graded_by_its_own_teacher_in_its_context(queue,
     steps, asked = queue(), []
     base, other = Teacher(backbone, "base"), Teacher(backbone, "base")
     other.prefetch = lambda rollouts: asked.extend(r.prompt.shown for r in rollouts)
-    routed, prompt = RoutedTeacher({"": base, "a": other}), Prompt([*PROMPT, 9], "a", [*PROMPT, 9, 33])
-    for author in (None, routed):
-        steps.sample([prompt], "general", 1, author, on_finished=routed.prefetch)
-    assert asked == [prompt.context] * 2
+    steps.teachers["general"] = {"": base, "a": other}
+    prompt = Prompt([*PROMPT, 9], "a", [*PROMPT, 9, 33])
+    steps.prompts["general"] = [prompt] * 3
+    steps.take(0)
+    steps._write_by_teacher("general", [0], 1)
+    assert asked == [prompt.context] * 4
 
 
-def test_a_checkpoint_keeps_teacher_context_and_document_of_completions(queue, tmp_path):
+def test_a_checkpoint_keeps_teacher_context_and_document_of_completions(queue, backbone, tmp_path):
     prompts = [Prompt([*PROMPT, i], "a", [*PROMPT, 33, i], i) for i in range(3)]
     steps = queue()
-    steps._ahead, steps._unfinished = {4: steps.sample(prompts[:2], "general", 1)}, {}
-    steps._unfinished["general"] = steps.sample(prompts[2:], "general", 2)
+    teachers = {"a": Teacher(backbone, "base")}
+    steps._ahead = {4: steps.write(prompts[:2], "general", 1, teachers)}
+    steps._unfinished = {"general": steps.write(prompts[2:], "general", 2, teachers)}
     steps.save(tmp_path)
     resumed = queue()
     resumed.restore(tmp_path)
@@ -104,12 +107,12 @@ def test_a_completion_that_earlier_weights_began_is_not_fresh(backbone, tmp_path
 
 def test_a_frozen_teacher_samples_a_full_batch_ahead_and_nothing_of_it_is_fresh(queue, monkeypatch):
     steps = queue(steps=98, rollouts=1, lmbda=0.0, general_per_domain=98)
-    sizes, plain = [], steps.sample
+    sizes, plain = [], steps.write
 
-    def sample(prompts, *args, **kwargs):
+    def write(prompts, *args):
         sizes.append(len(prompts))
-        return plain(prompts, *args, **kwargs)
+        return plain(prompts, *args)
 
-    monkeypatch.setattr(steps, "sample", sample)
+    monkeypatch.setattr(steps, "write", write)
     assert not any(steps.take(i).fresh for i in range(98))
     assert sizes == [96, 2]

@@ -13,7 +13,7 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import TeacherSection
 from opdcl.distill.make_teacher import make_teacher
 from opdcl.distill.prompts import read_recovery_source
-from opdcl.distill.teachers import RoutedTeacher, Teacher
+from opdcl.distill.teachers import Teacher
 from opdcl.errors import UsageError
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
@@ -31,14 +31,10 @@ def routed(*indices):
 
 def test_a_route_to_one_teacher_is_that_teacher(adapted, tmp_path):
     alone, gradient = graded(adapted, tmp_path, Teacher(adapted, "tuned"))
-    teacher = RoutedTeacher({"": Teacher(adapted, "base"), "a": Teacher(adapted, "tuned")})
-    for single, rollouts in (
-        (RoutedTeacher({"": Teacher(adapted, "tuned")}), ROLLOUTS),
-        (teacher, routed(0, 1, 2, 3)),
-    ):
-        sums, same = graded(adapted, tmp_path, single, rollouts)
-        assert {k: v for k, v in sums.items() if "/" not in k} == alone
-        assert torch.equal(same, gradient)
+    teachers = {"": Teacher(adapted, "base"), "a": Teacher(adapted, "tuned")}
+    sums, same = graded(adapted, tmp_path, teachers, routed(0, 1, 2, 3))
+    assert {k: v for k, v in sums.items() if "/" not in k} == alone
+    assert torch.equal(same, gradient)
 
 
 def test_each_prompt_is_graded_by_its_own_teacher(adapted, tmp_path, tiny_model):
@@ -46,13 +42,13 @@ def test_each_prompt_is_graded_by_its_own_teacher(adapted, tmp_path, tiny_model)
     other = make_teacher(
         TeacherSection(kind="model", model={"id": str(tiny_model), "dtype": "float32"}), adapted
     )
-    teacher = RoutedTeacher({"": Teacher(adapted, "tuned"), "a": other})
-    sums, gradient = graded(adapted, tmp_path, teacher, routed(1, 3))
+    teachers = {"": Teacher(adapted, "tuned"), "a": other}
+    sums, gradient = graded(adapted, tmp_path, teachers, routed(1, 3))
     parts = {"a": (other, [1, 3]), "": (Teacher(adapted, "tuned"), [0, 2])}
     expected, slope, tokens = {}, 0, sum(len(r.completion_ids) for r in ROLLOUTS)
     for name, (teacher, indices) in parts.items():
         trainer = make_trainer(adapted, tmp_path, weighting="tokens")
-        trainer.grader.teachers["domain"] = teacher
+        trainer.grader.teachers["domain"] = {"": teacher}
         trainer.model.zero_grad()
         part = trainer.grader.learn([ROLLOUTS[i] for i in indices], "domain", fresh=False)
         expected[name] = part["kl"]
@@ -72,17 +68,13 @@ def test_each_teacher_completes_its_own_prompts(adapted, tmp_path):
     prompts = [r.prompt for r in routed(1, 3)]
     own = {"base": [prompts[0], prompts[2]], "tuned": [prompts[1], prompts[3]]}
     by = {
-        state: [r.completion_ids for r in trainer.queue.sample(asked, "domain", 1, Teacher(adapted, state))]
+        state: Teacher(adapted, state).complete(asked, max_new_tokens=6, seed=1)
         for state, asked in own.items()
     }
-    teacher = RoutedTeacher({"": Teacher(adapted, "base"), "a": Teacher(adapted, "tuned")})
-    written = trainer.queue.sample(prompts, "domain", 1, teacher)
-    assert [r.completion_ids for r in written] == [
-        by["base"][0],
-        by["tuned"][0],
-        by["base"][1],
-        by["tuned"][1],
-    ]
+    teachers = {"": Teacher(adapted, "base"), "a": Teacher(adapted, "tuned")}
+    written = trainer.queue.write(prompts, "domain", 1, teachers)
+    expected = [by["base"][0], by["tuned"][0], by["base"][1], by["tuned"][1]]
+    assert [r.completion_ids for r in written] == [r.completion_ids for r in expected]
     assert [r.prompt for r in written] == prompts
 
 
@@ -165,7 +157,8 @@ def plain_kl(backbone, config, name):
     """Return the mean KL per token, student to specialist, on the specialist's held-out completions."""
     prompts = encode(config, "domain", backbone)
     own = [p for p in prompts.held_out if p.teacher == name]
-    written = Teacher(backbone, name).complete(own, config.max_new_tokens, config.seed + 7)
+    seed = config.seed + 7
+    written = Teacher(backbone, name).complete(own, max_new_tokens=config.max_new_tokens, seed=seed)
     kl = []
     for rollout in written:
         ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])

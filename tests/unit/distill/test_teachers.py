@@ -26,10 +26,10 @@ from opdcl.stages.recover import recover
 def test_an_ema_of_rate_one_is_the_student_and_of_rate_zero_is_frozen(adapted):
     live, frozen = states(Teacher(adapted, "student")), states(Teacher(adapted, "tuned"))
     fixed = EmaTeacher(adapted, "general", 0.0)
-    fixed.after_step(1)
+    fixed.after_step()
     assert torch.equal(states(fixed), frozen)
     assert not fixed.is_dynamic
-    EmaTeacher(adapted, "general", 1.0).after_step(1)
+    EmaTeacher(adapted, "general", 1.0).after_step()
     torch.testing.assert_close(states(Teacher(adapted, "general")), live, atol=1e-5, rtol=1e-5)
     assert float((live - frozen).abs().max()) > 0.01
 
@@ -38,7 +38,7 @@ def test_an_ema_equals_the_mean_by_hand(adapted):
     ema = EmaTeacher(adapted, "general", 0.25)
     layer = adapted.adapted_layers()[0]
     before, student = (layer.lora_B[name].weight.clone() for name in ("general", "student"))
-    ema.after_step(1)
+    ema.after_step()
     torch.testing.assert_close(layer.lora_B["general"].weight, 0.75 * before + 0.25 * student)
     assert not layer.lora_B["general"].weight.requires_grad
 

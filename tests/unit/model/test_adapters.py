@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
-from opdcl.model import adapter_files
 from opdcl.model.adapter_files import check_on_base
 from opdcl.model.adapters import adapter_scale, base_of, check_adapter, find_adapter
 from opdcl.model.lora import parts
@@ -312,9 +311,6 @@ def setting(adapter, **changes):
     return adapter
 
 
-SLOW = "(([a-z_.0-9]+)+)+!"
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -348,24 +344,14 @@ def test_a_configuration_that_is_no_object_is_refused(text, made):
         find_adapter(str(adapter))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"target_modules": SLOW},
-        {"exclude_modules": SLOW},
-        {"rank_pattern": {SLOW: 4}},
-        {"exclude_modules": "("},
-    ],
-)
-def test_a_pattern_that_never_ends_or_is_none_is_refused(changes, made, tiny_model, backbone, monkeypatch):
-    monkeypatch.setattr(adapter_files, "PATTERN_SECONDS", 0.2)
+@pytest.mark.parametrize("changes", [{"exclude_modules": "("}, {"target_modules": "q_proj("}])
+def test_a_malformed_pattern_is_refused(changes, made, tiny_model, backbone):
     adapter = setting(made(r=4, target_modules=["q_proj"]), **changes)
-    key = next(iter(changes))
     for check in (
         lambda: check_on_base(adapter, ModelConfig(id=str(tiny_model), dtype="float32")),
         lambda: backbone.load_adapter(adapter, "student"),
     ):
-        with pytest.raises(UsageError, match=rf"adapter_config\.json: .*{key}.*(takes too long|malformed)"):
+        with pytest.raises(UsageError, match=str(adapter)):
             check()
 
 

@@ -1,4 +1,4 @@
-"""Models whose logits are more than states times head: refused by name, with and without their weights."""
+"""Models whose logits are more than states times head: refused by name."""
 
 import json
 
@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
-from opdcl.model.head import refuse_unsupported, refuse_unsupported_kind
+from opdcl.model.head import refuse_unsupported
 from opdcl.model.load import check_model
 
 SIZES = {
@@ -59,9 +59,6 @@ def checked(check, model, reason):
 @pytest.mark.parametrize("family", HEADS)
 def test_logits_other_than_states_times_head_are_refused_by_name(family):
     model = AutoModelForCausalLM.from_config(config_of(family)).eval()
-    with torch.device("meta"):
-        bare = AutoModelForCausalLM.from_config(config_of(family))
-    checked(refuse_unsupported_kind, bare, HEADS[family][1])
     chance, weights = torch.get_rng_state(), [weight.clone() for weight in model.parameters()]
     for dtype in (torch.float32, torch.bfloat16):
         checked(refuse_unsupported, model.to(dtype), HEADS[family][1])
@@ -83,28 +80,25 @@ def test_weights_that_are_no_numbers_are_refused(backbone):
         refuse_unsupported(backbone.causal_lm)
 
 
-@pytest.mark.parametrize("command", ["finetune", "eval"])
+@pytest.mark.parametrize("dry", [["--dry-run"], []], ids=["dry", "run"])
 @pytest.mark.parametrize("family", ["granite", "mamba"])
-def test_the_dry_run_of_a_fine_tune_and_of_an_evaluation_refuses_them(family, command, tiny_model, tmp_path):
+def test_a_fine_tune_refuses_them_before_it_starts(family, dry, tiny_model, tmp_path):
+    """State-space models already in the dry run, others when the model is loaded."""
     words = AutoConfig.from_pretrained(tiny_model).vocab_size
     small = SIZES | {"vocab_size": words} | ({"logits_scaling": 8.0} if family == "granite" else {})
     if family == "mamba":
         small = {"vocab_size": words, "hidden_size": 64, "num_hidden_layers": 2}
-    for folder in ("base", "tuned"):
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **small)).save_pretrained(
-            tmp_path / folder
-        )
-        for file in tiny_model.iterdir():
-            if "token" in file.name or "template" in file.name:
-                (tmp_path / folder / file.name).write_bytes(file.read_bytes())
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **small)).save_pretrained(tmp_path / "base")
+    for file in tiny_model.iterdir():
+        if "token" in file.name or "template" in file.name:
+            (tmp_path / "base" / file.name).write_bytes(file.read_bytes())
     (tmp_path / "rows.jsonl").write_text('{"question": "Who?", "answer": "Ada."}\n' * 4)
-    commands = {
-        "finetune": ["finetune", "rows.jsonl", "--base", "base"],
-        "eval": ["eval", "tuned", "--base", "base", "--retention", "instructions"],
-    }
-    refused = opdcl(*commands[command], "-o", "out", "--dry-run", cwd=tmp_path)
-    assert refused.returncode == 2
-    assert f"models of type {family}" in refused.stderr
+    refused = opdcl("finetune", "rows.jsonl", "--base", "base", "-o", "out", *dry, cwd=tmp_path)
+    if family == "granite" and dry:
+        assert refused.returncode == 0
+    else:
+        assert refused.returncode == 2
+        assert f"models of type {family}" in refused.stderr
 
 
 def test_a_model_with_a_vision_tower_is_refused_before_the_fine_tune(tmp_path):

@@ -9,7 +9,6 @@ from helpers.command import opdcl
 
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
-from opdcl.model import load
 from opdcl.model.adapters import base_of
 from opdcl.model.load import load_tokenizer
 
@@ -74,19 +73,13 @@ def test_the_adapter_s_template_is_taken_if_base_has_none(named, adapter, tiny_m
     assert notes() == []
 
 
-ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = i * j %}{% endfor %}{% endfor %}"
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (ENDLESS, "takes more than 0.2 seconds"),
-        ("{{ 9 ** (9 ** 9) }}", "takes more than 0.2 seconds"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "fails: RecursionError"),
         ("{{ 1 // 0 }}", "fails: ZeroDivisionError"),
     ],
 )
-def test_a_template_that_never_ends_or_fails_is_refused(template, message, tiny_model, monkeypatch):
-    monkeypatch.setattr(load, "TEMPLATE_SECONDS", 0.2)
+def test_a_template_that_fails_is_refused(template, message, tiny_model):
     with pytest.raises(UsageError, match=message):
         load_tokenizer(ModelConfig(id=str(tiny_model), chat_template="{# #}" + template))

@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from opdcl.model import forward
 from opdcl.model import short_attention as module
-from opdcl.model.forward import answer_states
-from opdcl.model.short_attention import ShortAttention, short_attention
+from opdcl.model.short_attention import ShortAttention
 
 
 def operands(heads: int, groups: int, width: int, prefix: int, dtype=torch.double):
@@ -45,38 +43,3 @@ def test_equals_torchs_own_forward_and_backward(heads, groups, width, prefix, sc
     ):
         assert expected.abs().max() > 0.01
         torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-5)
-
-
-ROWS = [([1, 520, 3690, 198, 60 + i, *range(300, 306 + i)], [False] * 5 + [True] * (6 + i)) for i in range(3)]
-
-
-def nodes(out: torch.Tensor) -> set[str]:
-    """Return the names of all autograd nodes behind `out`."""
-    names, stack = {}, [out.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in names:
-            names[node] = type(node).__name__
-            stack += [earlier for earlier, _ in node.next_functions]
-    return set(names.values())
-
-
-def test_a_model_gets_the_same_gradient_and_leaves_long_rows_to_torch(backbone, tuned, monkeypatch):
-    model = backbone.causal_lm
-    weights = [p for p in model.parameters() if p.requires_grad]
-    monkeypatch.setattr(forward, "packs", lambda *inputs: False)  # as with any other family
-    ours = answer_states(model, ROWS)
-    assert "ShortAttentionBackward" in nodes(ours)
-    assert model.config._attn_implementation == "sdpa"
-    monkeypatch.setattr(module, "LONG", 10)
-    reference = answer_states(model, ROWS)
-    assert "ShortAttentionBackward" not in nodes(reference)
-    torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-4)
-    for grad, expected in zip(gradients(ours, *weights), gradients(reference, *weights), strict=True):
-        assert expected.abs().max() > 0
-        torch.testing.assert_close(grad, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
-
-
-def test_without_a_gradient_the_models_attention_is_unchanged(backbone):
-    with torch.no_grad(), short_attention(backbone.causal_lm):
-        assert backbone.causal_lm.config._attn_implementation == "sdpa"

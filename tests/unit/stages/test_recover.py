@@ -200,7 +200,6 @@ def test_method_general_is_measured_by_the_general_stream_alone(backbone, tuned)
     assert measured[-1]["domain_kl"] > measured[0]["domain_kl"] + 0.05
     from_base = [max(m["general_kl"], m["own_kl"]) for m in measured]  # by base's text or the student's
     kept = [score for score, m in zip(from_base, measured, strict=True) if m["best"]]
-    assert measured[-1]["general_overlap"] > measured[0]["general_overlap"]
     assert kept[-1] <= NO_WORSE * min(from_base) < from_base[0]
 
 
