@@ -2,8 +2,8 @@
 
 | engine | what it is | when |
 | --- | --- | --- |
-| `graph` | opdcl's own loop on CUDA graphs (`opdcl.sampling.graph`) | on CUDA, every layer attends |
-| `slab` | opdcl's own loop (`opdcl.sampling.decode`) | every layer attends, fully or in a sliding window |
+| `graph` | opdcl's own loop (`opdcl.sampling.decode`) on CUDA graphs | on CUDA, every layer attends |
+| `slab` | the same loop without graphs | every layer attends, fully or in a sliding window |
 | `generate` | transformers' `generate` | any other model: state-space layers |
 """
 
@@ -23,7 +23,6 @@ from opdcl import parallel
 from opdcl.model.architecture import architecture
 from opdcl.model.quantized import is_quantized
 from opdcl.sampling.decode import decode
-from opdcl.sampling.graph import decode_with_graphs
 from opdcl.sampling.rollout import MISMATCH_RATIO, Engine, Prompt, Request, Rollout
 
 logger = logging.getLogger(__name__)
@@ -85,15 +84,26 @@ def sample(
     own_rollouts = list(parallel.my_share(rollouts))
     if batch_size is None:
         batch_size = default_rows(model, max((r.length for r in rollouts), default=0) + max_new_tokens)
-    options = max_new_tokens, eos_ids, temperature, seed, batch_size + len(unfinished), on_finished
-    request = Request(*options, len(rollouts), weights_in_tokens(model), max_unfinished)
-    run = {"slab": decode, "graph": decode_with_graphs, "generate": _generate}
+    request = Request(
+        max_new_tokens=max_new_tokens,
+        eos_ids=eos_ids,
+        temperature=temperature,
+        seed=seed,
+        batch_size=batch_size + len(unfinished),
+        total=len(rollouts),
+        weights=weights_in_tokens(model),
+        on_finished=on_finished,
+        max_unfinished=max_unfinished,
+    )
     if own_rollouts:
         if engine == "auto":
             engine = pick_engine(model)
-            if engine == "graph" and not graphs_agree(model, prompts or [r.prompt for r in unfinished]):
+            if engine == "graph" and not graphs_agree(model, [r.prompt for r in rollouts]):
                 engine = "slab"
-        run[engine](model, own_rollouts, request)
+        if engine == "generate":
+            _generate(model, own_rollouts, request)
+        else:
+            decode(model, own_rollouts, request, graphs=engine == "graph")
     return parallel.gather_shares(own_rollouts)
 
 
@@ -127,10 +137,18 @@ def graphs_agree(model, prompts: Sequence[Prompt]) -> bool:
     """
     if model not in _GRAPHS_AGREE:
         rollouts = [*map(Rollout, prompts[:2])]
-        request = Request(CHECKED_TOKENS, (), 1.0, 0, 2, None, len(rollouts), weights_in_tokens(model), 0)
+        request = Request(
+            max_new_tokens=CHECKED_TOKENS,
+            eos_ids=(),
+            temperature=1.0,
+            seed=0,
+            batch_size=len(rollouts),
+            total=len(rollouts),
+            weights=weights_in_tokens(model),
+        )
         reason = ""
         try:
-            decode_with_graphs(model, rollouts, request)
+            decode(model, rollouts, request, graphs=True)
             gap = max(_largest_gap(model, rollout) for rollout in rollouts)
             if not gap < math.log(MISMATCH_RATIO):
                 reason = f"a token's log-probability is off by {gap:.2g} nats"

@@ -529,7 +529,7 @@ def test_an_evaluation_on_a_server_gives_the_local_answers(backbone, tuned, else
 def test_a_sampled_evaluation_on_a_server_draws_the_same_again_also_after_an_interrupt(
     backbone, tuned, elsewhere, monkeypatch
 ):
-    monkeypatch.setattr("opdcl.stages.evaluate.DRAWN_TOGETHER", 2)
+    monkeypatch.setattr("opdcl.stages.answers.DRAWN_TOGETHER", 2)
     task = load_suite("instructions_sampled").task
     answers = []
     with serving(elsewhere) as server:

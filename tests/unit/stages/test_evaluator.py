@@ -5,7 +5,8 @@ import pytest
 from opdcl.config.evaluate import EvalConfig
 from opdcl.errors import UsageError
 from opdcl.sampling.rollout import Prompt, Rollout
-from opdcl.stages.evaluate import _progress, max_answer_tokens
+from opdcl.stages.answers import counter
+from opdcl.stages.evaluate import max_answer_tokens
 
 
 class Counter:
@@ -22,7 +23,7 @@ class Counter:
 
 def test_progress_counts_finished_answers_on_top_of_those_of_an_earlier_run():
     report = Counter()
-    count = _progress(report, 3, 9)
+    count = counter(report, 3, 9)
     count([Rollout(Prompt([1]), [5, 5]), Rollout(Prompt([2]), [5, 5])])
     count([Rollout(Prompt([3]), [5] * 4)])
     assert report.told == [(5, 9), (6, 9)]
