@@ -12,6 +12,7 @@ attend fully or in windows is served.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -108,15 +109,15 @@ class Decoder:
         self.steps_per_look = STEPS if in_buckets else 1
         # In 16 bits the CPU's fast kernels need two rows, so a finished one stays with the last.
         self.min_rows = 2 if model.dtype.itemsize == 2 and not in_buckets else 1
-        device, long = model.device, torch.long
-        self.token_R = torch.zeros(rows, dtype=long, device=device)
-        self.position_R = torch.zeros(rows, dtype=long, device=device)
-        self.column_1 = torch.zeros(1, dtype=long, device=device)
-        self.step_1 = torch.zeros(1, dtype=long, device=device)
-        self.key_RC = torch.full((rows, capacity), PADDING, device=device)
-        self.uniform_RT = torch.zeros(rows, capacity, device=device)
-        self.tokens_RT = torch.zeros(rows, capacity, dtype=long, device=device)
-        self.logprobs_RT = torch.zeros(rows, capacity, device=device)
+        with torch.device(model.device):
+            self.token_R = torch.zeros(rows, dtype=torch.long)
+            self.position_R = torch.zeros(rows, dtype=torch.long)
+            self.column_1 = torch.zeros(1, dtype=torch.long)
+            self.step_1 = torch.zeros(1, dtype=torch.long)
+            self.key_RC = torch.full((rows, capacity), PADDING)
+            self.uniform_RT = torch.zeros(rows, capacity)
+            self.tokens_RT = torch.zeros(rows, capacity, dtype=torch.long)
+            self.logprobs_RT = torch.zeros(rows, capacity)
         layers = architecture(model.config).layers
         self.cache = Cache(layers=[SlabLayer(rows, capacity, self.column_1) for _ in range(layers)])
         # Without a reference to the model itself, whose end is also the buffers'.
@@ -250,10 +251,8 @@ def prefill(model, slabs: Cache, layout: Layout, batch_rows: int) -> torch.Tenso
         ids_BW = torch.zeros(rows, batch.width, dtype=torch.long)
         for row, tail in enumerate(batch.tails):
             ids_BW[row, batch.width - len(tail) :] = torch.tensor(tail)
-        cache = DynamicCache()
-        for number, layer in enumerate(shared.layers):
-            key, value = (states.expand(rows, -1, -1, -1) for states in (layer.keys, layer.values))
-            cache.update(key, value, number)
+        cache = copy.deepcopy(shared)
+        cache.batch_repeat_interleave(rows)
         key_BC = batch.positions(batch.end).to(device)
         position_BW = key_BC[:, prefix:]
         output = model(

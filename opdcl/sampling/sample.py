@@ -178,40 +178,45 @@ class _LogprobRecorder(LogitsProcessor):
         self._last: torch.Tensor | None = None
 
     def __call__(self, input_ids, scores):
-        if self._last is not None:
-            self.record(input_ids[:, -1])
+        self._record(input_ids[:, -1])
         scaled = scores.float() / self.temperature
         self._last = scaled.log_softmax(-1)
         return scaled
 
-    def record(self, token_B: torch.Tensor) -> None:
-        self.columns.append(self._last.gather(-1, token_B[:, None])[:, 0])
+    def _record(self, token_B: torch.Tensor) -> None:
+        if self._last is not None:
+            self.columns.append(self._last.gather(-1, token_B[:, None])[:, 0])
+
+    def logprobs(self, last_token_B: torch.Tensor) -> torch.Tensor:
+        """Return the log-probability of every token, `(B, T)`, the last one of each row included."""
+        self._record(last_token_B)
+        return torch.stack(self.columns, 1)
 
 
 @torch.no_grad()
 def _generate(model, rollouts: list[Rollout], request: Request) -> None:
     """Complete the rollouts with transformers' `generate` on left-padded batches."""
-    pad = request.eos_ids[0] if request.eos_ids else 0
     config = _generation_config(request)
     with _seeded(model, request.seed), without_checkpoint_defaults(model):
         for indices in request.batches(rollouts):
             batch = [rollouts[i] for i in indices]
-            width = max(len(r.prompt_ids) for r in batch)
-            ids = [[pad] * (width - len(r.prompt_ids)) + r.prompt_ids for r in batch]
-            mask = [[0] * (width - len(r.prompt_ids)) + [1] * len(r.prompt_ids) for r in batch]
-            recorder = _LogprobRecorder(request.temperature) if request.temperature else None
+            width = max(len(rollout.prompt_ids) for rollout in batch)
+            ids_BW = torch.full((len(batch), width), config.pad_token_id)
+            mask_BW = torch.zeros_like(ids_BW)
+            for row, rollout in enumerate(batch):
+                start = width - len(rollout.prompt_ids)
+                ids_BW[row, start:] = torch.tensor(rollout.prompt_ids)
+                mask_BW[row, start:] = 1
+            recorder = _LogprobRecorder(request.temperature)
             tokens_BT = model.generate(
-                torch.tensor(ids, device=model.device),
-                attention_mask=torch.tensor(mask, device=model.device),
+                ids_BW.to(model.device),
+                attention_mask=mask_BW.to(model.device),
                 generation_config=config,
-                logits_processor=LogitsProcessorList([recorder] if recorder else []),
+                logits_processor=LogitsProcessorList([recorder] if request.temperature else []),
             )[:, width:]
-            logprobs: list[list[float]] = [[] for _ in batch]
-            if recorder:
-                recorder.record(tokens_BT[:, -1])
-                logprobs = torch.stack(recorder.columns, 1).tolist()
-            for rollout, tokens, row in zip(batch, tokens_BT.tolist(), logprobs, strict=True):
-                _store(rollout, tokens, row, request)
+            logprobs_BT = recorder.logprobs(tokens_BT[:, -1]) if request.temperature else tokens_BT[:, :0]
+            for row, rollout in enumerate(batch):
+                _store(rollout, tokens_BT[row].tolist(), logprobs_BT[row].tolist(), request)
             if request.on_finished:
                 request.on_finished(batch)
 
@@ -255,8 +260,9 @@ def _generation_config(request: Request) -> GenerationConfig:
 
 def _store(rollout: Rollout, tokens: list[int], logprobs: list[float], request: Request) -> None:
     """Store the generated tokens up to the first end of sequence."""
-    eos_ids = set(request.eos_ids)
-    end = next((i + 1 for i, token in enumerate(tokens) if token in eos_ids), None)
-    rollout.finished = end is not None
-    rollout.completion_ids = tokens[:end]
-    rollout.logprobs = logprobs[:end]
+    for count, token in enumerate(tokens, 1):
+        if token in request.eos_ids:
+            rollout.finished = True
+            tokens, logprobs = tokens[:count], logprobs[:count]
+            break
+    rollout.completion_ids, rollout.logprobs = tokens, logprobs
