@@ -141,7 +141,8 @@ def _append(
         if done[row]:
             continue
         rollout.completion_ids.append(token)
-        rollout.logprobs += logprobs[row : row + 1]
+        if request.temperature:
+            rollout.logprobs.append(logprobs[row])
         rollout.finished = token in request.eos_ids
         done[row] = rollout.finished or len(rollout.completion_ids) == request.max_new_tokens
         if done[row]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -169,13 +169,11 @@ class Decoder:
         self.position_R[:rows] += 1
         self.step_1 += 1
 
-    def drawn(self, rows: int, start: int, end: int) -> list[tuple[list[int], list[float]]]:
-        """Return the tokens of steps `start` to `end` and their log-probabilities, none if greedy."""
-        tokens = self.tokens_RT[:rows, start:end].T.tolist()
-        if not self.temperature:
-            return [(row, []) for row in tokens]
-        logprobs = self.logprobs_RT[:rows, start:end].T.tolist()
-        return list(zip(tokens, logprobs, strict=True))
+    def drawn(self, rows: int, start: int, end: int) -> Iterator[tuple[list[int], list[float]]]:
+        """Return the tokens of steps `start` to `end`, and their log-probabilities unless greedy."""
+        tokens_TR = self.tokens_RT[:rows, start:end].T
+        logprobs_TR = self.logprobs_RT[:rows, start:end].T
+        return zip(tokens_TR.tolist(), logprobs_TR.tolist(), strict=True)
 
     def step(self, model, rows: int, columns: int) -> None:
         """Run one step: nothing in it waits for the device or depends on a value."""

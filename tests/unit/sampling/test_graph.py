@@ -65,27 +65,19 @@ def ids(rollouts) -> list[list[int]]:
 
 
 @EVERY_FAMILY
-@pytest.mark.parametrize("engine", ["graph", "slab"])
-def test_every_familys_draws_have_the_plain_forward_passs_probabilities(family, engine):
+def test_every_familys_draws_have_the_forward_passs_probabilities_with_and_without_buckets(family):
     model = build(family)
     assert pick_engine(model) == "slab"
-    rollouts = sample(model, PROMPTS, max_new_tokens=20, eos_ids=[7], temperature=0.9, seed=1, engine=engine)
+    for temperature in (0, 0.9):
+        options = {"max_new_tokens": 20, "eos_ids": [7, 9, 11], "temperature": temperature, "seed": 2}
+        rollouts = sample(model, PROMPTS, engine="graph", **options)
+        assert ids(rollouts) == ids(sample(model, PROMPTS, engine="slab", **options))
     for rollout in rollouts:
         with torch.no_grad():
             logits = model(torch.tensor([rollout.prompt_ids + rollout.completion_ids])).logits[0] / 0.9
         expected = logits.log_softmax(-1)[len(rollout.prompt_ids) - 1 : -1]
         drawn = expected.gather(-1, torch.tensor(rollout.completion_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(rollout.logprobs).double(), drawn.double(), atol=1e-3, rtol=0)
-
-
-@EVERY_FAMILY
-@pytest.mark.parametrize("temperature", [0, 0.9])
-def test_the_same_numbers_draw_the_same_tokens_as_in_the_loop_without_graphs(family, temperature):
-    model = build(family)
-    options = {"max_new_tokens": 20, "eos_ids": [7, 9, 11], "temperature": temperature, "seed": 2}
-    assert ids(sample(model, PROMPTS, engine="graph", **options)) == ids(
-        sample(model, PROMPTS, engine="slab", **options)
-    )
 
 
 def test_rows_leave_columns_grow_and_long_prompts_stay_exact():
@@ -404,6 +396,8 @@ def test_out_of_memory_halves_the_rows_and_changes_no_token(backbone, monkeypatc
     found = sample(backbone.causal_lm, PROMPTS, **how)
     assert ids(found) == ids(expected)
     assert "out of memory while sampling: 4 sequences at once instead of 9" in caplog.text
+    if engine == "graph":  # buffers for nine are not kept
+        assert decode._KEPT[backbone.causal_lm].rows < 9
 
 
 def test_one_sequence_that_does_not_fit_is_a_fault(backbone, monkeypatch):
