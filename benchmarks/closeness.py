@@ -32,7 +32,7 @@ from opdcl.model.backbone import Backbone
 from opdcl.results import closeness as results
 from opdcl.results.intervals import ratio
 from opdcl.rundir.layout import RunDir
-from opdcl.stages import closeness
+from opdcl.stages import answers, closeness
 
 # Prompt, answer so far, log-probabilities of base -> those of the spoilt model.
 Rule = Callable[[list[int], list[int], torch.Tensor], torch.Tensor]
@@ -238,7 +238,7 @@ def measure(options: argparse.Namespace, work: Path) -> dict:
         "base with weights in bfloat16": (None, 1.0, lambda: other_precision(backbone)),
         "tuned, scaled by 0.25": (options.tuned, 0.25, nothing),
         "tuned, scaled by 0": (options.tuned, 0.0, nothing),
-        "base on other draws": (None, 1.0, lambda: patch.object(closeness, "SEED", closeness.SEED + 1)),
+        "base on other draws": (None, 1.0, lambda: patch.object(answers, "SEED", answers.SEED + 1)),
     }
     found = []
     for name in ["tuned", *(n for n in options.cases or cases if n != "tuned")]:

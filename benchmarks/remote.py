@@ -213,10 +213,10 @@ def throughput(backbone: Backbone, url: str, rollouts: list[Rollout], in_flight:
     vocabulary = backbone.causal_lm.config.vocab_size
     server = Server(ServerSection(url=url), vocabulary, in_flight=in_flight)
     try:
-        server.grade(rollouts[0].prompt_ids, rollouts[0].completion_ids[:1]).result()  # opens the connection
+        server.grade(rollouts[0].prompt_ids, rollouts[0].completion_ids[:1]).get()  # opens the connection
         began = time.monotonic()
-        for future in [server.grade(r.prompt_ids, r.completion_ids) for r in rollouts]:
-            future.result()
+        for request in [server.grade(r.prompt_ids, r.completion_ids) for r in rollouts]:
+            request.get()
         seconds = time.monotonic() - began
     finally:
         server.close()
@@ -229,7 +229,7 @@ def agreement(backbone: Backbone, url: str, rollouts: list[Rollout]) -> float:
     """Return the largest gap in nats between the server's and the local model's token log-probabilities."""
     server = Server(ServerSection(url=url), backbone.causal_lm.config.vocab_size)
     try:
-        theirs = [server.grade(r.prompt_ids, r.completion_ids).result().logprob_N for r in rollouts]
+        theirs = [server.grade(r.prompt_ids, r.completion_ids).get().logprob_N for r in rollouts]
     finally:
         server.close()
     return float((told_by(Teacher(backbone, "base"), rollouts) - torch.cat(theirs)).abs().max())

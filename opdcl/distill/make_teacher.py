@@ -77,7 +77,7 @@ def reach_own_model(config: ServerSection, backbone: Backbone, notify: Notify) -
     server = reach_server(config, backbone, notify)
     ids = backbone.tokenizer(" ".join(PROBES[:6]), add_special_tokens=False)["input_ids"]
     prompt_ids, completion_ids = ids[:1], ids[1:]
-    server_N = server.grade(prompt_ids, completion_ids).result().logprob_N
+    server_N = server.grade(prompt_ids, completion_ids).get().logprob_N
     base = Teacher(backbone, "base").distribution([Rollout(Prompt(prompt_ids), completion_ids)])
     token_N = torch.tensor(completion_ids, device=backbone.device)
     base_N = token_logprobs(base, token_N, len(backbone.head_VH), 1.0)

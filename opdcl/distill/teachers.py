@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from multiprocessing.pool import AsyncResult
 from pathlib import Path
 from typing import Any
 
@@ -175,12 +175,12 @@ class RemoteTeacher(Teacher):
         return parallel.on_first_worker(request)
 
     def distribution(self, rollouts: Sequence[Rollout]) -> TeacherDistribution:
-        return join([future.result() for future in self._requests(rollouts)]).to(self.backbone.device)
+        return join([request.get() for request in self._requests(rollouts)]).to(self.backbone.device)
 
     def prefetch(self, rollouts: Sequence[Rollout]) -> None:
         self._requests(rollouts)
 
-    def _requests(self, rollouts: Sequence[Rollout]) -> list[Future[TopTokens]]:
+    def _requests(self, rollouts: Sequence[Rollout]) -> list[AsyncResult[TopTokens]]:
         return [self.server.grade(r.prompt.shown, r.completion_ids) for r in rollouts]
 
     def close(self) -> None:

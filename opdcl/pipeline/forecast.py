@@ -202,7 +202,7 @@ def _eval_need(task: Task, job: Job, shape: _Shape) -> int:
 
     Closeness also keeps the hidden states of two models, on the state's answers and on base's.
     """
-    from opdcl.stages.closeness import CHUNK
+    from opdcl.stages.answers import DRAWN_TOGETHER
     from opdcl.stages.evaluate import LOGIT_BYTES
 
     config, asked = job.workflow.eval, job.measurement(task.suite)
@@ -210,7 +210,7 @@ def _eval_need(task: Task, job: Job, shape: _Shape) -> int:
         return shape.merged + LOGIT_BYTES
     if task.suite != CLOSENESS and config.server:
         return 0
-    at_once = CHUNK if task.suite == CLOSENESS else int(config.batch_size)
+    at_once = DRAWN_TOGETHER if task.suite == CLOSENESS else int(config.batch_size)
     batch = min(at_once, len(asked.lengths))
     need = shape.merged + shape.cache(batch * (max(asked.lengths) + asked.longest))
     if task.suite == CLOSENESS:

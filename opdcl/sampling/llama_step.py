@@ -12,8 +12,7 @@ to queries, keys and values, Qwen3 an RMSNorm to each head of queries and keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -24,23 +23,9 @@ from opdcl.model.llama_pass import FAMILY
 from opdcl.model.quantized import is_quantized
 from opdcl.sampling.layout import attention_mask
 
-if TYPE_CHECKING:
-    from transformers.cache_utils import Cache
-
 # Below this many rows, a CPU's fp32 products are faster if the features of a row lie side by side: with 8
 # rows they take half the time, with 24 nine tenths.
 FEW_ROWS = 32
-
-Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Cache"], torch.Tensor]
-
-
-def decoding_step(model) -> Step:
-    """Return the function that runs one token per row through `model`.
-
-    It takes token ids `(B,)`, their positions `(B,)`, the position of each column's token in the cache, the
-    new one included, `(B, S)`, and the cache, which it extends; it returns next-token logits `(B, V)`.
-    """
-    return LlamaStep(model) if is_llama(model) else lambda *inputs: plain_step(model, *inputs)
 
 
 def is_llama(model) -> bool:
@@ -56,7 +41,7 @@ def is_llama(model) -> bool:
 
 
 def plain_step(model, token_B, position_B, key_BS, cache) -> torch.Tensor:
-    """Run one token per row through the model's own forward pass; arguments as for `decoding_step`."""
+    """Run one token per row through the model's own forward pass; arguments as for `LlamaStep`."""
     return model(
         input_ids=token_B[:, None],
         attention_mask=attention_mask(model, position_B[:, None], key_BS),
@@ -66,7 +51,11 @@ def plain_step(model, token_B, position_B, key_BS, cache) -> torch.Tensor:
 
 
 class LlamaStep:
-    """The decoding step of one model; it refers to the model's parts, and copies only the norms of heads."""
+    """The decoding step of one model; it refers to the model's parts, and copies only the norms of heads.
+
+    It takes token ids `(B,)`, their positions `(B,)`, the position of each column's token in the cache, the
+    new one included, `(B, S)`, and the cache, which it extends; it returns next-token logits `(B, V)`.
+    """
 
     def __init__(self, model):
         self.body, self.head, self.shape = model.model, model.lm_head, architecture(model.config)

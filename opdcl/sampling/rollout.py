@@ -69,12 +69,12 @@ class Request:
     temperature: float
     seed: int
     batch_size: int
-    on_finished: Callable[[list[Rollout]], None] | None
     total: int
     """Number of rollouts in all processes."""
     weights: float
     """How many cached tokens a decoding step reads in the time that it takes to read the model's weights."""
-    max_unfinished: int
+    on_finished: Callable[[list[Rollout]], None] | None = None
+    max_unfinished: int = 0
 
     def batches(self, rollouts: list[Rollout]) -> Iterator[list[int]]:
         """Yield the indices of rollouts that run together, the shortest first."""

@@ -2,8 +2,8 @@
 
 | engine | what it is | when |
 | --- | --- | --- |
-| `graph` | opdcl's own loop on CUDA graphs (`opdcl.sampling.graph`) | on CUDA, every layer attends |
-| `slab` | opdcl's own loop (`opdcl.sampling.decode`) | every layer attends, fully or in a sliding window |
+| `graph` | opdcl's own loop (`opdcl.sampling.decode`) on CUDA graphs | on CUDA, every layer attends |
+| `slab` | the same loop without graphs | every layer attends, fully or in a sliding window |
 | `generate` | transformers' `generate` | any other model: state-space layers |
 """
 
@@ -23,7 +23,6 @@ from opdcl import parallel
 from opdcl.model.architecture import architecture
 from opdcl.model.quantized import is_quantized
 from opdcl.sampling.decode import decode
-from opdcl.sampling.graph import decode_with_graphs
 from opdcl.sampling.rollout import MISMATCH_RATIO, Engine, Prompt, Request, Rollout
 
 logger = logging.getLogger(__name__)
@@ -85,15 +84,26 @@ def sample(
     own_rollouts = list(parallel.my_share(rollouts))
     if batch_size is None:
         batch_size = default_rows(model, max((r.length for r in rollouts), default=0) + max_new_tokens)
-    options = max_new_tokens, eos_ids, temperature, seed, batch_size + len(unfinished), on_finished
-    request = Request(*options, len(rollouts), weights_in_tokens(model), max_unfinished)
-    run = {"slab": decode, "graph": decode_with_graphs, "generate": _generate}
+    request = Request(
+        max_new_tokens=max_new_tokens,
+        eos_ids=eos_ids,
+        temperature=temperature,
+        seed=seed,
+        batch_size=batch_size + len(unfinished),
+        total=len(rollouts),
+        weights=weights_in_tokens(model),
+        on_finished=on_finished,
+        max_unfinished=max_unfinished,
+    )
     if own_rollouts:
         if engine == "auto":
             engine = pick_engine(model)
-            if engine == "graph" and not graphs_agree(model, prompts or [r.prompt for r in unfinished]):
+            if engine == "graph" and not graphs_agree(model, [r.prompt for r in rollouts]):
                 engine = "slab"
-        run[engine](model, own_rollouts, request)
+        if engine == "generate":
+            _generate(model, own_rollouts, request)
+        else:
+            decode(model, own_rollouts, request, graphs=engine == "graph")
     return parallel.gather_shares(own_rollouts)
 
 
@@ -127,10 +137,18 @@ def graphs_agree(model, prompts: Sequence[Prompt]) -> bool:
     """
     if model not in _GRAPHS_AGREE:
         rollouts = [*map(Rollout, prompts[:2])]
-        request = Request(CHECKED_TOKENS, (), 1.0, 0, 2, None, len(rollouts), weights_in_tokens(model), 0)
+        request = Request(
+            max_new_tokens=CHECKED_TOKENS,
+            eos_ids=(),
+            temperature=1.0,
+            seed=0,
+            batch_size=len(rollouts),
+            total=len(rollouts),
+            weights=weights_in_tokens(model),
+        )
         reason = ""
         try:
-            decode_with_graphs(model, rollouts, request)
+            decode(model, rollouts, request, graphs=True)
             gap = max(_largest_gap(model, rollout) for rollout in rollouts)
             if not gap < math.log(MISMATCH_RATIO):
                 reason = f"a token's log-probability is off by {gap:.2g} nats"
@@ -160,40 +178,45 @@ class _LogprobRecorder(LogitsProcessor):
         self._last: torch.Tensor | None = None
 
     def __call__(self, input_ids, scores):
-        if self._last is not None:
-            self.record(input_ids[:, -1])
+        self._record(input_ids[:, -1])
         scaled = scores.float() / self.temperature
         self._last = scaled.log_softmax(-1)
         return scaled
 
-    def record(self, token_B: torch.Tensor) -> None:
-        self.columns.append(self._last.gather(-1, token_B[:, None])[:, 0])
+    def _record(self, token_B: torch.Tensor) -> None:
+        if self._last is not None:
+            self.columns.append(self._last.gather(-1, token_B[:, None])[:, 0])
+
+    def logprobs(self, last_token_B: torch.Tensor) -> torch.Tensor:
+        """Return the log-probability of every token, `(B, T)`, the last one of each row included."""
+        self._record(last_token_B)
+        return torch.stack(self.columns, 1)
 
 
 @torch.no_grad()
 def _generate(model, rollouts: list[Rollout], request: Request) -> None:
     """Complete the rollouts with transformers' `generate` on left-padded batches."""
-    pad = request.eos_ids[0] if request.eos_ids else 0
     config = _generation_config(request)
     with _seeded(model, request.seed), without_checkpoint_defaults(model):
         for indices in request.batches(rollouts):
             batch = [rollouts[i] for i in indices]
-            width = max(len(r.prompt_ids) for r in batch)
-            ids = [[pad] * (width - len(r.prompt_ids)) + r.prompt_ids for r in batch]
-            mask = [[0] * (width - len(r.prompt_ids)) + [1] * len(r.prompt_ids) for r in batch]
-            recorder = _LogprobRecorder(request.temperature) if request.temperature else None
+            width = max(len(rollout.prompt_ids) for rollout in batch)
+            ids_BW = torch.full((len(batch), width), config.pad_token_id)
+            mask_BW = torch.zeros_like(ids_BW)
+            for row, rollout in enumerate(batch):
+                start = width - len(rollout.prompt_ids)
+                ids_BW[row, start:] = torch.tensor(rollout.prompt_ids)
+                mask_BW[row, start:] = 1
+            recorder = _LogprobRecorder(request.temperature)
             tokens_BT = model.generate(
-                torch.tensor(ids, device=model.device),
-                attention_mask=torch.tensor(mask, device=model.device),
+                ids_BW.to(model.device),
+                attention_mask=mask_BW.to(model.device),
                 generation_config=config,
-                logits_processor=LogitsProcessorList([recorder] if recorder else []),
+                logits_processor=LogitsProcessorList([recorder] if request.temperature else []),
             )[:, width:]
-            logprobs: list[list[float]] = [[] for _ in batch]
-            if recorder:
-                recorder.record(tokens_BT[:, -1])
-                logprobs = torch.stack(recorder.columns, 1).tolist()
-            for rollout, tokens, row in zip(batch, tokens_BT.tolist(), logprobs, strict=True):
-                _store(rollout, tokens, row, request)
+            logprobs_BT = recorder.logprobs(tokens_BT[:, -1]) if request.temperature else tokens_BT[:, :0]
+            for row, rollout in enumerate(batch):
+                _store(rollout, tokens_BT[row].tolist(), logprobs_BT[row].tolist(), request)
             if request.on_finished:
                 request.on_finished(batch)
 
@@ -237,8 +260,9 @@ def _generation_config(request: Request) -> GenerationConfig:
 
 def _store(rollout: Rollout, tokens: list[int], logprobs: list[float], request: Request) -> None:
     """Store the generated tokens up to the first end of sequence."""
-    eos_ids = set(request.eos_ids)
-    end = next((i + 1 for i, token in enumerate(tokens) if token in eos_ids), None)
-    rollout.finished = end is not None
-    rollout.completion_ids = tokens[:end]
-    rollout.logprobs = logprobs[:end]
+    for count, token in enumerate(tokens, 1):
+        if token in request.eos_ids:
+            rollout.finished = True
+            tokens, logprobs = tokens[:count], logprobs[:count]
+            break
+    rollout.completion_ids, rollout.logprobs = tokens, logprobs

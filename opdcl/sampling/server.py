@@ -8,14 +8,13 @@ never used. The client waits for an unreachable server.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
-import queue
 import threading
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, as_completed
+from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -69,57 +68,34 @@ class Server:
         in_flight: int = IN_FLIGHT,
     ):
         self.config, self.vocabulary, self.notify = config, vocabulary, notify
-        self._in_flight = in_flight
         self._client = _client(config, in_flight)
         self._closed = threading.Event()
-        self._tasks: queue.SimpleQueue[tuple[Future, Callable, tuple] | None] = queue.SimpleQueue()
-        # Daemon threads, not a pool: the process must be able to exit while an answer is pending.
-        for _ in range(in_flight):
-            threading.Thread(target=self._worker, daemon=True, name="server").start()
-        self._graded: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], Future[TopTokens]] = OrderedDict()
+        # Identical requests share an answer.
+        self._graded = functools.lru_cache(CACHE_SIZE)(self._start_to_grade)
         self._adapters: dict[str, str] = {}
         self._waiting = False
         self._lock, self._adapter_lock = threading.Lock(), threading.Lock()
         self.model = config.model or self._only_model()
+        # Its threads are daemons: the process must be able to exit while an answer is pending.
+        self._pool = ThreadPool(in_flight)
 
     def close(self) -> None:
         """Abandon all requests in flight."""
         self._closed.set()
-        for _ in range(self._in_flight):
-            self._tasks.put(None)
+        self._pool.close()
         self._client.close()
-
-    def _submit(self, function: Callable[..., Any], *args: Any) -> Future:
-        future: Future = Future()
-        self._tasks.put((future, function, args))
-        return future
-
-    def _worker(self) -> None:
-        while task := self._tasks.get():
-            future, function, args = task
-            try:
-                if self._closed.is_set():
-                    raise OpdclError(f"the connection to the server at {self.config.url} is closed")
-                future.set_result(function(*args))
-            except BaseException as error:  # raised again where the result is read
-                future.set_exception(error)
 
     def encode(self, text: str) -> list[int]:
         """Return the server tokenizer's ids of a text, without added special tokens."""
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         return self._request("tokenize", body, lambda answer: list(map(int, answer["tokens"])))
 
-    def grade(self, prompt_ids: Ids, completion_ids: Ids) -> Future[TopTokens]:
-        """Request the distribution of a completion in the background; identical requests share a future."""
-        key = tuple(prompt_ids), tuple(completion_ids)
-        with self._lock:
-            future = self._graded.get(key)
-            if future is None or (future.done() and future.exception()):
-                future = self._graded[key] = self._submit(self._grade, *key)
-            self._graded.move_to_end(key)
-            while len(self._graded) > CACHE_SIZE:
-                self._graded.popitem(last=False)
-        return future
+    def grade(self, prompt_ids: Ids, completion_ids: Ids) -> AsyncResult[TopTokens]:
+        """Request the distribution of a completion in the background."""
+        return self._graded(tuple(prompt_ids), tuple(completion_ids))
+
+    def _start_to_grade(self, prompt_ids: Ids, completion_ids: Ids) -> AsyncResult[TopTokens]:
+        return self._pool.apply_async(self._grade, (prompt_ids, completion_ids))
 
     def complete(
         self,
@@ -148,20 +124,21 @@ class Server:
             "repetition_penalty": 1.0,
         }
 
-        def complete_one(index: int) -> Rollout:
-            body = options | {"prompt": prompts[index].ids, "seed": (seed * 1_000_003 + index) % 2**31}
-            return self._request(
-                "v1/completions",
-                body,
-                lambda answer: self._rollout(answer, prompts[index], eos_ids, max_new_tokens),
-            )
+        def complete_one(index: int) -> tuple[int, Rollout]:
+            prompt = prompts[index]
+            body = options | {"prompt": prompt.ids, "seed": (seed * 1_000_003 + index) % 2**31}
 
-        futures = [self._submit(complete_one, index) for index in range(len(prompts))]
-        for future in as_completed(futures):
-            rollout = future.result()
+            def read(answer: Json) -> Rollout:
+                return self._rollout(answer, prompt, eos_ids, max_new_tokens)
+
+            return index, self._request("v1/completions", body, read)
+
+        rollouts: dict[int, Rollout] = {}
+        for index, rollout in self._pool.imap_unordered(complete_one, range(len(prompts))):
+            rollouts[index] = rollout
             if on_finished:
                 on_finished([rollout])
-        return [future.result() for future in futures]
+        return [rollouts[index] for index in range(len(prompts))]
 
     @contextlib.contextmanager
     def adapter(self, folder: Path) -> Iterator[str]:
@@ -227,7 +204,12 @@ class Server:
             token_logprobs.append(logprobs[token])
             top_ids.append(top)
             top_logprobs.append([logprobs[name] for name in top])
-        return TopTokens(*map(torch.tensor, (list(completion_ids), token_logprobs, top_ids, top_logprobs)))
+        return TopTokens(
+            torch.tensor(completion_ids),
+            torch.tensor(token_logprobs),
+            torch.tensor(top_ids),
+            torch.tensor(top_logprobs),
+        )
 
     def _rollout(self, answer: Json, prompt: Prompt, eos_ids: Ids, max_new_tokens: int) -> Rollout:
         """Return the completion in an answer, after checking that it is complete."""
@@ -263,35 +245,28 @@ class Server:
 
     def _request(self, path: str, body: Json | None, read: Callable[[Json], Any] | None = None) -> Any:
         """Retry a request until `read` accepts the answer, or raise why it never did."""
-        url = self.config.url
-        give_up_waiting = tenacity.stop_after_delay(PATIENCE)
-        invalid = 0
-
-        def stop(state: tenacity.RetryCallState) -> bool:
-            nonlocal invalid
-            if self._closed.is_set():
-                return True
-            if state.outcome and isinstance(state.outcome.exception(), _InvalidAnswer):
-                invalid += 1
-                return invalid >= ATTEMPTS
-            return give_up_waiting(state)
-
-        def notify_once(state: tenacity.RetryCallState) -> None:
-            with self._lock:
-                first, self._waiting = not self._waiting, True
-            if first and state.outcome:
-                self.notify(f"waiting for the server at {url}: {state.outcome.exception()}")
-
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type((_Unreachable, _InvalidAnswer)),
-            stop=stop,
-            before_sleep=notify_once,
+        url, closed = self.config.url, tenacity.stop_when_event_set(self._closed)
+        wait, sleep = (
+            tenacity.wait_exponential_jitter(multiplier=0.2, max=10),
+            tenacity.sleep_using_event(self._closed),
+        )
+        until_reached = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(_Unreachable),
+            stop=tenacity.stop_after_delay(PATIENCE) | closed,
+            before_sleep=self._notify_once,
+            wait=wait,
+            sleep=sleep,
             reraise=True,
-            wait=tenacity.wait_exponential_jitter(multiplier=0.2, max=10),
-            sleep=self._closed.wait,
+        )
+        until_valid = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(_InvalidAnswer),
+            stop=tenacity.stop_after_attempt(ATTEMPTS) | closed,
+            wait=wait,
+            sleep=sleep,
+            reraise=True,
         )
         try:
-            return retrying(self._request_once, path, body, read)
+            return until_valid(until_reached, self._request_once, path, body, read)
         except _Unreachable as error:
             raise OpdclError(
                 f"no answer from the server at {url}: {error}",
@@ -302,6 +277,13 @@ class Server:
                 f"the server at {url} does not answer as it should: {error}",
                 "it must serve the same tokens and return prompt_logprobs, as vLLM does: see --max-logprobs",
             ) from error
+
+    def _notify_once(self, state: tenacity.RetryCallState) -> None:
+        """Say once in each outage that the server is waited for."""
+        with self._lock:
+            first, self._waiting = not self._waiting, True
+        if first and state.outcome:
+            self.notify(f"waiting for the server at {self.config.url}: {state.outcome.exception()}")
 
     def _request_once(self, path: str, body: Json | None, read: Callable[[Json], Any] | None) -> Any:
         try:

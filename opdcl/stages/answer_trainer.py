@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PrinterCallback, TrainerCallback
 from trl import SFTTrainer
@@ -17,12 +18,13 @@ from trl import SFTTrainer
 from opdcl import parallel
 from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.teacher import LossSection
+from opdcl.data.learned import Encoded
 from opdcl.distill.losses import token_losses
 from opdcl.errors import Interrupted, OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates
-from opdcl.model.forward import Sequences, answer_ids, answer_states
-from opdcl.model.memory import is_out_of_memory
+from opdcl.model.forward import answer_ids, answer_states
+from opdcl.model.memory import is_out_of_memory, release
 from opdcl.model.positions import cross_entropy
 from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import StageDir
@@ -40,8 +42,24 @@ from opdcl.training import (
 
 logger = logging.getLogger(__name__)
 
-# Of the trainer's logs, what a step's row in metrics.jsonl leaves out or replaces.
-UNLOGGED = ("epoch", "tokens", "entropy", "num_tokens", "mean_token_accuracy")
+
+@dataclass(frozen=True)
+class LearnedRow:
+    """A training row: its token ids, and for each id whether it belongs to an answer."""
+
+    ids: list[int]
+    answer: list[bool]
+    is_replayed: bool
+    """Whether base wrote the answer."""
+
+    @classmethod
+    def of(cls, encoded: Encoded, is_replayed: bool) -> LearnedRow:
+        return cls(encoded.input_ids, [bool(mark) for mark in encoded.completion_mask], is_replayed)
+
+    @property
+    def targets(self) -> int:
+        """How many of its tokens are learned; the first one has nothing before it that could predict it."""
+        return sum(self.answer[1:])
 
 
 def trainer_arguments(
@@ -69,9 +87,10 @@ def trainer_arguments(
         "report_to": "none",
         "disable_tqdm": True,
         "log_level": "error",
-        "dataloader_pin_memory": backbone.device.type == "cuda",
-        "max_length": None,  # `read_examples` has seen to it
-        "completion_only_loss": True,
+        # Rows are lists until the forward pass, which packs them.
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": False,
         "router_aux_loss_coef": 0.0,  # routers are frozen
     }
 
@@ -134,7 +153,7 @@ class StageCallback(TrainerCallback):
         # It would grow without bound, in memory and in every checkpoint; metrics.jsonl has it all.
         state.log_history.clear()
         if logs and "loss" in logs and self.skipped != state.global_step:
-            values = {key: value for key, value in logs.items() if key not in UNLOGGED}
+            values = {key: value for key, value in logs.items() if key != "epoch"}
             seconds = time.perf_counter() - self._step_started
             self.log.step(state.global_step, values, self.tokens_per_step, seconds)
 
@@ -149,27 +168,34 @@ class AnswerTrainer(SFTTrainer):
     pieces = 1  # micro-batches per batch; doubled whenever memory runs out
 
     def __init__(
-        self, backbone: Backbone, schedule: Schedule, replayed: Iterable[Sequence[int]] = (), **options: Any
+        self, backbone: Backbone, schedule: Schedule, rows: list[LearnedRow], order: list[int], **options: Any
     ):
         weights = {weight: weight.data for weight in options["model"].parameters() if weight.requires_grad}
-        super().__init__(**options)
+        super().__init__(
+            train_dataset=Dataset.from_dict({"row": order}),
+            data_collator=lambda batch: [rows[item["row"]] for item in batch],
+            processing_class=backbone.tokenizer,
+            **options,
+        )
         # On a quantized base TRL rounds the adapter to bf16, where small updates vanish.
         for weight, original in weights.items():
             weight.data = original
         self.backbone, self.schedule = backbone, schedule
-        self.replayed = {tuple(ids) for ids in replayed}
 
     def create_scheduler(self, num_training_steps, optimizer=None):
         if getattr(self, "lr_scheduler", None) is None:
             self.lr_scheduler = LambdaLR(optimizer or self.optimizer, lambda step: self.schedule.share(step))
         return self.lr_scheduler
 
+    def floating_point_ops(self, inputs):
+        return 0  # nobody reads it, and it would be counted from tensors
+
     def training_step(self, model, inputs, num_items_in_batch=None):
-        tokens = (inputs["labels"] != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        # Each piece divides by the tokens of the whole batch, so that the gradients of all pieces and workers
+        # add up to the batch's.
+        tokens = sum(row.targets for row in inputs)
         while True:
             try:
-                # Each piece divides by the tokens of the whole batch, so that the gradients of all pieces
-                # and workers add up to the batch's.
                 step = super().training_step
                 losses = [step(model, piece, tokens) for piece in _pieces(inputs, self.pieces)]
                 break
@@ -191,30 +217,24 @@ class AnswerTrainer(SFTTrainer):
                 callback.skip(self.state.global_step + 1)
         return torch.zeros_like(loss)  # not NaN: the trainer sums losses up
 
-    def _cut_finer(self, inputs: dict[str, torch.Tensor]) -> None:
-        if self.pieces >= len(parallel.my_share(range(len(inputs["input_ids"])))):
+    def _cut_finer(self, rows: list[LearnedRow]) -> None:
+        if self.pieces >= len(parallel.my_share(rows)):
             hint = "lower finetune.max_length, or choose a smaller model"
             raise OpdclError("one training row alone does not fit into memory", hint)
         self.pieces *= 2
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release()
         logger.warning("out of memory: continuing with batches cut into %d", self.pieces)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Return the mean loss over the answer tokens of the optimizer step."""
-        if return_outputs:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        """Return the loss of some rows as their share of the mean over the optimizer step's answer tokens."""
         causal_lm = model.get_base_model()
-        # Whole tensors: on a GPU every copy to the host waits for the device.
-        lengths = inputs["attention_mask"].sum(1).tolist()
-        rows, learned = inputs["input_ids"].tolist(), (inputs["labels"] != -100).tolist()
-        sequences = [
-            (ids[:length], answer[:length])
-            for ids, answer, length in zip(rows, learned, lengths, strict=True)
-        ]
+        sequences = [(row.ids, row.answer) for row in inputs]
         targets_N = answer_ids(sequences, causal_lm.device)
-        is_replayed_N = self._replayed_positions(sequences).to(causal_lm.device)
-        needs_base, base_NH = bool(is_replayed_N.any()), None
+        marks: list[bool] = []
+        for row in inputs:
+            marks += [row.is_replayed] * row.targets
+        is_replayed_N = torch.tensor(marks, dtype=torch.bool, device=causal_lm.device)
+        needs_base, base_NH = any(marks), None
         if parallel.sharded():  # its workers take every pass together
             needs_base = parallel.any_worker(needs_base)
         if needs_base:
@@ -227,14 +247,7 @@ class AnswerTrainer(SFTTrainer):
                 total = cross_entropy(states_NH, self.backbone.head_VH, targets_N).sum()
             else:
                 total = self._mixed_loss(states_NH, base_NH, targets_N, is_replayed_N)
-        return total / (len(targets_N) if num_items_in_batch is None else num_items_in_batch)
-
-    def _replayed_positions(self, sequences: Sequences) -> torch.Tensor:
-        """Return for each answer token of a batch, in order, whether its row is replayed, `(N,)`."""
-        positions = []
-        for ids, answer in sequences:
-            positions += [tuple(ids) in self.replayed] * sum(answer[1:])
-        return torch.tensor(positions, dtype=torch.bool)
+        return total / num_items_in_batch
 
     def _mixed_loss(
         self,
@@ -258,14 +271,10 @@ class AnswerTrainer(SFTTrainer):
         return imitation + divergence
 
 
-def _pieces(inputs: dict[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
+def _pieces(rows: list[LearnedRow], count: int) -> list[list[LearnedRow]]:
     """Split this worker's rows of a batch; a worker without any gets the first row with its answer masked."""
-    if count == 1 and parallel.worker_count() == 1:
-        return [inputs]
-    rows = parallel.my_share(range(len(inputs["input_ids"])))
-    if not rows:
-        masked = torch.full_like(inputs["labels"][:1], -100)
-        return [{name: values[:1] for name, values in inputs.items()} | {"labels": masked}]
-    size = math.ceil(len(rows) / count)
-    groups = [list(rows[i : i + size]) for i in range(0, len(rows), size)]
-    return [{name: values[group] for name, values in inputs.items()} for group in groups]
+    own = list(parallel.my_share(rows))
+    if not own:
+        return [[replace(rows[0], answer=[False] * len(rows[0].ids))]]
+    size = math.ceil(len(own) / count)
+    return [own[start : start + size] for start in range(0, len(own), size)]

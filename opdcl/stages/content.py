@@ -18,9 +18,10 @@ from opdcl.data.own_words import own_text
 from opdcl.data.similarity import similarity
 from opdcl.data.suites import Judge, Suite
 from opdcl.distill.losses import token_logprobs
+from opdcl.distill.teachers import sequence
 from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates
-from opdcl.model.forward import answer_ids, answer_states
+from opdcl.model.forward import Sequences, answer_ids, answer_states
 
 LONGEST = 64
 """Tokens of an answer that are read."""
@@ -35,13 +36,13 @@ ROWS = 32
 
 def judge(backbone: Backbone, suite: Suite) -> Judge:
     """Return a function that fails answers to the suite's first documents that are not about them."""
-    metric, requests = suite.metrics[0], [doc["request"] for doc in suite.documents(None)]
+    metric = suite.metrics[0]
+    requests = [doc["request"] for doc in suite.documents(None)]
 
     def amended(docs: list[dict], texts: list[str], scores: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        passed = [i for i, row in enumerate(scores) if row[metric]]
-        found = gains(backbone, docs, requests, {i: texts[i] for i in passed})
-        for i in passed:
-            scores[i] = scores[i] | {metric: found[i] > LEAST, "gain": round(found[i], 4)}
+        passed = {i: texts[i] for i, row in enumerate(scores) if row[metric]}
+        for i, gain in gains(backbone, docs, requests, passed).items():
+            scores[i] = scores[i] | {metric: gain > LEAST, "gain": round(gain, 4)}
         return scores
 
     return amended
@@ -58,15 +59,15 @@ def gains(
     asked = logprobs(backbone, [(docs[i]["prompt"], text) for i, text in own.items()])
     likelihoods = dict(zip(own, asked, strict=True))
     found = dict.fromkeys(own, float("inf"))
-    others = stand_ins(requests, [*own])
+    others = stand_ins(requests, list(own))
     for number in range(NEAREST + len(OTHERS)):
         open_ones = [i for i in own if found[i] > LEAST]
-        pairs = [
-            (docs[i]["prompt"].replace(docs[i]["request"], requests[others[i][number]]), own[i])
-            for i in open_ones
-        ]
-        for i, other in zip(open_ones, logprobs(backbone, pairs), strict=True):
-            found[i] = min(found[i], likelihoods[i] - other)
+        pairs = []
+        for i in open_ones:
+            other = requests[others[i][number]]
+            pairs.append((docs[i]["prompt"].replace(docs[i]["request"], other), own[i]))
+        for i, likelihood in zip(open_ones, logprobs(backbone, pairs), strict=True):
+            found[i] = min(found[i], likelihoods[i] - likelihood)
     return found
 
 
@@ -85,7 +86,13 @@ def stand_ins(requests: list[str], numbers: Sequence[int]) -> dict[int, list[int
 
 def logprobs(backbone: Backbone, pairs: Sequence[tuple[str, str]]) -> list[float]:
     """Return the log-probability under base of each text as the answer to its prompt."""
-    rows = [_encoded(backbone.tokenizer, prompt, text) for prompt, text in pairs]
+    tokenizer = backbone.tokenizer
+    rows = []
+    for prompt, text in pairs:
+        asked = render(tokenizer, [{"role": "user", "content": prompt}], True, tokenize=False)
+        prompt_ids = tokenizer(asked, add_special_tokens=False)["input_ids"]
+        text_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        rows.append(sequence(prompt_ids, text_ids[:LONGEST]))
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
     found: dict[int, float] = {}
     with backbone.merged("base") as model, torch.no_grad():
@@ -96,17 +103,11 @@ def logprobs(backbone: Backbone, pairs: Sequence[tuple[str, str]]) -> list[float
     return [found[i] for i in range(len(rows))]
 
 
-def _encoded(tokenizer: Any, prompt: str, text: str) -> tuple[list[int], list[bool]]:
-    asked = render(tokenizer, [{"role": "user", "content": prompt}], True, tokenize=False)
-    ids, answer = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in (asked, text))
-    answer = answer[:LONGEST]
-    return ids + answer, [False] * len(ids) + [True] * len(answer)
-
-
-def _sums(backbone: Backbone, model: Any, rows: list[tuple[list[int], list[bool]]]) -> list[float]:
+def _sums(backbone: Backbone, model: Any, rows: Sequences) -> list[float]:
+    """Return the log-probability of each row's answer."""
     head_VH = backbone.head_of("base")
     tokens_N = answer_ids(rows, model.device)
     states = HiddenStates(answer_states(model, rows), head_VH)
     logprobs_N = token_logprobs(states, tokens_N, len(head_VH), 1.0)
-    parts = logprobs_N.split([sum(answer) for _, answer in rows])
-    return [float(part.sum()) for part in parts]
+    lengths = [sum(answer) for _, answer in rows]
+    return [float(part.sum()) for part in logprobs_N.split(lengths)]

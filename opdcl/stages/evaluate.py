@@ -6,7 +6,6 @@ opdcl eval runs/mine
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,35 +22,38 @@ from opdcl.data.chat import answer_text, render, request_ids
 from opdcl.data.suites import Judge, Suite, cut_at, quiet_lm_eval
 from opdcl.distill.make_teacher import reach_own_model
 from opdcl.errors import UsageError
-from opdcl.model.backbone import Backbone
-from opdcl.rundir.files import read_jsonl, write_atomic, write_json
-from opdcl.rundir.hashes import adapter_hash, hash_value
+from opdcl.model.backbone import Backbone, State
+from opdcl.rundir.hashes import hash_value
 from opdcl.rundir.layout import RunDir
-from opdcl.sampling.rollout import Prompt, Rollout
-from opdcl.sampling.sample import sample
+from opdcl.sampling.rollout import Rollout
 from opdcl.stages import content
-from opdcl.training import StageReport, peak_memory, reset_peak_memory
+from opdcl.stages.answers import (
+    SEED,
+    Decode,
+    KeptRows,
+    Question,
+    answer,
+    made_by,
+    partial_file,
+    resident,
+    store,
+)
+from opdcl.training import StageReport, reset_peak_memory
 
 # Memory for the logits of one batch of log-likelihoods, which are kept for every position, in bytes.
 LOGIT_BYTES = 2**30
 
-# The number of prompts whose answers are sampled together, in the order of the documents. A sample depends
-# on a prompt's place among them, so the number is fixed: batch size and interrupts change nothing. All states
-# use the same random numbers.
-DRAWN_TOGETHER, SEED = 100, 39
-
 # What a sampler may cut off, and opdcl's does not, with the values that cut nothing off.
 UNCUT: dict[str, tuple[float | None, ...]] = {"top_p": (None, 1), "top_k": (None, 0, -1), "min_p": (None, 0)}
 
-# Prompts, maximum tokens of each completion, seed, callback for finished completions -> completions.
-Decode = Callable[[list[Prompt], int, int, Callable[[list[Rollout]], None]], list[Rollout]]
+# The texts of a request -> their log-likelihood, and whether they are the greedy continuation.
+Likelihood = tuple[tuple[str, str], tuple[float, bool]]
 
 
 class BackboneLM(LM):
     """lm-eval's view of the backbone: of its student if `adapter` holds that on disk, else of base.
 
-    `partial` keeps answers as JSON lines, batch by batch, so that an interrupt loses one batch at most. Each
-    is stored under `_key`, so that only an answer to the same question, made in the same way, is reused.
+    `partial` keeps what is computed, batch by batch.
     """
 
     def __init__(
@@ -60,18 +62,11 @@ class BackboneLM(LM):
         super().__init__()
         self.backbone, self.adapter = backbone, adapter
         self.config, self.partial, self.report = config, partial, report
+        self.state: State = "student" if adapter else "base"
         self.lengths: list[int] = []
         self.ended: list[bool] = []
         server = config.server.model_dump(exclude=PLACE) if config.server else None
-        self._made_by = hash_value(
-            {
-                "base": backbone.known_fingerprint(),
-                "adapter": adapter_hash(adapter) if adapter else None,
-                "dtype": str(backbone.causal_lm.dtype),
-                "eos_ids": backbone.eos_ids,
-                "decoding": [config.batch_size, server],
-            }
-        )
+        self._made_by = made_by(backbone, adapter, [config.batch_size, server])
 
     @property
     def tokenizer_name(self) -> str:
@@ -84,114 +79,89 @@ class BackboneLM(LM):
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """Answer all requests as their task says; cut each answer at its task's stop strings."""
-        tokenizer = self.backbone.tokenizer
-        prompts = [request_ids(request, tokenizer) for request in requests]
-        limits = [self._max_tokens(r, len(p)) for r, p in zip(requests, prompts, strict=True)]
         (temperature,) = {temperature_of(request.args[1]) for request in requests}
-        drawn = [temperature, SEED] if temperature else []
-        keys = [self._key(prompt, limit, *drawn) for prompt, limit in zip(prompts, limits, strict=True)]
-        answers = self._earlier(keys)
-        lengths = [len(prompt) for prompt in prompts]
-        batches = self._open_batches(keys, limits, lengths, {*answers}, bool(temperature))
+        questions = [self._question(request, temperature) for request in requests]
+        kept = KeptRows(self.partial, [question.key for question in questions])
+        batch_size = None if temperature else int(self.config.batch_size) * parallel.worker_count()
         with self._decoder(temperature) as decode:
-            for batch in batches:
-                progress = _progress(self.report, len(answers), len(requests))
-                rollouts = decode(
-                    [Prompt(prompts[i]) for i in batch], limits[batch[0]], SEED + batch[0], progress
-                )
-                texts = [answer_text(tokenizer, r.prompt_ids, r.completion_ids) for r in rollouts]
-                rows: list[dict[str, Any]] = [
-                    {"key": keys[i], "text": text, "tokens": len(r.completion_ids), "ended": r.finished}
-                    for i, text, r in zip(batch, texts, rollouts, strict=True)
-                ]
-                answers |= {row["key"]: row for row in rows}
-                with open(self.partial, "a", encoding="utf-8") as file:
-                    file.write(_lines(rows))
-        in_order = [answers[key] for key in keys]
-        self.lengths = [row["tokens"] for row in in_order]
-        stops = [request.args[1].get("until") or [] for request in requests]
-        texts = [cut_at(row["text"], until) for row, until in zip(in_order, stops, strict=True)]
-        # A stop string ends an answer too.
-        self.ended = [row["ended"] or row["text"] != text for row, text in zip(in_order, texts, strict=True)]
+            answer(questions, kept, decode, self._rows, self.report, batch_size)
+        texts = []
+        self.lengths, self.ended = [], []
+        for question in questions:
+            row = kept.rows[question.key]
+            text = cut_at(row["text"], question.stops)
+            texts.append(text)
+            self.lengths.append(row["tokens"])
+            # A stop string ends an answer too.
+            self.ended.append(row["ended"] or text != row["text"])
         return texts
 
-    def _open_batches(
-        self, keys: list[str], limits: list[int], lengths: list[int], answered: set[str], drawn: bool
-    ) -> list[list[int]]:
-        """Return the prompts to be answered, in batches; a prompt that occurs twice is answered once."""
-        rows = [*{key: i for i, key in enumerate(keys)}.values()]
-        if drawn:
-            batches = _batches(rows, limits, [0] * len(keys), DRAWN_TOGETHER)
-            return [batch for batch in batches if not {keys[i] for i in batch} <= answered]
-        missing = [i for i in rows if keys[i] not in answered]
-        return [*_batches(missing, limits, lengths, self.config.batch_size * parallel.worker_count())]
+    def _question(self, request: Any, temperature: float) -> Question:
+        prompt, options = request_ids(request, self.backbone.tokenizer), request.args[1]
+        suite_limit = int(options.get("max_gen_toks", 256))
+        limit = max_answer_tokens(self.config, suite_limit, len(prompt), self.backbone.context_length)
+        drawn = [temperature, SEED] if temperature else []
+        return Question(prompt, limit, self._key(prompt, limit, *drawn), options.get("until") or [])
+
+    def _rows(self, numbers: list[int], rollouts: list[Rollout]) -> list[dict[str, Any]]:
+        rows = []
+        for rollout in rollouts:
+            text = answer_text(self.backbone.tokenizer, rollout.prompt_ids, rollout.completion_ids)
+            rows.append({"text": text, "tokens": len(rollout.completion_ids), "ended": rollout.finished})
+        return rows
 
     def _key(self, *question: Any) -> str:
         """Return a hash of all that an answer depends on."""
         return hash_value([self._made_by, *question])
 
-    def _earlier(self, keys: list[str]) -> dict[str, dict[str, Any]]:
-        """Return the answers that an interrupted evaluation has left, by key."""
-        answers = {row["key"]: row for row in read_jsonl(self.partial) if row.get("key") in {*keys}}
-        # Rewritten first, so that new answers do not follow a line that a crash cut off.
-        write_atomic(self.partial, _lines(answers.values()))
-        return answers
-
-    def _max_tokens(self, request, length: int) -> int:
-        """Return the maximum length of an answer, in tokens."""
-        suite_limit = int(request.args[1].get("max_gen_toks", 256))
-        return max_answer_tokens(self.config, suite_limit, length, self.backbone.context_length)
-
     @contextlib.contextmanager
     def _decoder(self, temperature: float) -> Iterator[Decode]:
         """Yield a function that completes prompts, here or on a server with the adapter."""
-        eos_ids, config = self.backbone.eos_ids, self.config
+        config, eos_ids = self.config, self.backbone.eos_ids
         if not config.server:
-            options: Any = {"eos_ids": eos_ids, "temperature": temperature, "batch_size": config.batch_size}
-            with self.backbone.merged("student" if self.adapter else "base") as model:
-                yield lambda prompts, max_tokens, seed, progress: sample(
-                    model, prompts, max_new_tokens=max_tokens, seed=seed, on_finished=progress, **options
-                )
+            with resident(self.backbone, self.state, int(config.batch_size), temperature) as decode:
+                yield decode
             return
         with contextlib.ExitStack() as stack:
             server = reach_own_model(config.server, self.backbone, self.report.note)
             stack.callback(server.close)
             name = stack.enter_context(server.adapter(self.adapter)) if self.adapter else None
-            yield lambda prompts, max_tokens, seed, progress: parallel.on_first_worker(
-                lambda: server.complete(
-                    prompts, max_tokens, eos_ids, temperature, seed, model=name, on_finished=progress
+
+            def decode_there(prompts, max_tokens, seed, on_finished) -> list[Rollout]:
+                return parallel.on_first_worker(
+                    lambda: server.complete(
+                        prompts, max_tokens, eos_ids, temperature, seed, model=name, on_finished=on_finished
+                    )
                 )
-            )
+
+            yield decode_there
 
     def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation, and whether it is the greedy one, by `HFLM`."""
-        keys = [self._key("loglikelihood", *request.args) for request in requests]
-        answers = self._earlier(keys)
-        done, total = len(answers), len({*keys})
+        by_key = {self._key("loglikelihood", *request.args): request for request in requests}
+        kept = KeptRows(self.partial, by_key)
+        done = len(kept.rows)
 
-        def keep(batch: list[tuple[tuple[str, str], tuple[float, bool]]]) -> None:
+        def keep(batch: list[Likelihood]) -> None:
             nonlocal done
-            rows: list[dict[str, Any]] = [
-                {"key": self._key("loglikelihood", *texts), "answer": answer} for texts, answer in batch
-            ]
-            with open(self.partial, "a", encoding="utf-8") as file:
-                file.write(_lines(rows))
-            done = min(total, done + len(rows) * parallel.worker_count())
-            self.report.progress(done, total)
+            kept.add({self._key("loglikelihood", *texts): {"answer": found} for texts, found in batch})
+            done = min(len(by_key), done + len(batch) * parallel.worker_count())
+            self.report.progress(done, len(by_key))
 
-        missing = {k: request for k, request in zip(keys, requests, strict=True) if k not in answers}
-        with self.backbone.merged("student" if self.adapter else "base") as model:
-            lm = _BatchwiseHFLM(model, self.backbone.tokenizer, self._rows(requests), keep)
-            computed = lm.loglikelihood(parallel.my_share([*missing.values()]), disable_tqdm=True)
+        missing = [key for key in by_key if key not in kept.rows]
+        with self.backbone.merged(self.state) as model:
+            lm = _BatchwiseHFLM(model, self.backbone.tokenizer, self._rows_at_once(requests), keep)
+            share = parallel.my_share([by_key[key] for key in missing])
+            computed = parallel.gather_shares(lm.loglikelihood(share, disable_tqdm=True))
             lm.finish_batch()
-        shares = zip(missing, parallel.gather_shares(computed), strict=True)
-        answers |= {key: {"answer": answer} for key, answer in shares}
-        return [tuple(answers[key]["answer"]) for key in keys]
+        found = {key: tuple(row["answer"]) for key, row in kept.rows.items()}
+        found |= zip(missing, computed, strict=True)
+        return [found[self._key("loglikelihood", *request.args)] for request in requests]
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False):
         raise UsageError("suites that measure perplexity are not supported", "choose another task")
 
-    def _rows(self, requests) -> int:
+    def _rows_at_once(self, requests) -> int:
         """Return the batch size at which the logits of the longest request fit into `LOGIT_BYTES`."""
         longest = max(("".join(request.args) for request in requests), key=len)
         head_VH = self.backbone.head_VH
@@ -206,7 +176,7 @@ class _BatchwiseHFLM(HFLM):
     def __init__(self, model, tokenizer, batch_size: int, keep: Callable[[list], None]):
         super().__init__(model, backend="causal", tokenizer=tokenizer, batch_size=batch_size)
         self._keep = keep
-        self._batch: list[tuple[tuple[str, str], tuple[float, bool]]] = []
+        self._batch: list[Likelihood] = []
         self.cache_hook = self  # HFLM tells it each answer
 
     def add_partial(self, kind: str, texts: tuple[str, str], answer: tuple[float, bool]) -> None:
@@ -271,8 +241,7 @@ def evaluate(
     """
     started = time.perf_counter()
     reset_peak_memory()
-    partial = run.evals / state / f".{suite.name}.partial.jsonl"
-    lm = BackboneLM(backbone, adapter, config, partial, report)
+    lm = BackboneLM(backbone, adapter, config, partial_file(run, state, suite.name), report)
     quiet_lm_eval()
     # Unseeded, lm-eval would draw other few-shot examples for each state.
     for task in suite.tasks:
@@ -285,23 +254,8 @@ def evaluate(
     if judge:
         _read(judge, suite.documents(config.limit), samples)
     floor = _add_floors(suite, config.limit, samples, judge)
-    write_atomic(run.eval_samples(state, suite.name), _lines(samples))
-    result = record | {
-        "state": state,
-        "suite": suite.name,
-        "metric": suite.metrics[0],
-        "n": len(samples),
-        "metrics": suite.means([row["scores"] for row in samples]),
-        "floor": floor,
-        "cost": {
-            "seconds": round(time.perf_counter() - started, 1),
-            "tokens": sum(lm.lengths),
-            "peak_memory_bytes": peak_memory(),
-        },
-    }
-    write_json(run.eval_result(state, suite.name), result)
-    partial.unlink()
-    return result
+    metrics = suite.means([row["scores"] for row in samples])
+    return store(run, record, state, suite.name, samples, metrics, floor, started)
 
 
 def _read(judge: Judge, docs: list[dict], samples: list[dict[str, Any]]) -> None:
@@ -333,42 +287,18 @@ def _samples(suite: Suite, by_task: dict[str, list[dict[str, Any]]], lm: Backbon
     `ended` says whether the answer came to its end before its token limit, `cluster` which fact or person the
     prompt is about, and `group` which kind of prompt it is.
     """
-    in_order = [
-        (task, row)
-        for task, rows in zip(suite.tasks, by_task.values(), strict=True)
-        for row in sorted(rows, key=lambda row: row["doc_id"])
-        if row["filter"] == rows[0]["filter"]
-    ]
-    written = [{"tokens": n, "ended": ended} for n, ended in zip(lm.lengths, lm.ended, strict=True)]
-    return [
-        {
-            "doc_id": row["doc_id"] if len(suite.tasks) == 1 else f"{task.task_name} {row['doc_id']}",
-            **suite.record(task, row),
-            "scores": {m: row[m] for m in suite.metrics},
-            **measures,
-            **{key: row["doc"][key] for key in ("cluster", "group") if row["doc"].get(key)},
-        }
-        for (task, row), measures in zip(in_order, written or [{}] * len(in_order), strict=True)
-    ]
-
-
-def _batches(rows: list[int], limits: list[int], lengths: list[int], size: int) -> Iterator[list[int]]:
-    """Split rows into batches of one token limit, with prompts of similar length."""
-    for limit in sorted({limits[i] for i in rows}):
-        ordered = sorted((i for i in rows if limits[i] == limit), key=lambda i: lengths[i])
-        yield from (ordered[start : start + size] for start in range(0, len(ordered), size))
-
-
-def _lines(rows) -> str:
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-def _progress(report: StageReport, done: int, total: int) -> Callable[[list[Rollout]], None]:
-    """Return a callback that counts finished rollouts on top of `done`."""
-
-    def count(finished: list[Rollout]) -> None:
-        nonlocal done
-        done += len(finished)
-        report.progress(done, total)
-
-    return count
+    samples: list[dict[str, Any]] = []
+    for task, rows in zip(suite.tasks, by_task.values(), strict=True):
+        for row in sorted(rows, key=lambda row: row["doc_id"]):
+            if row["filter"] != rows[0]["filter"]:
+                continue
+            doc_id = row["doc_id"] if len(suite.tasks) == 1 else f"{task.task_name} {row['doc_id']}"
+            sample = {"doc_id": doc_id, **suite.record(task, row)}
+            sample["scores"] = {metric: row[metric] for metric in suite.metrics}
+            if suite.generative:
+                sample["tokens"], sample["ended"] = lm.lengths[len(samples)], lm.ended[len(samples)]
+            for name in ("cluster", "group"):
+                if row["doc"].get(name):
+                    sample[name] = row["doc"][name]
+            samples.append(sample)
+    return samples

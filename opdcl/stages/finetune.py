@@ -9,7 +9,6 @@ import math
 import random
 from pathlib import Path
 
-from datasets import Dataset
 from trl import SFTConfig
 
 from opdcl.config.finetune import FinetuneConfig
@@ -22,7 +21,7 @@ from opdcl.distill.replay import replayed_rows
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.layout import StageDir
-from opdcl.stages.answer_trainer import AnswerTrainer, StageCallback, trainer_arguments
+from opdcl.stages.answer_trainer import AnswerTrainer, LearnedRow, StageCallback, trainer_arguments
 from opdcl.stages.recover import recover
 from opdcl.training import Schedule, StageLog, StageReport, save_adapter
 
@@ -51,25 +50,25 @@ def finetune(
         return
     steps = planned_steps(config, len(examples.encoded))
     replayed = replayed_rows(config, examples, backbone, out.replay, report.note)
-    encoded = examples.encoded + replayed
+    rows = [LearnedRow.of(encoded, is_replayed=False) for encoded in examples.encoded]
+    rows += [LearnedRow.of(encoded, is_replayed=True) for encoded in replayed]
     if start:
         backbone.drop_adapters()
         model = backbone.load_adapter(start, "student", trainable=True)
         report.note(f"continuing the adapter of {start}, which keeps its shape")
     else:
         model = backbone.new_adapter(config.lora, config.seed)
-    lengths = [len(e.input_ids) for e in encoded]
+    lengths = [len(row.ids) for row in rows]
     order = lay_out(lengths, config.batch_size, steps, config.seed)
     tokens_per_step = round(sum(lengths) / len(lengths) * config.batch_size)
     callback = StageCallback(StageLog(report, out, steps), backbone, tokens_per_step)
     trainer = AnswerTrainer(
         backbone,
         Schedule.of(steps, config.warmup, config.schedule),
-        [row.input_ids for row in replayed],
+        rows,
+        order,
         model=model,
         args=SFTConfig(**trainer_arguments(config, backbone, out, steps)),
-        train_dataset=Dataset.from_list([vars(e) for e in encoded]).select(order),
-        processing_class=backbone.tokenizer,
         callbacks=[callback],
     )
     callback.run(trainer)

@@ -9,7 +9,7 @@ import torch
 from opdcl.config.finetune import LoraSection
 from opdcl.model.forward import answer_states
 from opdcl.sampling import decode, llama_step
-from opdcl.sampling.decode import DRAW_BLOCK, PREFILL_ROWS, draw
+from opdcl.sampling.decoder import DRAW_BLOCK, PREFILL_ROWS, draw
 from opdcl.sampling.llama_step import is_llama
 from opdcl.sampling.rollout import Prompt, cut
 from opdcl.sampling.sample import pick_engine, sample

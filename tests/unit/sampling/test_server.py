@@ -139,7 +139,7 @@ def test_one_bad_answer_is_requested_again_and_changes_nothing(backbone, elsewhe
     with serving(elsewhere) as server:
         remote = teacher_of(server, backbone)
         good = remote.distribution(ROLLOUTS[:2])
-        remote.server._graded.clear()
+        remote.server._graded.cache_clear()
         before = len(server.seen)
         server.faults = [fault]
         again = remote.distribution(ROLLOUTS[:2])
@@ -189,7 +189,7 @@ def test_an_unreachable_server_is_waited_for(backbone, elsewhere):
         client = reach_server(ServerSection(url=server.url), backbone, messages.append)
         remote = RemoteTeacher(backbone, client)
         good = remote.distribution(ROLLOUTS)
-        remote.server._graded.clear()
+        remote.server._graded.cache_clear()
 
     def restart():
         time.sleep(1)
@@ -268,7 +268,7 @@ def test_close_ends_pending_requests(backbone, elsewhere, impatient):
     started = time.monotonic()
     remote.close()
     with pytest.raises(OpdclError):
-        future.result(timeout=10)
+        future.get(timeout=10)
     assert time.monotonic() - started < 10
 
 
@@ -519,7 +519,7 @@ def test_an_evaluation_on_a_server_gives_the_local_answers(backbone, tuned, else
 def test_a_sampled_evaluation_on_a_server_draws_the_same_again_also_after_an_interrupt(
     backbone, tuned, elsewhere, monkeypatch
 ):
-    monkeypatch.setattr("opdcl.stages.evaluate.DRAWN_TOGETHER", 2)
+    monkeypatch.setattr("opdcl.stages.answers.DRAWN_TOGETHER", 2)
     task = load_suite("instructions_sampled").task
     answers = []
     with serving(elsewhere) as server:

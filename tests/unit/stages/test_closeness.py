@@ -16,7 +16,7 @@ from opdcl.model.backbone import Backbone
 from opdcl.results import closeness as results
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import RunDir
-from opdcl.stages import closeness
+from opdcl.stages import answers, closeness
 from opdcl.stages.closeness import measure_closeness
 
 CONFIG = EvalConfig(max_new_tokens=10, batch_size=4)
@@ -155,7 +155,7 @@ def test_the_noise_is_that_of_16_bits_and_above_that_of_32(adapted, run, tmp_pat
 
 
 def test_an_interrupted_measurement_ends_with_the_same_numbers(adapted, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(closeness, "CHUNK", 4)
+    monkeypatch.setattr(answers, "DRAWN_TOGETHER", 4)
     backbone, adapter = adapted
     clean = RunDir(tmp_path / "clean")
     for state, folder in (("base", None), ("tuned", adapter)):
@@ -176,7 +176,7 @@ def test_an_interrupted_measurement_ends_with_the_same_numbers(adapted, run, tmp
 
 
 def test_rows_of_another_model_or_limit_are_not_reused(backbone, run, monkeypatch):
-    monkeypatch.setattr(closeness, "CHUNK", 4)
+    monkeypatch.setattr(answers, "DRAWN_TOGETHER", 4)
     with pytest.raises(KeyboardInterrupt):
         measure(backbone, run, report=StopAt())
     _, rows = measure(backbone, run, config=EvalConfig(max_new_tokens=3, batch_size=4))

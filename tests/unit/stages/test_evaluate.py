@@ -10,9 +10,12 @@ from opdcl.config.evaluate import EvalConfig
 from opdcl.config.finetune import LoraSection
 from opdcl.data.floors import CONSTANT_ANSWER
 from opdcl.data.suites import load_suite
+from opdcl.errors import UsageError
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
-from opdcl.stages.evaluate import BackboneLM, evaluate
+from opdcl.sampling.rollout import Prompt, Rollout
+from opdcl.stages.answers import counter
+from opdcl.stages.evaluate import BackboneLM, evaluate, max_answer_tokens
 from opdcl.training import save_adapter
 
 QUESTIONS = [f"What is the code of room {i}?" for i in range(6)]
@@ -147,3 +150,21 @@ def test_each_row_has_the_score_of_the_best_answer_without_content(backbone, tmp
     means = {name: scores["token_f1"] for name, scores in result["floor"].items()}
     assert (max(means.values()), min(means.values())) == (means["constant"], 0) == (0.75, 0)
     assert [row["floor"] for row in read_jsonl(run.eval_samples("base", "q"))] == [1, 1, 1, 0]
+
+
+def test_progress_counts_finished_answers_on_top_of_those_of_an_earlier_run():
+    told = []
+    report = Silent()
+    report.progress = lambda done, total: told.append((done, total))
+    count = counter(report, 3, 9)
+    count([Rollout(Prompt([1]), [5, 5]), Rollout(Prompt([2]), [5, 5])])
+    count([Rollout(Prompt([3]), [5] * 4)])
+    assert told == [(5, 9), (6, 9)]
+
+
+def test_an_answer_has_the_shorter_of_both_limits_and_its_thought_if_the_context_has_room():
+    assert max_answer_tokens(EvalConfig(), 100, 10, 512) == 100
+    assert max_answer_tokens(EvalConfig(max_new_tokens=6), 100, 10, 16) == 6
+    assert max_answer_tokens(EvalConfig(max_new_tokens=200, thought_tokens=50), 100, 10, 512) == 150
+    with pytest.raises(UsageError, match="exceed the context of 15"):
+        max_answer_tokens(EvalConfig(max_new_tokens=6), 100, 10, 15)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from helpers.command import opdcl
 from helpers.near import ROUNDING, flat, relative_error
 from helpers.recovering import Silent
@@ -20,7 +19,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.console import Output
 from opdcl.data.chat import encode_prompt
 from opdcl.data.examples import Examples, read_examples
-from opdcl.data.learned import Encoded, encode_example
+from opdcl.data.learned import encode_example
 from opdcl.data.rows import Row, load_rows
 from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.teachers import Teacher
@@ -29,7 +28,7 @@ from opdcl.model.backbone import Backbone
 from opdcl.model.forward import answer_ids, answer_states
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.stages.answer_trainer import AnswerTrainer, _pieces
+from opdcl.stages.answer_trainer import AnswerTrainer, LearnedRow, _pieces, trainer_arguments
 from opdcl.stages.finetune import as_distillation, finetune, lay_out, planned_steps
 from opdcl.training import Schedule
 
@@ -165,21 +164,21 @@ def test_once_a_base_is_loaded_nothing_of_it_is_read_again(tmp_path, backbone):
     assert (out.adapter / "adapter_model.safetensors").exists()
 
 
+def trainer_of(backbone, model, rows, folder) -> AnswerTrainer:
+    """Return a trainer whose only batch has all rows."""
+    config = FinetuneConfig(data="d", batch_size=len(rows), learning_rate=1e-3)
+    args = SFTConfig(**trainer_arguments(config, backbone, StageDir(folder), steps=1))
+    order = [*range(len(rows))]
+    return AnswerTrainer(backbone, Schedule(1, 0, "constant"), rows, order, model=model, args=args)
+
+
 @pytest.mark.parametrize("is_replayed", [False, True])
 def test_a_worker_without_a_row_of_the_batch_adds_no_loss_and_no_gradient(
     backbone, tmp_path, monkeypatch, is_replayed
 ):
     model = backbone.new_adapter(LoraSection(r=2, alpha=4), 0)
-    rows = encode_example(QA, backbone.tokenizer, 500)
-    trainer = AnswerTrainer(
-        backbone,
-        Schedule(1, 0, "constant"),
-        [row.input_ids for row in rows if is_replayed],
-        model=model,
-        args=SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none"),
-        train_dataset=Dataset.from_list([vars(row) for row in rows]),
-        processing_class=backbone.tokenizer,
-    )
+    rows = [LearnedRow.of(row, is_replayed) for row in encode_example(QA, backbone.tokenizer, 500)]
+    trainer = trainer_of(backbone, model, rows, tmp_path)
     (batch,) = trainer.get_train_dataloader()
     monkeypatch.setattr(parallel, "_count", 2)
     monkeypatch.setattr(parallel, "_rank", 1)
@@ -398,30 +397,14 @@ def test_a_domain_row_is_imitated_and_a_replayed_row_has_bases_distribution(back
         "replayed": [([5, 11, 12], [13, 14, 15]), ([5], [16])],
     }
     rows = {kind: pairs if kind in kinds else [] for kind, pairs in rows.items()}
-    encoded = [
-        Encoded(prompt + answer, [0] * len(prompt) + [1] * len(answer))
-        for pairs in rows.values()
+    learned = [
+        LearnedRow(prompt + answer, [False] * len(prompt) + [True] * len(answer), kind == "replayed")
+        for kind, pairs in rows.items()
         for prompt, answer in pairs
     ]
-    trainer = AnswerTrainer(
-        backbone,
-        Schedule(1, 0, "constant"),
-        [prompt + answer for prompt, answer in rows["replayed"]],
-        model=model,
-        args=SFTConfig(
-            output_dir=str(tmp_path),
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            per_device_train_batch_size=4,
-            completion_only_loss=True,
-            max_length=None,
-        ),
-        train_dataset=Dataset.from_list([vars(row) for row in encoded]),
-        processing_class=backbone.tokenizer,
-    )
+    trainer = trainer_of(backbone, model, learned, tmp_path)
     (batch,) = trainer.get_train_dataloader()
-    loss = trainer.compute_loss(model, batch)
+    loss = trainer.compute_loss(model, batch, num_items_in_batch=sum(row.targets for row in batch))
     assert float(loss.detach()) == pytest.approx(naive_loss(model, **rows), rel=1e-4)
     loss.backward()
     assert any(p.grad.any() for name, p in model.named_parameters() if "lora_B" in name)
