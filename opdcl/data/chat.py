@@ -36,24 +36,10 @@ def encode_prompt(row: Row, tokenizer: PreTrainedTokenizerBase, room: int) -> li
     return ids
 
 
-def tool_row(doc: Mapping[str, Any], messages: list[Message], where: str) -> Row:
-    """Return a document of a suite as a row to sample on.
-
-    A user's row has its whole conversation. Any other document asks `messages`, and may offer tools, like
-    those of `tool_calls`.
-    """
-    if PACKED_ROW in doc:
-        return Row.unpacked(doc[PACKED_ROW])
-    offers_tools = {"tools", "calls", "group"} <= doc.keys()
-    return Row(messages, None, None, where, tools=json.loads(doc["tools"]) if offers_tools else None)
-
-
 def request_ids(request: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids of the prompt of an lm-eval request: as lm-eval wrote it, or as a row is asked."""
-    messages = [{"role": "user", "content": request.doc.get("prompt", "")}]
-    row = tool_row(request.doc, messages, f"suite {request.task_name!r}")
-    if row.tools or PACKED_ROW in request.doc:
-        return encode_prompt(row, tokenizer, sys.maxsize)
+    if PACKED_ROW in request.doc:
+        return encode_prompt(Row.unpacked(request.doc[PACKED_ROW]), tokenizer, sys.maxsize)
     return list(tokenizer(request.args[0], add_special_tokens=False)["input_ids"])
 
 

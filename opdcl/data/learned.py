@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from opdcl.data.chat import answer_text, check_rendered, has_thought, render, templated
+from opdcl.data.chat import check_rendered, has_thought, render, templated
 from opdcl.data.control import markup
 from opdcl.data.formats import Row
 from opdcl.data.messages import Message
@@ -227,12 +226,3 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, max_length: int) 
     size = max(1, max_length - len(start))
     pieces = [ids[i : i + size] for i in range(0, len(ids), size)]
     return [Encoded(start + piece, [0] * len(start) + [1] * len(piece)) for piece in pieces if len(piece) > 1]
-
-
-def call_text(row: Row, call: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the answer, as scorers see it, that makes a call of a tool; `call` is its name and arguments."""
-    reply = {"tool_calls": [{"type": "function", "function": json.loads(call)}]}
-    turn = learned_turns(replace(row, reply=reply), tokenizer)[-1]
-    if turn is None:
-        raise _without_prompt(row, [])
-    return answer_text(tokenizer, turn.prompt, turn.answer)

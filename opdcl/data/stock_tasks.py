@@ -1,78 +1,58 @@
-"""lm-eval's own tasks and groups: found by name, checked, with a local file in place of their dataset."""
+"""lm-eval's own tasks: found by name, checked, with a local file in place of their dataset."""
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from opdcl.errors import UsageError
 
 _NAME = re.compile(
-    rb"""^["']?(task|group)["']?[ \t]*:[ \t]*["']?([\w.-]+)["']?[ \t]*(?:#.*)?\r?$""", re.MULTILINE
+    rb"""^["']?(task|group|tag)["']?[ \t]*:[ \t]*["']?([\w.-]+)["']?[ \t]*(?:#.*)?\r?$""", re.MULTILINE
 )
-# Kind -> name -> the file that defines it; filled at the first look.
-_files: dict[str, dict[str, Path]] = {"task": {}, "group": {}}
+
+
+@functools.cache
+def _files(kind: str) -> dict[str, list[Path]]:
+    """Return the names of all tasks, groups or tags of lm-eval, each with the files that have it."""
+    import lm_eval.tasks
+
+    files: dict[str, list[Path]] = defaultdict(list)
+    # lm-eval's index parses all of its 14,000 files, which takes 20 seconds; this takes one.
+    for file in sorted(Path(lm_eval.tasks.__file__).parent.rglob("*.yaml")):
+        for found, name in _NAME.findall(file.read_bytes()):
+            if found.decode() == kind:
+                files[name.decode()].append(file)
+    return files
 
 
 def stock_file(name: str) -> Path | None:
     """Return the file that defines a task of lm-eval, or None."""
-    if not _files["task"]:
-        import lm_eval.tasks
-
-        # lm-eval's index parses all of its 14,000 files, which takes 20 seconds; this takes one.
-        for file in sorted(Path(lm_eval.tasks.__file__).parent.rglob("*.yaml")):
-            for match in _NAME.finditer(file.read_bytes()):
-                _files[match[1].decode()].setdefault(match[2].decode(), file)
-    return _files["task"].get(name)
+    files = _files("task").get(name)
+    return files[0] if files else None
 
 
 def stock_names() -> list[str]:
     """Return the names of all tasks and groups of lm-eval."""
-    stock_file("")
-    return [*_files["task"], *_files["group"]]
+    return [*_files("task"), *_files("group")]
 
 
-def group_tasks(name: str) -> list[str]:
-    """Return the tasks of a group of lm-eval, with those of the groups in it; none if it is no group.
+def group_members(name: str) -> list[str]:
+    """Return the tasks of a group of lm-eval, with those of groups in it; none if it is no group."""
+    from lm_eval.tasks._yaml_loader import load_yaml
 
-    Raises:
-        UsageError: The group's score is not the mean over the documents of its tasks as they are.
-    """
-    if stock_file(name) or name not in _files["group"]:
+    if name in _files("tag"):
+        return [str(load_yaml(file, resolve_func=False)["task"]) for file in _files("tag")[name]]
+    if name not in _files("group"):
         return []
-    from lm_eval.tasks._index import Entry, Kind, TaskIndex
-
-    index: dict[str, Entry] = TaskIndex.build([_files["group"][name].parent])
-
-    def members(one: Any) -> Iterator[str]:
-        # Neither a group in another folder nor a task whose settings the group changes is in the index.
-        entry = index.get(str(one), Entry("", Kind.UNKNOWN, None))
-        group = entry.cfg or {}
-        scores = group.get("aggregate_metric_list") or {"weight_by_size": False}
-        scores = [scores] if isinstance(scores, dict) else scores
-        if entry.kind is Kind.GROUP and all(score.get("weight_by_size", True) for score in scores):
-            for child in group["task"]:
-                yield from members(child)
-        elif entry.kind is Kind.TAG:
-            yield from sorted(entry.tags)
-        elif entry.kind in (Kind.TASK, Kind.PY_TASK):
-            yield entry.name
-        else:
-            message = f"the score of the group {name!r} is not the mean over its prompts"
-            raise UsageError(
-                f"{message}, which is not supported", one_by_one((index[name].cfg or {})["task"])
-            )
-
-    return [*dict.fromkeys(members(name))]
-
-
-def one_by_one(tasks: list[Any]) -> str:
-    """Return the hint to name the tasks of a group, of which it lists at most ten."""
-    names = [str(one.get("task") or one.get("group")) if isinstance(one, dict) else one for one in tasks]
-    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    return f"name its tasks instead: {', '.join(names[:10])}{more}"
+    members: list[str] = []
+    for part in load_yaml(_files("group")[name][0], resolve_func=False)["task"]:
+        one = part.get("task") or part.get("group") if isinstance(part, dict) else part
+        members += group_members(str(one)) or [str(one)]
+    return members
 
 
 def stock_settings(name: str, file: Path) -> dict[str, Any]:
@@ -117,11 +97,14 @@ def columns(settings: dict[str, Any]) -> str:
     """List the columns that a task's templates read; "" for a task that reads them in code."""
     from jinja2 import Environment, meta
 
-    parts = [settings.get(f"doc_to_{part}") for part in ("text", "choice", "target")]
-    if "process_docs" in settings or any(callable(part) for part in parts):
-        return ""
-    texts = [f"{{{{{p}}}}}" if p.isidentifier() else p for p in parts if isinstance(p, str)]
-    read = {name for text in texts for name in meta.find_undeclared_variables(Environment().parse(text))}
+    texts = []
+    for part in ("text", "choice", "target"):
+        field = settings.get(f"doc_to_{part}")
+        if "process_docs" in settings or callable(field):
+            return ""
+        if isinstance(field, str):
+            texts.append(f"{{{{{field}}}}}" if field.isidentifier() else field)
+    read = meta.find_undeclared_variables(Environment().parse(" ".join(texts)))
     return f": {', '.join(sorted(read))}" if read else ""
 
 
@@ -154,19 +137,27 @@ def with_local_data(
 
     def load(**kwargs: Any) -> dict[str, Any]:
         keys = dict.fromkeys(key for record, _ in records for key in record)
-        table = {}
-        for key in keys:
-            table[key] = [record.get(key) for record, _ in records]
+        rows = [{key: record.get(key) for key in keys} for record, _ in records]
         try:
-            return {split: datasets.Dataset.from_dict(table)}
+            return {split: datasets.Dataset.from_list(rows)}
         except pyarrow.ArrowException as fault:
-            for record, where in records:
-                try:
-                    datasets.Dataset.from_list([records[0][0], record])
-                except pyarrow.ArrowException:
-                    message = f"{where} holds other kinds of values than {records[0][1]}: {fault}"
-                    raise UsageError(message, "give each column values of one kind") from fault
-            raise
+            raise _mixed(rows, [where for _, where in records]) from fault
 
     splits = {"training_split": None, "validation_split": None, "test_split": split}
     return settings | splits | {"custom_dataset": load}
+
+
+def _mixed(rows: list[dict[str, Any]], places: list[str]) -> UsageError:
+    """Return the error of the first row whose values are of other kinds than those of the first one."""
+    import datasets
+    import pyarrow
+
+    for row, where in zip(rows, places, strict=True):
+        try:
+            datasets.Dataset.from_list([rows[0], row])
+        except pyarrow.ArrowException as fault:
+            message = f"{where} holds other kinds of values than {places[0]}: {fault}"
+            return UsageError(message, "give each column values of one kind")
+    return UsageError(
+        f"{places[0]} and others hold values of several kinds", "give each column values of one kind"
+    )

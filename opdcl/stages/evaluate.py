@@ -275,12 +275,12 @@ def evaluate(
     lm = BackboneLM(backbone, adapter, config, partial, report)
     quiet_lm_eval()
     # Unseeded, lm-eval would draw other few-shot examples for each state.
-    for task in suite.tasks:
-        task.set_fewshot_seed(suite.fewshot_seed)
+    suite.task.set_fewshot_seed(suite.fewshot_seed)
     # `simple_evaluate` would collect the environment after each call, which takes longer than a small suite.
     options: Any = {"apply_chat_template": suite.generative, "limit": config.limit}
     results = lm_evaluate(lm, suite.loaded, log_samples=True, bootstrap_iters=0, **options)
-    samples = _samples(suite, results["samples"], lm)
+    (sampled,) = results["samples"].values()
+    samples = _samples(suite, sampled, lm)
     judge = content.judge(backbone, suite) if suite.content else None
     if judge:
         _read(judge, suite.documents(config.limit), samples)
@@ -325,7 +325,7 @@ def _add_floors(
     return means
 
 
-def _samples(suite: Suite, by_task: dict[str, list[dict[str, Any]]], lm: BackboneLM) -> list[dict[str, Any]]:
+def _samples(suite: Suite, rows: list[dict[str, Any]], lm: BackboneLM) -> list[dict[str, Any]]:
     """Return the stored records of lm-eval's samples, in the order of the documents.
 
     A task with several filters, which pick the answer out of a response, is scored by its first one.
@@ -333,23 +333,19 @@ def _samples(suite: Suite, by_task: dict[str, list[dict[str, Any]]], lm: Backbon
     `ended` says whether the answer came to its end before its token limit, `cluster` which fact or person the
     prompt is about, and `group` which kind of prompt it is.
     """
-    in_order = [
-        (task, row)
-        for task, rows in zip(suite.tasks, by_task.values(), strict=True)
-        for row in sorted(rows, key=lambda row: row["doc_id"])
-        if row["filter"] == rows[0]["filter"]
-    ]
-    written = [{"tokens": n, "ended": ended} for n, ended in zip(lm.lengths, lm.ended, strict=True)]
-    return [
-        {
-            "doc_id": row["doc_id"] if len(suite.tasks) == 1 else f"{task.task_name} {row['doc_id']}",
-            **suite.record(task, row),
-            "scores": {m: row[m] for m in suite.metrics},
-            **measures,
-            **{key: row["doc"][key] for key in ("cluster", "group") if row["doc"].get(key)},
-        }
-        for (task, row), measures in zip(in_order, written or [{}] * len(in_order), strict=True)
-    ]
+    first = [row for row in rows if row["filter"] == rows[0]["filter"]]
+    first.sort(key=lambda row: row["doc_id"])
+    samples = []
+    for number, row in enumerate(first):
+        sample = {"doc_id": row["doc_id"], **suite.record(row)}
+        sample["scores"] = {metric: row[metric] for metric in suite.metrics}
+        if lm.lengths:
+            sample |= {"tokens": lm.lengths[number], "ended": lm.ended[number]}
+        for key in ("cluster", "group"):
+            if row["doc"].get(key):
+                sample[key] = row["doc"][key]
+        samples.append(sample)
+    return samples
 
 
 def _batches(rows: list[int], limits: list[int], lengths: list[int], size: int) -> Iterator[list[int]]:

@@ -79,7 +79,10 @@ def test_a_path_becomes_the_name_of_the_task_and_scores_like_any_suite(folder, p
     assert (config.retention, config.domain) == (["flags"], ["handbook"])
     assert config.data == {"flags": str(folder / "mytasks" / "flags.yaml")}
     suite = load_suite("flags", config)
-    assert suite.prompts(2) == ["What colour is flag 0?", "What colour is flag 1?"]
+    assert [suite.prompt_of(doc) for doc in suite.documents(2)] == [
+        "What colour is flag 0?",
+        "What colour is flag 1?",
+    ]
     scores = suite._score(suite.documents(None), ["Blue", "green", "red", "red", "red", "red"])
     assert suite.means(scores) == {"exact_match": round(2 / 6, 6)}
 
