@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 from opdcl.data.messages import (
@@ -28,7 +27,7 @@ from opdcl.data.messages import (
     role_of,
     unread_keys,
 )
-from opdcl.data.values import from_json_text, is_missing, is_no, is_yes, number_as_text
+from opdcl.data.values import as_flag, from_json_text, is_missing, number_as_text
 from opdcl.errors import UsageError, listed, nearest
 
 # Columns of a row whose names are compared with ours to find a misspelt one.
@@ -66,14 +65,14 @@ class Row:
 
     def turns(self) -> list[Row]:
         """Return a row for each answer in the conversation, in order; this one comes last."""
-        pairs = enumerate(pairwise(message["role"] for message in self.prompt), 1)
-        answered = [i for i, roles in pairs if roles in (("user", "assistant"), ("tool", "assistant"))]
-        return [*(self._turn(i) for i in answered), self]
-
-    def _turn(self, index: int) -> Row:
-        message = dict(self.prompt[index])
-        del message["role"]
-        return replace(self, prompt=self.prompt[:index], answer=message.pop("content"), reply=message)
+        rows = []
+        for index, message in enumerate(self.prompt):
+            follows_question = index > 0 and self.prompt[index - 1]["role"] in ("user", "tool")
+            if message["role"] == "assistant" and follows_question:
+                reply = {key: value for key, value in message.items() if key not in ("role", "content")}
+                answered = replace(self, prompt=self.prompt[:index], answer=message["content"], reply=reply)
+                rows.append(answered)
+        return [*rows, self]
 
     def key(self) -> str:
         """Return a text that two rows share only if a model is shown the same."""
@@ -105,9 +104,11 @@ class Row:
 
 def _spoken(message: Message) -> str:
     """Return the text of a message with its tool calls."""
-    functions = [call["function"] for call in message.get("tool_calls", [])]
-    calls = [f"{one['name']}({json.dumps(one['arguments'], ensure_ascii=False)})" for one in functions]
-    return " ".join(filter(None, [message["content"], *calls]))
+    texts = [message["content"]] if message["content"] else []
+    for call in message.get("tool_calls", []):
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        texts.append(f"{call['function']['name']}({arguments})")
+    return " ".join(texts)
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,35 @@ COLUMNS = {*CONVERSATIONS, "text"}.union(*((pair.prompt, *pair.answers) for pair
 DECIDING = {*CONVERSATIONS, *(pair.prompt for pair in PAIRS), "chosen", "text"}
 # Fields that have a place in a conversation only.
 OF_CONVERSATIONS = (*SYSTEM, "history", "context", "tools", "chat_template_kwargs")
-# Fields that are about a row of any format.
-ABOUT = ("teacher", "cluster", "group")
+
+
+class _Fields:
+    """The fields of a row but null and NaN; it remembers which of them were read.
+
+    A blank text stays: it may be an answer that is to be complained of.
+    """
+
+    def __init__(self, row: dict, where: str):
+        self.where = where
+        self.given: dict[Any, Any] = {}
+        for key, value in row.items():
+            if isinstance(value, str) or not is_missing(value):
+                self.given[key] = value
+        self.read = {"cluster", "group"}
+
+    def has(self, name: str) -> bool:
+        return not is_missing(self.given.get(name))
+
+    def take(self, name: str) -> Any:
+        self.read.add(name)
+        return self.given.get(name)
+
+    def text(self, name: str) -> str:
+        return checked_text(number_as_text(self.take(name)), name, self.where)
+
+    def unread(self) -> list[str]:
+        """Return the fields that hold something and were not read."""
+        return [str(name) for name in self.given if name not in self.read and self.has(name)]
 
 
 def check_row(row: Any, where: str) -> Row:
@@ -153,29 +181,28 @@ def check_row(row: Any, where: str) -> Row:
     """
     if not isinstance(row, dict):
         raise UsageError(f"{where} is {kind_of(row)}, not an object", FIELDS_HINT)
-    # Without null and NaN; a blank text may be an answer that is to be complained of.
-    given = {key: value for key, value in row.items() if isinstance(value, str) or not is_missing(value)}
-    read = _conversation(given, where) or _pair(given, where) or _text(given, where)
+    fields = _Fields(row, where)
+    read = _conversation(fields) or _pair(fields) or _text(fields)
     if read is None:
         content = f"has only {listed(row)}" if row else "is empty"
         raise UsageError(f"{where} {content}", did_you_mean(row) + FIELDS_HINT)
-    if pictures := [key for key in PICTURES if not is_missing(given.get(key))]:
-        raise UsageError(f"{where} has {pictures[0]}, which is no text", ONLY_TEXT)
-    _refuse_bad_answer(given, read, where)
-    _refuse_lost(given, read, where)
-    teacher, cluster, group = (given.get(key, "") for key in ABOUT)
-    teacher = checked_text(teacher, "teacher", where) if teacher != "" else ""
-    cluster = checked_text(str(cluster), "cluster", where, may_be_empty=True)
-    (variables,) = read_objects([given.get("chat_template_kwargs") or {}], "chat_template_kwargs", where)
+    for name in PICTURES:
+        if fields.has(name):
+            raise UsageError(f"{where} has {name}, which is no text", ONLY_TEXT)
+    if read.answer or read.reply:
+        _refuse_bad_answer(fields)
+    teacher = fields.take("teacher")
+    cluster = str(fields.given.get("cluster", ""))
+    variables = fields.take("chat_template_kwargs") or {}
     return replace(
         read,
-        teacher=teacher,
-        cluster=cluster,
-        group=str(group),
-        tools=read_tools(given.get("tools"), where),
-        variables=variables,
+        teacher=checked_text(teacher, "teacher", where) if teacher not in (None, "") else "",
+        cluster=checked_text(cluster, "cluster", where, may_be_empty=True),
+        group=str(fields.given.get("group", "")),
+        tools=read_tools(fields.take("tools"), where),
+        variables=read_objects([variables], "chat_template_kwargs", where)[0],
         columns=tuple(map(str, row)),
-        unread=(*_unread_columns(given, read), *read.unread),
+        unread=(*fields.unread(), *read.unread),
     )
 
 
@@ -187,156 +214,142 @@ def did_you_mean(columns: Collection[str]) -> str:
     return next((f"did you mean {near} instead of {column}? " for column, near in meant.items() if near), "")
 
 
-def _text(row: dict, where: str) -> Row | None:
-    if "text" not in row:
+def _text(fields: _Fields) -> Row | None:
+    if "text" not in fields.given:
         return None
-    text = checked_text(number_as_text(row["text"]), "text", where)
-    return Row([], None, text, where, format="text", columns=("text",))
+    for name in OF_CONVERSATIONS:
+        if fields.has(name):
+            hint = "text is learned as it is: write a conversation as messages, or remove the column"
+            raise UsageError(f"{fields.where}: {name} would not be shown to the model", hint)
+    return Row([], None, fields.text("text"), fields.where, format="text")
 
 
-def _conversation(row: dict, where: str) -> Row | None:
-    """Return a row that is a list of messages; its `columns` are the fields that were read."""
+def _conversation(fields: _Fields) -> Row | None:
+    """Return a row that is a list of messages."""
     for key, name in CONVERSATIONS.items():
-        if not is_missing(row.get(key)):
-            turns = _list(row[key], key, where)
-            answer = _chosen(row, turns)
-            columns = (key, "chosen", "rejected") if answer else (key,)
-            return _turns(_whole(row, [*turns, *answer], where), where, name, columns)
-    chosen = _messages_in(row.get("chosen"))
+        if fields.has(key):
+            turns = _list(fields.take(key), key, fields.where)
+            if fields.has("chosen") and turns and role_of(turns[-1]) != "assistant":
+                turns += _answer(_messages_in(_take_chosen(fields)), "chosen", fields.where)
+            return _row(fields, turns, name, key)
+    chosen = _messages_in(fields.given.get("chosen"))
     if isinstance(chosen, list) and any(role_of(turn) == "user" for turn in chosen):
-        name = "preference, the chosen conversation"
-        return _turns(_whole(row, chosen, where), where, name, ("chosen", "rejected"))
+        _take_chosen(fields)
+        return _row(fields, chosen, "preference, the chosen conversation", "chosen")
     return None
 
 
-def _pair(row: dict, where: str) -> Row | None:
-    """Return a row with a field for its prompt and one for its answer; its `columns` are what was read."""
-    pairs = [pair for pair in PAIRS if pair.prompt in row]
+def _pair(fields: _Fields) -> Row | None:
+    """Return a row with a field for its prompt and one for its answer."""
+    pairs = [pair for pair in PAIRS if pair.prompt in fields.given]
     if not pairs:
         return None
-    pair = next((pair for pair in pairs if not is_missing(row[pair.prompt])), pairs[0])
-    given = [name for name in pair.answers if name in row]
-    filled = [name for name in given if not is_missing(row[name])]
-    field = (*filled, *given, *pair.answers)[0]
-    asked, answer = _messages_in(row[pair.prompt]), number_as_text(row.get(field))
-    columns = [pair.prompt, field]
-    if isinstance(asked, list):
+    pair = next((pair for pair in pairs if fields.has(pair.prompt)), pairs[0])
+    # A blank answer counts only if there is no other one.
+    answers = [name for name in pair.answers if name in fields.given]
+    answers.sort(key=lambda name: not fields.has(name))
+    field = answers[0] if answers else pair.answers[0]
+    answer = _take_chosen(fields) if field == "chosen" else fields.take(field)
+    turns = _messages_in(fields.take(pair.prompt))
+    if isinstance(turns, list):
         answer = _messages_in(answer)
     else:
-        columns += pair.more
-        asked = [{"role": "user", "content": _asked_text(row, pair, where)}]
-    if isinstance(answer, str):
-        answer = [{"role": "assistant", "content": answer}]
-    turns = [*asked, *_list([] if answer is None else answer, field, where)]
-    name = pair.name
-    if field == "chosen":
-        name, columns = f"{pair.name}, the chosen answer", [*columns, "rejected"]
-    return _turns(_whole(row, turns, where), where, name, tuple(columns))
+        turns = [{"role": "user", "content": _asked_text(fields, pair)}]
+    name = f"{pair.name}, the chosen answer" if field == "chosen" else pair.name
+    return _row(fields, [*turns, *_answer(number_as_text(answer), field, fields.where)], name, pair.prompt)
 
 
-def _asked_text(row: dict, pair: Pair, where: str) -> str:
+def _take_chosen(fields: _Fields) -> Any:
+    """Return the better answer of a preference row, whose other one is left out on purpose."""
+    fields.take("rejected")
+    return fields.take("chosen")
+
+
+def _asked_text(fields: _Fields, pair: Pair) -> str:
     """Return a prompt that is text, with what continues it."""
-    prompt = checked_text(number_as_text(row[pair.prompt]), pair.prompt, where)
+    prompt = fields.text(pair.prompt)
     texts = [prompt]
     for name in (*pair.more, *pair.beside):
-        if is_missing(row.get(name)):
-            continue
-        text = checked_text(number_as_text(row[name]), name, where)
-        if name in pair.more or text not in prompt:
-            texts.append(text)
+        if fields.has(name):
+            text = fields.text(name)
+            if name in pair.more or text not in prompt:
+                texts.append(text)
     return "\n\n".join(texts)
 
 
-def _whole(row: dict, turns: list[Any], where: str) -> list[Any]:
+def _answer(value: Any, field: str, where: str) -> list[Any]:
+    """Return an answer as messages: a text, one message, or several; none without an answer."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}]
+    return [value] if are_messages([value]) else _list(value, field, where)
+
+
+def _row(fields: _Fields, turns: list[Any], name: str, key: str) -> Row:
+    """Return the conversation in the field `key` as a row; its last assistant turn is the answer."""
+    where = fields.where
+    turns = _whole(fields, turns)
+    messages = [read_message(turn, where, is_last=turn is turns[-1]) for turn in turns]
+    if not any(message["role"] == "user" for message in messages):
+        raise UsageError(f"{where}: no user message", FIELDS_HINT)
+    unread = dict.fromkeys(f"{key}.{name}" for turn in turns for name in unread_keys(turn))
+    answer: str | None = None
+    reply: Message = {}
+    if messages[-1]["role"] == "assistant":
+        reply = messages.pop()
+        del reply["role"]
+        answer = reply.pop("content")
+    if fields.has("context"):
+        context = number_as_text(fields.take("context"))
+        if not any(str(context) in message["content"] for message in messages):
+            hint = "write it into a message, or remove the column"
+            raise UsageError(f"{where}: context would not be shown to the model", hint)
+    return Row(messages, answer, None, where, format=name, reply=reply, unread=tuple(unread))
+
+
+def _whole(fields: _Fields, turns: list[Any]) -> list[Any]:
     """Return the turns after those that other fields put before them: a system message, and `history`."""
-    systems = {name: row[name] for name in SYSTEM if not is_missing(row.get(name))}
+    systems = {name: fields.text(name) for name in SYSTEM if fields.has(name)}
+    first = [{"role": "system", "content": text} for text in systems.values()][:1]
     if turns and role_of(turns[0]) == "system":
-        first, turns = turns[0], turns[1:]
-        systems["the conversation"] = content_of(first, where)
-    elif systems:
-        name, text = next(iter(systems.items()))
-        first = {"role": "system", "content": checked_text(text, name, where)}
-    else:
-        return [*_history(row, where), *turns]
-    if len({text.strip() if isinstance(text, str) else None for text in systems.values()}) > 1:
-        message = f"{where}: {' and '.join(systems)} have different system messages"
+        first, turns = turns[:1], turns[1:]
+        systems["the conversation"] = str(content_of(first[0], fields.where))
+    if len({text.strip() for text in systems.values()}) > 1:
+        message = f"{fields.where}: {' and '.join(systems)} have different system messages"
         raise UsageError(message, "keep the one that the model is to be shown")
-    return [first, *_history(row, where), *turns]
+    return [*first, *_history(fields), *turns]
 
 
-def _history(row: dict, where: str) -> list[Message]:
+def _history(fields: _Fields) -> list[Message]:
     """Return the turns of `history`, which has a pair of texts for each earlier exchange."""
     turns = []
-    for exchange in _list(row.get("history") or [], "history", where):
+    for exchange in _list(fields.take("history") or [], "history", fields.where):
         if not (isinstance(exchange, list) and len(exchange) == 2):
-            raise UsageError(f"{where}: history is not a list of pairs", "a pair is [question, answer]")
+            raise UsageError(
+                f"{fields.where}: history is not a list of pairs", "a pair is [question, answer]"
+            )
         question, answer = exchange
         turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return turns
 
 
-def _chosen(row: dict, turns: list[Any]) -> list[Any]:
-    """Return the chosen answer to a conversation that ends with the user; none where it has its answer."""
-    chosen = _messages_in(row.get("chosen"))
-    if is_missing(chosen) or not turns or role_of(turns[-1]) == "assistant":
-        return []
-    if isinstance(chosen, str):
-        return [{"role": "assistant", "content": chosen}]
-    return chosen if isinstance(chosen, list) else [chosen]
-
-
-def _turns(turns: list[Any], where: str, name: str, columns: tuple[str, ...]) -> Row:
-    """Return a conversation as a row; its last assistant turn is the answer."""
-    messages = [read_message(turn, where, is_last=turn is turns[-1]) for turn in turns]
-    if not any(message["role"] == "user" for message in messages):
-        raise UsageError(f"{where}: no user message", FIELDS_HINT)
-    keys = dict.fromkeys(f"{columns[0]}.{key}" for turn in turns for key in unread_keys(turn))
-    answer: str | None = None
-    reply: dict[str, Any] = {}
-    if messages[-1]["role"] == "assistant":
-        *messages, last = messages
-        answer = last["content"]
-        reply = {key: value for key, value in last.items() if key not in ("role", "content")}
-    columns = (*columns, *OF_CONVERSATIONS)
-    return Row(messages, answer, None, where, format=name, reply=reply, columns=columns, unread=tuple(keys))
-
-
 def _messages_in(value: Any) -> Any:
-    """Return the messages that a text holds as JSON, and any other value as it is."""
+    """Return the messages, or the one message, that a text holds as JSON, and any other value as it is."""
     decoded = from_json_text(value)
-    if are_messages(decoded):
-        return decoded
-    return decoded if are_messages([decoded]) else value
+    return decoded if are_messages(decoded) or are_messages([decoded]) else value
 
 
-def _refuse_bad_answer(row: dict, read: Row, where: str) -> None:
+def _refuse_bad_answer(fields: _Fields) -> None:
     """Refuse an answer that is marked as a bad one, as data sets of preferences do."""
-    label = row.get("label")
-    if is_no(label) and (read.answer or read.reply):
+    label = fields.given.get("label")
+    says = as_flag(label)
+    if says:
+        fields.read.add("label")
+    if says is False:
         hint = "leave out the rows whose label is false; if label says something else, rename the column"
-        raise UsageError(f"{where}: its answer is marked as a bad one (label: {json.dumps(label)})", hint)
-
-
-def _refuse_lost(row: dict, read: Row, where: str) -> None:
-    """Refuse a row whose prompt would lack what the row has beside it."""
-    lost = []
-    if read.text is not None:
-        lost = [name for name in OF_CONVERSATIONS if not is_missing(row.get(name))]
-        hint = "text is learned as it is: write a conversation as messages, or remove the column"
-    elif not is_missing(context := number_as_text(row.get("context"))):
-        shown = isinstance(context, str) and any(context in message["content"] for message in read.prompt)
-        lost = [] if shown else ["context"]
-        hint = "write it into a message, or remove the column"
-    if lost:
-        raise UsageError(f"{where}: {lost[0]} would not be shown to the model", hint)
-
-
-def _unread_columns(row: dict, read: Row) -> list[str]:
-    """Return the columns that hold something and are not read."""
-    known = {*read.columns, *ABOUT}
-    if is_yes(row.get("label")) and (read.answer or read.reply):
-        known.add("label")
-    return [str(name) for name, value in row.items() if name not in known and not is_missing(value)]
+        message = f"{fields.where}: its answer is marked as a bad one (label: {json.dumps(label)})"
+        raise UsageError(message, hint)
 
 
 def _list(value: Any, field: str, where: str) -> list[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from opdcl.data.values import from_json_text, is_missing, is_yes, number_as_text, without_nulls
+from opdcl.data.values import as_flag, from_json_text, is_missing, number_as_text, without_nulls
 from opdcl.errors import UsageError
 
 MAX_ROW_CHARS = 200_000
@@ -42,6 +42,18 @@ RESULT_KEYS = ("name", "tool_call_id")
 READ_KEYS = {*ROLE_KEYS, *CONTENT_KEYS, *THOUGHT, *LEARNED, *PICTURES, "tools", "tool_calls", "function_call"}
 
 
+# Kinds of values in JSON, in words.
+KINDS = {
+    str: "text",
+    list: "a list",
+    dict: "an object",
+    bool: "true or false",
+    type(None): "null",
+    int: "a number",
+    float: "a number",
+}
+
+
 def role_of(turn: Any) -> Any:
     """Return the role of a turn, or what it is called where that is unknown."""
     name = _first(turn, ROLE_KEYS) if isinstance(turn, dict) else None
@@ -49,10 +61,16 @@ def role_of(turn: Any) -> Any:
 
 
 def are_messages(value: Any) -> bool:
-    """Return whether a value is a list of messages."""
-    if not isinstance(value, list) or not value:
+    """Return whether a value is a list of messages, as OpenAI or ShareGPT write them."""
+    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict):
         return False
-    return all(isinstance(turn, dict) and _first(turn, ROLE_KEYS) is not None for turn in value)
+    as_openai = "role" in value and ("content" in value or "tool_calls" in value)
+    as_sharegpt = "from" in value and "value" in value
+    return as_openai or as_sharegpt
 
 
 def read_message(turn: Any, where: str, is_last: bool) -> Message:
@@ -67,21 +85,21 @@ def read_message(turn: Any, where: str, is_last: bool) -> Message:
     if role not in ROLES.values():
         raise UsageError(f"{where}: message role {role!r}", f"roles are {', '.join(ROLES)}")
     _refuse_lost(turn, role, where)
+    content = content_of(turn, where)
     more: Message = {}
     if role == "tool":
-        given = [key for key in RESULT_KEYS if not is_missing(turn.get(key))]
-        more = {key: checked_text(str(turn[key]), key, where) for key in given}
-    calls = turn.get("tool_calls")
-    if not is_missing(calls):
-        more["tool_calls"] = [_call(call, where) for call in read_objects(calls, "tool_calls", where)]
-    if thought := _thought(turn, where):
+        for key in RESULT_KEYS:
+            if not is_missing(turn.get(key)):
+                more[key] = checked_text(str(turn[key]), key, where)
+    calls = read_objects(turn.get("tool_calls"), "tool_calls", where)
+    if calls:
+        more["tool_calls"] = [_call(call, where) for call in calls]
+        content = "" if content is None else content
+    thought = _thought(turn, where)
+    if thought:
         more |= dict.fromkeys(THOUGHT, thought)
-    content = content_of(turn, where)
-    has_calls = "tool_calls" in more
-    if content is None and has_calls:
-        content = ""
     # Whether an answer may be empty is for its use to say.
-    may_be_empty = role == "tool" or (role == "assistant" and (is_last or has_calls))
+    may_be_empty = role == "tool" or (role == "assistant" and (is_last or bool(calls)))
     return {"role": role, "content": checked_text(content, f"{role} content", where, may_be_empty), **more}
 
 
@@ -101,15 +119,15 @@ def content_of(turn: Message, where: str) -> Any:
 
 def _refuse_lost(turn: Message, role: str, where: str) -> None:
     """Refuse what a message says and no prompt or answer would show."""
-    if turn.get("function_call"):
-        raise UsageError(f"{where}: a message has function_call", AS_OPENAI)
-    if pictures := [key for key in PICTURES if not is_missing(turn.get(key))]:
-        raise UsageError(f"{where}: a message has {pictures[0]}, which is no text", ONLY_TEXT)
-    if not is_missing(turn.get("tools")):
-        raise UsageError(f"{where}: a message has tools", "write tools beside messages, not in one of them")
+    hints = {"function_call": AS_OPENAI, "tools": "write tools beside messages, not in one of them"}
+    hints |= dict.fromkeys(PICTURES, ONLY_TEXT)
+    for key, hint in hints.items():
+        if not is_missing(turn.get(key)):
+            reason = ", which is no text" if key in PICTURES else ""
+            raise UsageError(f"{where}: a message has {key}{reason}", hint)
     for key in LEARNED if role == "assistant" else ():
         value = turn.get(key)
-        if not is_missing(value) and not is_yes(value):
+        if not is_missing(value) and not as_flag(value):
             shown = json.dumps(value) if isinstance(value, str | int | float) else kind_of(value)
             hint = "every assistant turn is learned alike: remove the turn, or this key"
             raise UsageError(f"{where}: a message has {key} {shown}", hint)
@@ -120,16 +138,16 @@ def _thought(turn: Message, where: str) -> str:
     given = [turn[key] for key in THOUGHT if not is_missing(turn.get(key))]
     thoughts = {checked_text(thought, "a thought", where) for thought in given}
     if len(thoughts) > 1:
-        raise UsageError(
-            f"{where}: a message has two different thoughts", f"keep one of {', '.join(THOUGHT)}"
-        )
-    return next(iter(thoughts), "")
+        hint = f"keep one of {', '.join(THOUGHT)}"
+        raise UsageError(f"{where}: a message has two different thoughts", hint)
+    return thoughts.pop() if thoughts else ""
 
 
 def _first(turn: Message, keys: tuple[str, ...]) -> Any:
     """Return the first value that is not missing; where all are, a blank text rather than null."""
     values = [turn[key] for key in keys if turn.get(key) is not None]
-    return next((value for value in values if not is_missing(value)), values[0] if values else None)
+    values.sort(key=is_missing)
+    return values[0] if values else None
 
 
 def _part(part: Any, where: str) -> str:
@@ -142,8 +160,10 @@ def _part(part: Any, where: str) -> str:
 def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a tool call with its arguments as an object, which OpenAI writes as JSON text."""
     function = from_json_text(call.get("function", call))
-    arguments = from_json_text(function.get("arguments")) if isinstance(function, dict) else None
-    if not isinstance(arguments, dict) or not (function.get("name") and isinstance(function["name"], str)):
+    name, arguments = None, None
+    if isinstance(function, dict):
+        name, arguments = function.get("name"), from_json_text(function.get("arguments"))
+    if not isinstance(arguments, dict) or not isinstance(name, str) or not name:
         raise UsageError(f"{where}: a tool call has no name or no object of arguments", AS_OPENAI)
     (arguments,) = read_objects([arguments], "arguments", where)
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
@@ -151,16 +171,20 @@ def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
 
 def read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
     """Return the tools that a row offers, or None; some files hold them, or parts of them, as JSON text."""
-    tools = []
-    for tool in read_objects(value, "tools", where):
-        function = from_json_text(tool.get("function"))
-        if isinstance(function, dict):
-            parameters = from_json_text(function.get("parameters"))
-            if isinstance(parameters, dict) and "properties" in parameters:
-                parameters = {**parameters, "properties": from_json_text(parameters["properties"])}
-            function = {**function, "parameters": parameters} if "parameters" in function else function
-        tools.append({**tool, "function": function} if "function" in tool else tool)
+    tools = read_objects(value, "tools", where)
+    for tool in tools:
+        function = _decode(tool, "function")
+        parameters = _decode(function, "parameters")
+        _decode(parameters, "properties")
     return read_objects(tools, "tools", where) or None
+
+
+def _decode(owner: Any, key: str) -> Any:
+    """Replace a part of an object by what it holds as JSON text, and return it."""
+    if not isinstance(owner, dict) or key not in owner:
+        return None
+    owner[key] = from_json_text(owner[key])
+    return owner[key]
 
 
 def read_objects(value: Any, field: str, where: str) -> list[dict[str, Any]]:
@@ -181,9 +205,7 @@ def read_objects(value: Any, field: str, where: str) -> list[dict[str, Any]]:
 
 def kind_of(value: Any) -> str:
     """Return what a JSON value is, in words."""
-    kinds = {str: "text", list: "a list", dict: "an object", bool: "true or false", type(None): "null"}
-    kinds |= dict.fromkeys((int, float), "a number")
-    return kinds.get(type(value), type(value).__name__)
+    return KINDS.get(type(value), type(value).__name__)
 
 
 def checked_text(value: Any, name: str, where: str, may_be_empty: bool = False) -> str:

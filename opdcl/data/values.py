@@ -9,6 +9,8 @@ import json
 import math
 from typing import Any
 
+FLAGS = {"true": 1, "yes": 1, "1": 1, "1.0": 1, "false": 0, "no": 0, "0": 0, "0.0": 0}
+
 
 def is_missing(value: Any) -> bool:
     """Return whether a value stands for nothing: null, NaN, blank text, or an empty list or object."""
@@ -19,20 +21,13 @@ def is_missing(value: Any) -> bool:
     return value is None or value in ([], {})
 
 
-def is_no(value: Any) -> bool:
-    """Return whether a flag says no: false or 0, also as text, as in a CSV file."""
+def as_flag(value: Any) -> bool | None:
+    """Return a flag that says true or false, also as 1 or 0, or as text as in a CSV file; None for others."""
     if isinstance(value, str):
-        text = value.strip().lower()
-        return text in ("false", "no", "0", "0.0")
-    return isinstance(value, bool | int | float) and value == 0
-
-
-def is_yes(value: Any) -> bool:
-    """Return whether a flag says yes: true or 1, also as text."""
-    if isinstance(value, str):
-        text = value.strip().lower()
-        return text in ("true", "yes", "1", "1.0")
-    return isinstance(value, bool | int | float) and value == 1
+        value = FLAGS.get(value.strip().lower())
+    if isinstance(value, bool | int | float) and value in (0, 1):
+        return bool(value)
+    return None
 
 
 def from_json_text(value: Any) -> Any:
