@@ -39,8 +39,6 @@ COMPRESSED = (".gz", ".zst")
 
 # What the files, or folders, of the parts of a data set are called.
 SPLITS = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval")
-# Documents about the rows that lie beside them.
-ABOUT = ("readme", "license", "licence")
 
 FILES_HINT = (
     "use .jsonl, .json, .csv, .txt or .md, also with .gz or .zst; .parquet or .arrow; "
@@ -366,33 +364,37 @@ def list_folder(folder: Path) -> Folder:
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
         if len(splits) != 1:
-            message = f"{folder} holds several parts of a data set: {listed(splits)}"
-            raise UsageError(message, f"name one of them: {folder}/{splits[0] if splits else 'PART'}")
+            raise _several_parts(folder, splits, splits[0] if splits else "PART")
         return list_folder(folder / splits[0])
     if (folder / "state.json").is_file():
         return Folder(_saved_files(folder), [])
     files, left_out = _walk(folder)
-    rows = [file for file in files if ending(file) not in DOCUMENTS]
-    if rows:
-        about = [file for file in files if file not in rows and file.stem.lower().startswith(ABOUT)]
-        files = [file for file in files if file not in about]
-        left_out += [str(file.relative_to(folder)) for file in about]
+    if any(ending(file) not in DOCUMENTS for file in files):
+        for file in [file for file in files if _is_about(file)]:
+            files.remove(file)
+            left_out.append(str(file.relative_to(folder)))
         _refuse_mixture(folder, files)
         _refuse_splits(folder, files)
     return Folder(files, sorted(left_out))
 
 
+def _is_about(file: Path) -> bool:
+    """Tell whether a file is a document about the rows that lie beside it."""
+    return ending(file) in DOCUMENTS and file.stem.lower().startswith(("readme", "license", "licence"))
+
+
 def _walk(folder: Path) -> tuple[list[Path], list[str]]:
     """Return the files that have a reader, in order, and the names of all others. Hidden ones have none."""
-    files, left_out = [], []
+    files: list[Path] = []
+    left_out: list[str] = []
     for place, folders, names in os.walk(folder):
-        hidden = [name for name in folders if name.startswith(".")]
-        folders[:] = [name for name in folders if name not in hidden]
-        left_out += [f"{(Path(place) / name).relative_to(folder)}/" for name in hidden]
+        inside = Path(place).relative_to(folder)
+        left_out += [f"{inside / name}/" for name in folders if name.startswith(".")]
+        folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
-            file = Path(place) / name
+            file = folder / inside / name
             if name.startswith(".") or ending(file) not in READERS or not is_regular(file):
-                left_out.append(str(file.relative_to(folder)))
+                left_out.append(str(inside / name))
             else:
                 files.append(file)
     return sorted(files), left_out
@@ -423,10 +425,15 @@ def _refuse_splits(folder: Path, files: list[Path]) -> None:
     """Refuse to learn from the test rows that lie beside the rows for training."""
     splits: dict[str, str] = {}
     for file in files:
-        for part in file.relative_to(folder).parts:
+        place = file.relative_to(folder)
+        for part in place.parts:
             word = re.split(r"[-_.]", part.lower())[0]
             if word in SPLITS:
-                splits.setdefault(word, str(file))
+                splits.setdefault(word, str(place))
     if len(splits) > 1:
-        message = f"{folder} holds several parts of a data set: {listed(splits)}"
-        raise UsageError(message, f"name one file, such as {next(iter(splits.values()))}")
+        raise _several_parts(folder, [*splits], next(iter(splits.values())))
+
+
+def _several_parts(folder: Path, parts: list[str], first: str) -> UsageError:
+    message = f"{folder} holds several parts of a data set: {listed(parts)}"
+    return UsageError(message, f"name one of them: {folder}/{first}")

@@ -150,8 +150,7 @@ class _Fields:
     A blank text stays: it may be an answer that is to be complained of.
     """
 
-    def __init__(self, row: dict, where: str):
-        self.where = where
+    def __init__(self, row: dict):
         self.given: dict[Any, Any] = {}
         for key, value in row.items():
             if isinstance(value, str) or not is_missing(value):
@@ -166,7 +165,7 @@ class _Fields:
         return self.given.get(name)
 
     def text(self, name: str) -> str:
-        return checked_text(number_as_text(self.take(name)), name, self.where)
+        return checked_text(number_as_text(self.take(name)), name)
 
     def unread(self) -> list[str]:
         """Return the fields that hold something and were not read."""
@@ -179,16 +178,24 @@ def check_row(row: Any, where: str) -> Row:
     Raises:
         UsageError: It has no known format, or a part of it is malformed or would be lost.
     """
+    try:
+        return replace(_read(row), where=where)
+    except UsageError as fault:
+        raise UsageError(f"{where}: {fault.message}", fault.hint) from fault
+
+
+def _read(row: Any) -> Row:
+    """Return a row without its place, which `check_row` adds to it or to the error."""
     if not isinstance(row, dict):
-        raise UsageError(f"{where} is {kind_of(row)}, not an object", FIELDS_HINT)
-    fields = _Fields(row, where)
+        raise UsageError(f"the row is {kind_of(row)}, not an object", FIELDS_HINT)
+    fields = _Fields(row)
     read = _conversation(fields) or _pair(fields) or _text(fields)
     if read is None:
         content = f"has only {listed(row)}" if row else "is empty"
-        raise UsageError(f"{where} {content}", did_you_mean(row) + FIELDS_HINT)
+        raise UsageError(f"the row {content}", did_you_mean(row) + FIELDS_HINT)
     for name in PICTURES:
         if fields.has(name):
-            raise UsageError(f"{where} has {name}, which is no text", ONLY_TEXT)
+            raise UsageError(f"the row has {name}, which is no text", ONLY_TEXT)
     if read.answer or read.reply:
         _refuse_bad_answer(fields)
     teacher = fields.take("teacher")
@@ -196,11 +203,11 @@ def check_row(row: Any, where: str) -> Row:
     variables = fields.take("chat_template_kwargs") or {}
     return replace(
         read,
-        teacher=checked_text(teacher, "teacher", where) if teacher not in (None, "") else "",
-        cluster=checked_text(cluster, "cluster", where, may_be_empty=True),
+        teacher=checked_text(teacher, "teacher") if teacher not in (None, "") else "",
+        cluster=checked_text(cluster, "cluster", may_be_empty=True),
         group=str(fields.given.get("group", "")),
-        tools=read_tools(fields.take("tools"), where),
-        variables=read_objects([variables], "chat_template_kwargs", where)[0],
+        tools=read_tools(fields.take("tools")),
+        variables=read_objects([variables], "chat_template_kwargs")[0],
         columns=tuple(map(str, row)),
         unread=(*fields.unread(), *read.unread),
     )
@@ -208,10 +215,12 @@ def check_row(row: Any, where: str) -> Row:
 
 def did_you_mean(columns: Collection[str]) -> str:
     """Return a hint on the first column whose name looks like a misspelling of ours, or ""."""
-    unknown = [str(column) for column in columns if column not in COLUMNS][:MOST_COMPARED]
-    free = COLUMNS - {*columns}
-    meant = {column: nearest(column.lower(), free, 0.8) for column in unknown}
-    return next((f"did you mean {near} instead of {column}? " for column, near in meant.items() if near), "")
+    unknown = [str(column) for column in columns if column not in COLUMNS]
+    for column in unknown[:MOST_COMPARED]:
+        meant = nearest(column.lower(), COLUMNS - {*columns}, 0.8)
+        if meant:
+            return f"did you mean {meant} instead of {column}? "
+    return ""
 
 
 def _text(fields: _Fields) -> Row | None:
@@ -220,17 +229,17 @@ def _text(fields: _Fields) -> Row | None:
     for name in OF_CONVERSATIONS:
         if fields.has(name):
             hint = "text is learned as it is: write a conversation as messages, or remove the column"
-            raise UsageError(f"{fields.where}: {name} would not be shown to the model", hint)
-    return Row([], None, fields.text("text"), fields.where, format="text")
+            raise UsageError(f"{name} would not be shown to the model", hint)
+    return Row([], None, fields.text("text"), "", format="text")
 
 
 def _conversation(fields: _Fields) -> Row | None:
     """Return a row that is a list of messages."""
     for key, name in CONVERSATIONS.items():
         if fields.has(key):
-            turns = _list(fields.take(key), key, fields.where)
+            turns = _list(fields.take(key), key)
             if fields.has("chosen") and turns and role_of(turns[-1]) != "assistant":
-                turns += _answer(_messages_in(_take_chosen(fields)), "chosen", fields.where)
+                turns += _answer(_messages_in(_take_chosen(fields)), "chosen")
             return _row(fields, turns, name, key)
     chosen = _messages_in(fields.given.get("chosen"))
     if isinstance(chosen, list) and any(role_of(turn) == "user" for turn in chosen):
@@ -256,7 +265,7 @@ def _pair(fields: _Fields) -> Row | None:
     else:
         turns = [{"role": "user", "content": _asked_text(fields, pair)}]
     name = f"{pair.name}, the chosen answer" if field == "chosen" else pair.name
-    return _row(fields, [*turns, *_answer(number_as_text(answer), field, fields.where)], name, pair.prompt)
+    return _row(fields, [*turns, *_answer(number_as_text(answer), field)], name, pair.prompt)
 
 
 def _take_chosen(fields: _Fields) -> Any:
@@ -277,22 +286,21 @@ def _asked_text(fields: _Fields, pair: Pair) -> str:
     return "\n\n".join(texts)
 
 
-def _answer(value: Any, field: str, where: str) -> list[Any]:
+def _answer(value: Any, field: str) -> list[Any]:
     """Return an answer as messages: a text, one message, or several; none without an answer."""
     if value is None:
         return []
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}]
-    return [value] if are_messages([value]) else _list(value, field, where)
+    return [value] if are_messages([value]) else _list(value, field)
 
 
 def _row(fields: _Fields, turns: list[Any], name: str, key: str) -> Row:
     """Return the conversation in the field `key` as a row; its last assistant turn is the answer."""
-    where = fields.where
     turns = _whole(fields, turns)
-    messages = [read_message(turn, where, is_last=turn is turns[-1]) for turn in turns]
+    messages = [read_message(turn, is_last=turn is turns[-1]) for turn in turns]
     if not any(message["role"] == "user" for message in messages):
-        raise UsageError(f"{where}: no user message", FIELDS_HINT)
+        raise UsageError("no user message", FIELDS_HINT)
     unread = dict.fromkeys(f"{key}.{name}" for turn in turns for name in unread_keys(turn))
     answer: str | None = None
     reply: Message = {}
@@ -304,8 +312,8 @@ def _row(fields: _Fields, turns: list[Any], name: str, key: str) -> Row:
         context = number_as_text(fields.take("context"))
         if not any(str(context) in message["content"] for message in messages):
             hint = "write it into a message, or remove the column"
-            raise UsageError(f"{where}: context would not be shown to the model", hint)
-    return Row(messages, answer, None, where, format=name, reply=reply, unread=tuple(unread))
+            raise UsageError("context would not be shown to the model", hint)
+    return Row(messages, answer, None, "", format=name, reply=reply, unread=tuple(unread))
 
 
 def _whole(fields: _Fields, turns: list[Any]) -> list[Any]:
@@ -314,9 +322,9 @@ def _whole(fields: _Fields, turns: list[Any]) -> list[Any]:
     first = [{"role": "system", "content": text} for text in systems.values()][:1]
     if turns and role_of(turns[0]) == "system":
         first, turns = turns[:1], turns[1:]
-        systems["the conversation"] = str(content_of(first[0], fields.where))
+        systems["the conversation"] = str(content_of(first[0]))
     if len({text.strip() for text in systems.values()}) > 1:
-        message = f"{fields.where}: {' and '.join(systems)} have different system messages"
+        message = f"{' and '.join(systems)} have different system messages"
         raise UsageError(message, "keep the one that the model is to be shown")
     return [*first, *_history(fields), *turns]
 
@@ -324,11 +332,9 @@ def _whole(fields: _Fields, turns: list[Any]) -> list[Any]:
 def _history(fields: _Fields) -> list[Message]:
     """Return the turns of `history`, which has a pair of texts for each earlier exchange."""
     turns = []
-    for exchange in _list(fields.take("history") or [], "history", fields.where):
+    for exchange in _list(fields.take("history") or [], "history"):
         if not (isinstance(exchange, list) and len(exchange) == 2):
-            raise UsageError(
-                f"{fields.where}: history is not a list of pairs", "a pair is [question, answer]"
-            )
+            raise UsageError("history is not a list of pairs", "a pair is [question, answer]")
         question, answer = exchange
         turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return turns
@@ -348,14 +354,14 @@ def _refuse_bad_answer(fields: _Fields) -> None:
         fields.read.add("label")
     if says is False:
         hint = "leave out the rows whose label is false; if label says something else, rename the column"
-        message = f"{fields.where}: its answer is marked as a bad one (label: {json.dumps(label)})"
+        message = f"its answer is marked as a bad one (label: {json.dumps(label)})"
         raise UsageError(message, hint)
 
 
-def _list(value: Any, field: str, where: str) -> list[Any]:
+def _list(value: Any, field: str) -> list[Any]:
     """Return a list, which some files hold as JSON text, as they do its entries."""
     value = from_json_text(value)
     if isinstance(value, list):
         return [from_json_text(entry) for entry in value]
     wanted = "a list" if field in (*CONVERSATIONS, "history") else "text"
-    raise UsageError(f"{where}: {field} is {kind_of(value)}, not {wanted}", FIELDS_HINT)
+    raise UsageError(f"{field} is {kind_of(value)}, not {wanted}", FIELDS_HINT)

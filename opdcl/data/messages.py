@@ -1,6 +1,6 @@
 """One message of a conversation, as trainers and data sets write it: its role, text, thought and tool calls.
 
-What a message holds is kept, refused, or named by `unread_keys`.
+What a message holds is kept, refused, or named by `unread_keys`. The caller adds the row's place to an error.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _is_message(value: Any) -> bool:
     return as_openai or as_sharegpt
 
 
-def read_message(turn: Any, where: str, is_last: bool) -> Message:
+def read_message(turn: Any, is_last: bool) -> Message:
     """Return a message as chat templates read it.
 
     Raises:
@@ -81,26 +81,26 @@ def read_message(turn: Any, where: str, is_last: bool) -> Message:
     """
     role = role_of(turn)
     if role in FOREIGN_TOOLS:
-        raise UsageError(f"{where}: a message has the role {role!r}", AS_OPENAI)
+        raise UsageError(f"a message has the role {role!r}", AS_OPENAI)
     if role not in ROLES.values():
-        raise UsageError(f"{where}: message role {role!r}", f"roles are {', '.join(ROLES)}")
-    _refuse_lost(turn, role, where)
-    content = content_of(turn, where)
+        raise UsageError(f"message role {role!r}", f"roles are {', '.join(ROLES)}")
+    _refuse_lost(turn, role)
+    content = content_of(turn)
     more: Message = {}
     if role == "tool":
         for key in RESULT_KEYS:
             if not is_missing(turn.get(key)):
-                more[key] = checked_text(str(turn[key]), key, where)
-    calls = read_objects(turn.get("tool_calls"), "tool_calls", where)
+                more[key] = checked_text(str(turn[key]), key)
+    calls = read_objects(turn.get("tool_calls"), "tool_calls")
     if calls:
-        more["tool_calls"] = [_call(call, where) for call in calls]
+        more["tool_calls"] = [_call(call) for call in calls]
         content = "" if content is None else content
-    thought = _thought(turn, where)
+    thought = _thought(turn)
     if thought:
         more |= dict.fromkeys(THOUGHT, thought)
     # Whether an answer may be empty is for its use to say.
     may_be_empty = role == "tool" or (role == "assistant" and (is_last or bool(calls)))
-    return {"role": role, "content": checked_text(content, f"{role} content", where, may_be_empty), **more}
+    return {"role": role, "content": checked_text(content, f"{role} content", may_be_empty), **more}
 
 
 def unread_keys(turn: Any) -> list[str]:
@@ -109,37 +109,37 @@ def unread_keys(turn: Any) -> list[str]:
     return [str(key) for key, value in turn.items() if key not in read and not is_missing(value)]
 
 
-def content_of(turn: Message, where: str) -> Any:
+def content_of(turn: Message) -> Any:
     """Return the text of a message, which may be written in parts."""
     content = _first(turn, CONTENT_KEYS)
     if isinstance(content, list):
-        return "".join(_part(part, where) for part in content)
+        return "".join(_part(part) for part in content)
     return number_as_text(content)
 
 
-def _refuse_lost(turn: Message, role: str, where: str) -> None:
+def _refuse_lost(turn: Message, role: str) -> None:
     """Refuse what a message says and no prompt or answer would show."""
     hints = {"function_call": AS_OPENAI, "tools": "write tools beside messages, not in one of them"}
     hints |= dict.fromkeys(PICTURES, ONLY_TEXT)
     for key, hint in hints.items():
         if not is_missing(turn.get(key)):
             reason = ", which is no text" if key in PICTURES else ""
-            raise UsageError(f"{where}: a message has {key}{reason}", hint)
+            raise UsageError(f"a message has {key}{reason}", hint)
     for key in LEARNED if role == "assistant" else ():
         value = turn.get(key)
         if not is_missing(value) and not as_flag(value):
             shown = json.dumps(value) if isinstance(value, str | int | float) else kind_of(value)
             hint = "every assistant turn is learned alike: remove the turn, or this key"
-            raise UsageError(f"{where}: a message has {key} {shown}", hint)
+            raise UsageError(f"a message has {key} {shown}", hint)
 
 
-def _thought(turn: Message, where: str) -> str:
+def _thought(turn: Message) -> str:
     """Return the thought of a message, whatever it is called; "" if it has none."""
     given = [turn[key] for key in THOUGHT if not is_missing(turn.get(key))]
-    thoughts = {checked_text(thought, "a thought", where) for thought in given}
+    thoughts = {checked_text(thought, "a thought") for thought in given}
     if len(thoughts) > 1:
         hint = f"keep one of {', '.join(THOUGHT)}"
-        raise UsageError(f"{where}: a message has two different thoughts", hint)
+        raise UsageError("a message has two different thoughts", hint)
     return thoughts.pop() if thoughts else ""
 
 
@@ -150,56 +150,51 @@ def _first(turn: Message, keys: tuple[str, ...]) -> Any:
     return values[0] if values else None
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: Any) -> str:
     if not isinstance(part, dict) or part.get("type") != "text":
         kind = part.get("type") if isinstance(part, dict) else kind_of(part)
-        raise UsageError(f"{where}: a message holds a part of type {kind}", ONLY_TEXT)
-    return checked_text(part.get("text"), "text", where)
+        raise UsageError(f"a message holds a part of type {kind}", ONLY_TEXT)
+    return checked_text(part.get("text"), "text")
 
 
-def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
+def _call(call: Message) -> Message:
     """Return a tool call with its arguments as an object, which OpenAI writes as JSON text."""
     function = from_json_text(call.get("function", call))
     name, arguments = None, None
     if isinstance(function, dict):
         name, arguments = function.get("name"), from_json_text(function.get("arguments"))
     if not isinstance(arguments, dict) or not isinstance(name, str) or not name:
-        raise UsageError(f"{where}: a tool call has no name or no object of arguments", AS_OPENAI)
-    (arguments,) = read_objects([arguments], "arguments", where)
+        raise UsageError("a tool call has no name or no object of arguments", AS_OPENAI)
+    (arguments,) = read_objects([arguments], "arguments")
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
-def read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
+def read_tools(value: Any) -> list[Message] | None:
     """Return the tools that a row offers, or None; some files hold them, or parts of them, as JSON text."""
-    tools = read_objects(value, "tools", where)
+    tools = read_objects(value, "tools")
     for tool in tools:
-        function = _decode(tool, "function")
-        parameters = _decode(function, "parameters")
-        _decode(parameters, "properties")
-    return read_objects(tools, "tools", where) or None
+        part: Any = tool
+        for key in ("function", "parameters", "properties"):
+            if isinstance(part, dict) and key in part:
+                decoded = from_json_text(part[key])
+                part[key] = decoded
+                part = decoded
+    return read_objects(tools, "tools") or None
 
 
-def _decode(owner: Any, key: str) -> Any:
-    """Replace a part of an object by what it holds as JSON text, and return it."""
-    if not isinstance(owner, dict) or key not in owner:
-        return None
-    owner[key] = from_json_text(owner[key])
-    return owner[key]
-
-
-def read_objects(value: Any, field: str, where: str) -> list[dict[str, Any]]:
+def read_objects(value: Any, field: str) -> list[Message]:
     """Return a list of objects without nulls, which some files hold as JSON text; an empty one if missing."""
     entries = [] if is_missing(value) else from_json_text(value)
     if isinstance(entries, list):
         entries = [from_json_text(entry) for entry in entries]
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise UsageError(f"{where}: {field} is not made of objects", AS_OPENAI)
+        raise UsageError(f"{field} is not made of objects", AS_OPENAI)
     try:
         entries = without_nulls(entries)
         text = json.dumps(entries, ensure_ascii=False, default=str)
     except RecursionError as fault:
-        raise UsageError(f"{where}: {field} is nested too deeply", AS_OPENAI) from fault
-    checked_text(text, field, where)
+        raise UsageError(f"{field} is nested too deeply", AS_OPENAI) from fault
+    checked_text(text, field)
     return entries
 
 
@@ -208,22 +203,22 @@ def kind_of(value: Any) -> str:
     return KINDS.get(type(value), type(value).__name__)
 
 
-def checked_text(value: Any, name: str, where: str, may_be_empty: bool = False) -> str:
+def checked_text(value: Any, name: str, may_be_empty: bool = False) -> str:
     """Return a value that must be text, and that a tokenizer can read.
 
     Raises:
         UsageError: It is something else, blank, too long, or holds half a character.
     """
     if not isinstance(value, str):
-        raise UsageError(f"{where}: {name} is {kind_of(value)}, not text", FIELDS_HINT)
+        raise UsageError(f"{name} is {kind_of(value)}, not text", FIELDS_HINT)
     if not value.strip():
         if may_be_empty:
             return ""
-        raise UsageError(f"{where}: {name} is empty", FIELDS_HINT)
+        raise UsageError(f"{name} is empty", FIELDS_HINT)
     if any("\ud800" <= char <= "\udfff" for char in value):
-        message = f"{where}: {name} holds half of a surrogate pair, which is not a character"
+        message = f"{name} holds half of a surrogate pair, which is not a character"
         raise UsageError(message, "write the text as UTF-8")
     if len(value) > MAX_ROW_CHARS:
-        message = f"{where}: {name} has {len(value)} characters, at most {MAX_ROW_CHARS} are read"
+        message = f"{name} has {len(value)} characters, at most {MAX_ROW_CHARS} are read"
         raise UsageError(message, "split the row")
     return value

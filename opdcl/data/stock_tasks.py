@@ -4,55 +4,45 @@ from __future__ import annotations
 
 import functools
 import re
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from opdcl.errors import UsageError
 
 _NAME = re.compile(
-    rb"""^["']?(task|group|tag)["']?[ \t]*:[ \t]*["']?([\w.-]+)["']?[ \t]*(?:#.*)?\r?$""", re.MULTILINE
+    rb"""^["']?(task|group)["']?[ \t]*:[ \t]*["']?([\w.-]+)["']?[ \t]*(?:#.*)?\r?$""", re.MULTILINE
 )
 
 
 @functools.cache
-def _files(kind: str) -> dict[str, list[Path]]:
-    """Return the names of all tasks, groups or tags of lm-eval, each with the files that have it."""
+def _files() -> dict[str, dict[str, Path]]:
+    """Return the files of lm-eval's tasks and groups: kind -> name -> file."""
     import lm_eval.tasks
 
-    files: dict[str, list[Path]] = defaultdict(list)
+    files: dict[str, dict[str, Path]] = {"task": {}, "group": {}}
     # lm-eval's index parses all of its 14,000 files, which takes 20 seconds; this takes one.
     for file in sorted(Path(lm_eval.tasks.__file__).parent.rglob("*.yaml")):
-        for found, name in _NAME.findall(file.read_bytes()):
-            if found.decode() == kind:
-                files[name.decode()].append(file)
+        for kind, name in _NAME.findall(file.read_bytes()):
+            files[kind.decode()].setdefault(name.decode(), file)
     return files
 
 
 def stock_file(name: str) -> Path | None:
     """Return the file that defines a task of lm-eval, or None."""
-    files = _files("task").get(name)
-    return files[0] if files else None
+    return _files()["task"].get(name)
 
 
 def stock_names() -> list[str]:
     """Return the names of all tasks and groups of lm-eval."""
-    return [*_files("task"), *_files("group")]
+    return [*_files()["task"], *_files()["group"]]
 
 
-def group_members(name: str) -> list[str]:
-    """Return the tasks of a group of lm-eval, with those of groups in it; none if it is no group."""
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    if name in _files("tag"):
-        return [str(load_yaml(file, resolve_func=False)["task"]) for file in _files("tag")[name]]
-    if name not in _files("group"):
+def tasks_beside(group: str) -> list[str]:
+    """Return the tasks that lie in the folder of a group of lm-eval; none if it is no group."""
+    file = _files()["group"].get(group)
+    if file is None:
         return []
-    members: list[str] = []
-    for part in load_yaml(_files("group")[name][0], resolve_func=False)["task"]:
-        one = part.get("task") or part.get("group") if isinstance(part, dict) else part
-        members += group_members(str(one)) or [str(one)]
-    return members
+    return [name for name, place in _files()["task"].items() if file.parent in place.parents]
 
 
 def stock_settings(name: str, file: Path) -> dict[str, Any]:
@@ -91,21 +81,6 @@ def refuse_unsafe(name: str, marked: bool) -> None:
             f"lm_eval run --model hf --model_args pretrained=MODEL --tasks {name} --confirm_run_unsafe_code"
         )
         raise UsageError(f"{message}, which is not supported", hint)
-
-
-def columns(settings: dict[str, Any]) -> str:
-    """List the columns that a task's templates read; "" for a task that reads them in code."""
-    from jinja2 import Environment, meta
-
-    texts = []
-    for part in ("text", "choice", "target"):
-        field = settings.get(f"doc_to_{part}")
-        if "process_docs" in settings or callable(field):
-            return ""
-        if isinstance(field, str):
-            texts.append(f"{{{{{field}}}}}" if field.isidentifier() else field)
-    read = meta.find_undeclared_variables(Environment().parse(" ".join(texts)))
-    return f": {', '.join(sorted(read))}" if read else ""
 
 
 def with_local_data(

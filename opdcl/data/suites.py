@@ -19,15 +19,14 @@ from opdcl.data.own_tasks import own_task
 from opdcl.data.questions import question_task
 from opdcl.data.rows import load_records, load_rows
 from opdcl.data.stock_tasks import (
-    columns,
-    group_members,
     refuse_unsafe,
     stock_file,
     stock_names,
     stock_settings,
+    tasks_beside,
     with_local_data,
 )
-from opdcl.errors import UsageError, nearest
+from opdcl.errors import UsageError, listed, nearest
 from opdcl.hub import fail_fast
 
 # A log-likelihood, and whether greedy decoding would give the same text.
@@ -36,11 +35,14 @@ SURE, IMPOSSIBLE = (0.0, True), (-1000.0, False)
 # Tokens of an answer to a question of a user's file, unless `eval.max_new_tokens` says otherwise.
 ANSWER_TOKENS = 96
 
-# Content-free answer, or `chance` -> the scores of each document, by metric.
-FloorScores = dict[str, list[dict[str, Any]]]
+# The scores of an answer, by metric.
+Scores = dict[str, Any]
+
+# Content-free answer, or `chance` -> the scores of each document.
+FloorScores = dict[str, list[Scores]]
 
 # Documents, an answer to each, and its scores -> the scores after a model has read the answers.
-Judge = Callable[[list[dict], list[str], list[dict[str, Any]]], list[dict[str, Any]]]
+Judge = Callable[[list[dict], list[str], list[Scores]], list[Scores]]
 
 
 class Suite:
@@ -73,7 +75,7 @@ class Suite:
         """
         docs = self.documents(limit)
 
-        def scores(texts: list[str]) -> list[dict[str, Any]]:
+        def scores(texts: list[str]) -> list[Scores]:
             found = self._score(docs, texts)
             return judge(docs, texts, found) if judge else found
 
@@ -116,16 +118,12 @@ class Suite:
         self.task.build_all_requests(limit=limit, rank=0, world_size=1, **options)
         return [request_ids(request, tokenizer) for request in self.task.instances]
 
-    def lengths(self, limit: int | None, tokenizer: Any) -> list[int]:
-        """Return the length of each prompt in tokens, as `encode`."""
-        return [len(ids) for ids in self.encode(limit, tokenizer)]
-
     @property
     def max_tokens(self) -> int:
         """The longest answer that the suite asks for, in tokens."""
         return int((self.task.config.generation_kwargs or {}).get("max_gen_toks", 256))
 
-    def _score(self, docs: list[dict], answers: list[str]) -> list[dict[str, Any]]:
+    def _score(self, docs: list[dict], answers: list[str]) -> list[Scores]:
         from lm_eval.api.instance import Instance
 
         instances = []
@@ -136,7 +134,7 @@ class Suite:
         first.apply(instances)
         return [self.task.process_results(i.doc, [i.filtered_resps[first.name]]) for i in instances]
 
-    def blank(self, doc: dict) -> dict[str, Any]:
+    def blank(self, doc: dict) -> Scores:
         """Return the scores of an empty answer."""
         return self._score([doc], [""])[0]
 
@@ -168,7 +166,7 @@ class Suite:
             if isinstance(field, str) and field.isidentifier() and doc.get(field) in (None, ""):
                 raise KeyError(field)
 
-    def means(self, scores: list[dict[str, Any]]) -> dict[str, float]:
+    def means(self, scores: list[Scores]) -> dict[str, float]:
         """Return the mean of each metric; one without a score, which is an empty list, is left out."""
         means = {}
         for metric in self.metrics:
@@ -208,7 +206,7 @@ class LikelihoodSuite(Suite):
         """Return the expected scores of a guess on the first `limit` documents."""
         return {"chance": [self._chance(doc) for doc in self.documents(limit)]}
 
-    def _chance(self, doc: dict) -> dict[str, float]:
+    def _chance(self, doc: dict) -> Scores:
         """Return the mean scores over the choices, each taken for certain; a single text is never certain."""
         if self.task.OUTPUT_TYPE == "loglikelihood":
             return self.task.process_results(doc, [IMPOSSIBLE])
@@ -223,7 +221,7 @@ class LikelihoodSuite(Suite):
                 totals[metric] += scores[metric]
         return {metric: float(total) / count for metric, total in totals.items()}
 
-    def blank(self, doc: dict) -> dict[str, Any]:
+    def blank(self, doc: dict) -> Scores:
         """Return the scores of a guess.
 
         Raises:
@@ -271,12 +269,12 @@ class LikelihoodSuite(Suite):
         prompt = self.prompt_of(doc)
         return {"prompt": prompt, "response": response, "target": target, "likelihoods": likelihoods}
 
-    def lengths(self, limit: int | None, tokenizer: Any) -> list[int]:
-        """Return the length in tokens of every text whose likelihood is asked for, with its examples."""
+    def encode(self, limit: int | None, tokenizer: Any) -> list[list[int]]:
+        """Return the token ids of every text whose likelihood is asked for, with its examples."""
         self.task.set_fewshot_seed(self.fewshot_seed)
         self.task.build_all_requests(limit=limit, rank=0, world_size=1)
         texts = ["".join(request.args) for request in self.task.instances]
-        return [len(ids) for ids in tokenizer(texts)["input_ids"]]
+        return tokenizer(texts)["input_ids"]
 
 
 def load_suite(
@@ -330,7 +328,7 @@ def _load_stock(name: str, file: Path, path: str | None) -> Suite:
         return suite
     records = load_records(path)
     place = path if "process_docs" in settings else records[0][1]
-    hint = f"{path} must have the columns of lm-eval's data for the task {name}{columns(settings)}"
+    hint = f"{path} must have the columns of lm-eval's data for the task {name}"
     task = with_local_data(settings, path, records)
     suite = _load(name, task, f"suite {name!r} cannot read {place}", hint)
     # A task may leave rows of its data out; then lines and documents do not correspond.
@@ -373,10 +371,9 @@ def _reason(fault: Exception) -> str:
 
 
 def _unknown(name: str) -> UsageError:
-    members = group_members(name)
+    members = tasks_beside(name)
     if members:
-        more = f" and {len(members) - 10} more" if len(members) > 10 else ""
-        hint = f"name its tasks instead: {', '.join(members[:10])}{more}"
+        hint = f"name its tasks instead: {listed(members)}"
         return UsageError(f"suite {name!r} is a group of tasks, which is not supported", hint)
     shipped = [*shipped_suites()]
     near = nearest(name, [*shipped, *stock_names()])

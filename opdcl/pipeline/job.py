@@ -231,7 +231,7 @@ class Job:
             encoded = suite.encode(config.limit, self.tokenizer)
             longest = max_answer_tokens(config, suite.max_tokens, 0, sys.maxsize)
         else:
-            return Measurement(suite.lengths(config.limit, self.tokenizer))
+            return Measurement([*map(len, suite.encode(config.limit, self.tokenizer))])
         return Measurement([*map(len, encoded)], longest, encoded)
 
     @cached_property

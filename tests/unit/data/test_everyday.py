@@ -7,9 +7,10 @@ from collections import Counter
 import numpy as np
 import pytest
 from helpers.everyday import ROWS, SAID, TEXTS, text_of
+from helpers.wording import nearest
 
 from opdcl.config.shipped import package_folder
-from opdcl.data.similarity import nearest, similarity
+from opdcl.data.similarity import similarity
 from opdcl.distill.mixture import GROUPS
 
 EVALS = package_folder("evals")

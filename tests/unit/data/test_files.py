@@ -177,7 +177,7 @@ SENTENCES = {
     "several.json": (as_bytes({"train": ROWS, "test": ROWS}, 2), ":1 holds several lists of rows: train"),
     "columns.json": (as_bytes({"question": {"0": "a"}, "answer": {"0": "b"}}), " holds columns, not rows"),
     "columns2.json": (as_bytes({"question": ["a"], "answer": ["b"]}), " holds columns, not rows: question"),
-    "other.json": (as_bytes({"model": "x", "layers": 3}, 2), ":1 has only model, layers"),
+    "other.json": (as_bytes({"model": "x", "layers": 3}, 2), ":1: the row has only model, layers"),
     "comma.json": (b'[\n{"text": "a"},\n]', ":3 is not valid JSON"),
     "cut.json": (b'{"data": [\n{"text": "a"},\n{"text": ', ":3 is not valid JSON"),
     "indented.jsonl": (b"\n".join(as_bytes(row, 2) for row in ROWS), ":1 is not valid JSON"),

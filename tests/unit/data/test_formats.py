@@ -335,9 +335,9 @@ def test_each_fault_has_an_error_of_its_own():
     ("content", "words"),
     [
         ('[\n{"text": "a"},\n{"text": "b"\n]', ":4 is not valid JSON"),
-        ('[{"text": "a"}]\n[{"text": "b"}]', ":1 is a list, not an object"),
+        ('[{"text": "a"}]\n[{"text": "b"}]', ":1: the row is a list, not an object"),
         ('{\n"text": "a"\n', ":3 is not valid JSON"),
-        ("[1]", ":1 is a number, not an object"),
+        ("[1]", ":1: the row is a number, not an object"),
         ("[]", " has no rows"),
     ],
 )
@@ -360,7 +360,7 @@ def test_a_malformed_list_is_refused_with_its_line(content, words, tmp_path):
 )
 def test_a_misspelt_column_is_named_with_the_likely_one(row, hint, tmp_path):
     path = written(tmp_path, "rows.jsonl", f"{json.dumps({'text': 'good'})}\n{json.dumps(row)}")
-    with pytest.raises(UsageError, match=r"rows\.jsonl:2 ") as refused:
+    with pytest.raises(UsageError, match=r"rows\.jsonl:2: the row ") as refused:
         load_rows(path)
     assert refused.value.hint == hint + FIELDS_HINT
 

@@ -9,10 +9,11 @@ import pytest
 from helpers.command import ROOT
 from helpers.everyday import SAID
 from helpers.scripts import load_script
+from helpers.wording import nearest
 
 from opdcl.config.shipped import package_folder
 from opdcl.data.nltk_tables import ensure_punkt
-from opdcl.data.similarity import nearest, request_of
+from opdcl.data.similarity import request_of
 
 ensure_punkt()
 import langdetect  # noqa: E402

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from helpers.everyday import SAID, TEXTS
 from helpers.scripts import load_script
+from helpers.wording import nearest
 
 from opdcl.config.model import ModelConfig
 from opdcl.config.shipped import package_folder
-from opdcl.data.similarity import nearest, similarity
+from opdcl.data.similarity import similarity
 from opdcl.data.suites import load_suite
 from opdcl.model.backbone import Backbone
 from opdcl.stages import content

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from helpers.recovering import Silent
 from helpers.scripts import load_script
+from helpers.wording import nearest
 
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.shipped import package_folder
 from opdcl.data.rows import load_rows
-from opdcl.data.similarity import nearest, words
+from opdcl.data.similarity import words
 from opdcl.data.suites import load_suite
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir

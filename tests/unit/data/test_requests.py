@@ -5,10 +5,10 @@ from collections import Counter
 import pytest
 from helpers.command import ROOT
 from helpers.everyday import SAID
+from helpers.wording import nearest
 
 from opdcl.data.files import read_file
 from opdcl.data.rows import load_rows
-from opdcl.data.similarity import nearest
 
 # Above this cosine of wording two prompts ask for nearly the same.
 NEAR = 0.65

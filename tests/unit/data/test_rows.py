@@ -116,7 +116,7 @@ def test_malformed_json_is_refused_with_its_line(tmp_path):
     ("row", "said"),
     [
         ({"answer": "Ada."}, "has only answer"),
-        ({}, ":2 is empty"),
+        ({}, ":2: the row is empty"),
         ({"prompt": "\ud800"}, "half of a surrogate pair"),
         ([1, 2], "is a list, not an object"),
         ("words", "is text, not an object"),
