@@ -98,14 +98,8 @@ def _checked(row: Any, columns: Mapping[str, str], where: str) -> Row:
         elif ours != "answer":  # prompts need no answers
             raise UsageError(f"{where} has no column {name!r}", f"its columns are {listed(row)}")
     passed_over = named.keys() | (DECIDING if DECIDING & named.keys() else set())
-    kept, unread = {}, []
-    for key, value in row.items():
-        if key in theirs:
-            continue
-        if key not in passed_over:
-            kept[key] = value
-        elif not is_missing(value):
-            unread.append(key)
+    kept = {key: value for key, value in row.items() if key not in theirs | passed_over}
+    unread = [key for key in row if key in passed_over - theirs and not is_missing(row[key])]
     checked = check_row(kept | named, where)
     return replace(checked, unread=(*checked.unread, *unread))
 
@@ -155,13 +149,14 @@ def check_prompts(rows: list[Row]) -> list[Row]:
 def load_records(path: str) -> list[tuple[dict[str, Any], str]]:
     """Load the rows of a file as they are, each with its file and line."""
     records = list(_raw(path, "train"))
+    hint = "one JSON object per line"
     for record, where in records:
         if isinstance(record, UsageError):
             raise record
         if not isinstance(record, dict):
-            raise UsageError(f"{where} is {kind_of(record)}, not an object", "one JSON object per line")
+            raise UsageError(f"{where} is {kind_of(record)}, not an object", hint)
     if not records:
-        raise UsageError(f"{path} has no rows", "one JSON object per line")
+        raise UsageError(f"{path} has no rows", hint)
     return records
 
 
@@ -204,11 +199,13 @@ def is_shipped(row: Row) -> bool:
 
 @functools.cache
 def _shipped_file(name: str) -> Path:
-    if name.startswith("handbook"):
-        return package_folder("evals") / "handbook" / "facts.jsonl"
-    if name.startswith("requests"):
-        return package_folder("evals") / "closeness" / "prompts.jsonl"
-    return package_folder("workflows") / "data" / f"{name}.jsonl"
+    name = name.partition("/")[0].removesuffix("_quick")
+    evals = package_folder("evals")
+    files = {
+        "handbook": evals / "handbook" / "facts.jsonl",
+        "requests": evals / "closeness" / "prompts.jsonl",
+    }
+    return files.get(name) or package_folder("workflows") / "data" / f"{name}.jsonl"
 
 
 def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:

@@ -90,49 +90,44 @@ def with_local_data(
 
     Examples in its prompts (few-shot) come from the same file, never the row that is asked.
     """
-    import datasets
-    import pyarrow
-
     name, shots = settings["task"], settings.get("num_fewshot") or 0
     if "class" in settings:
-        raise UsageError(
-            f"suite {name!r} loads its data in its own code, not from a file", "leave --data out"
-        )
+        message = f"suite {name!r} loads its data in its own code, not from a file"
+        raise UsageError(message, "leave --data out")
     # An inline task does not inherit the stock task of its name, so its settings are copied.
-    settings = {k: v for k, v in settings.items() if not k.startswith("dataset_")}
+    settings = {key: value for key, value in settings.items() if not key.startswith("dataset_")}
     split = settings.get("test_split") or settings.get("validation_split") or "test"
-    fewshot = dict(settings.get("fewshot_config") or {})
+    fewshot = settings.get("fewshot_config") or {}
     if "samples" not in fewshot:
         # lm-eval's other samplers show the first rows, even to themselves.
-        fewshot |= {"split": split, "sampler": "default"}
+        fewshot = {**fewshot, "split": split, "sampler": "default"}
         settings |= {"fewshot_split": split, "fewshot_config": fewshot}
         if shots >= len(records):
             message = f"suite {name!r} shows {shots} other rows of the file, which has {len(records)}"
             raise UsageError(message, f"{path} needs at least {shots + 1} rows")
 
     def load(**kwargs: Any) -> dict[str, Any]:
-        keys = dict.fromkeys(key for record, _ in records for key in record)
-        rows = [{key: record.get(key) for key in keys} for record, _ in records]
-        try:
-            return {split: datasets.Dataset.from_list(rows)}
-        except pyarrow.ArrowException as fault:
-            raise _mixed(rows, [where for _, where in records]) from fault
+        return {split: _dataset(records)}
 
     splits = {"training_split": None, "validation_split": None, "test_split": split}
     return settings | splits | {"custom_dataset": load}
 
 
-def _mixed(rows: list[dict[str, Any]], places: list[str]) -> UsageError:
-    """Return the error of the first row whose values are of other kinds than those of the first one."""
-    import datasets
-    import pyarrow
+def _dataset(records: list[tuple[dict[str, Any], str]]) -> Any:
+    """Return records as a dataset with the columns of all of them."""
+    from datasets import Dataset
+    from pyarrow import ArrowException
 
-    for row, where in zip(rows, places, strict=True):
-        try:
-            datasets.Dataset.from_list([rows[0], row])
-        except pyarrow.ArrowException as fault:
-            message = f"{where} holds other kinds of values than {places[0]}: {fault}"
-            return UsageError(message, "give each column values of one kind")
-    return UsageError(
-        f"{places[0]} and others hold values of several kinds", "give each column values of one kind"
-    )
+    rows, places = zip(*records, strict=True)
+    columns: dict[str, None] = dict.fromkeys(key for row in rows for key in row)
+    first = columns | rows[0]
+    try:
+        return Dataset.from_list([first, *rows[1:]])
+    except ArrowException:
+        for row, where in zip(rows, places, strict=True):
+            try:
+                Dataset.from_list([first, row])
+            except ArrowException as fault:
+                message = f"{where} holds other kinds of values than {places[0]}: {fault}"
+                raise UsageError(message, "give each column values of one kind") from fault
+        raise

@@ -189,7 +189,6 @@ class LikelihoodSuite(Suite):
 
     generative = False
     fewshot_seed = 1234  # lm-eval's own
-    max_tokens = 0
 
     def __init__(self, name: str, loaded: Any):
         from lm_eval.api.metrics import mean
@@ -255,19 +254,19 @@ class LikelihoodSuite(Suite):
     def record(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return prompt, target, log-likelihoods and, for multiple choice, the likeliest choice."""
         doc, likelihoods = row["doc"], [answers[0][0] for answers in row["resps"]]
-        response, target = None, row["target"]
+        stored = {"prompt": self.prompt_of(doc), "response": None, "target": row["target"]}
         if self.task.OUTPUT_TYPE == "multiple_choice":
             choices = self.task.doc_to_choice(doc)
-            weighed = likelihoods
-            if self.metrics[0] == "acc_norm":
-                weighed = [value / len(choice) for value, choice in zip(likelihoods, choices, strict=False)]
-            response = choices[max(range(len(choices)), key=weighed.__getitem__)]
+            by_length = self.metrics[0] == "acc_norm"
+            weighed = []
+            for choice, likelihood in zip(choices, likelihoods, strict=False):
+                weighed.append(likelihood / len(choice) if by_length else likelihood)
+            stored["response"] = choices[weighed.index(max(weighed))]
             # With several beginnings, the text is the number of the right one, and the target the common end.
-            right = self.task.doc_to_text(doc) if self.task.multiple_input else target
+            right = self.task.doc_to_text(doc) if self.task.multiple_input else row["target"]
             right = right if isinstance(right, list) else [right]
-            target = " | ".join(str(choices[one] if isinstance(one, int) else one) for one in right)
-        prompt = self.prompt_of(doc)
-        return {"prompt": prompt, "response": response, "target": target, "likelihoods": likelihoods}
+            stored["target"] = " | ".join(str(choices[one] if isinstance(one, int) else one) for one in right)
+        return stored | {"likelihoods": likelihoods}
 
     def encode(self, limit: int | None, tokenizer: Any) -> list[list[int]]:
         """Return the token ids of every text whose likelihood is asked for, with its examples."""

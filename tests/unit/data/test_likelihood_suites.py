@@ -56,53 +56,24 @@ def choices(*texts):
 @pytest.mark.parametrize(
     ("task", "rows", "message"),
     [
-        (
-            "arc_easy",
-            [{"sentence": "It rains."}],
-            "suite 'arc_easy' cannot read .*arc_easy.jsonl:1: 'question' is und",
-        ),
-        (
-            "arc_easy",
-            [{k: v for k, v in row.items() if k != "choices"} for row in ARC],
-            "'choices' is undefined",
-        ),
+        ("arc_easy", [{"sentence": "Rain."}], "cannot read .*arc_easy.jsonl:1: 'question' is und"),
+        ("arc_easy", [{k: v for k, v in row.items() if k != "choices"} for row in ARC], "'choices' is und"),
         ("arc_easy", changed(1, answerKey="E"), "cannot read .*arc_easy.jsonl:1: 'E' is not in list"),
-        (
-            "arc_easy",
-            changed(3, answerKey="E"),
-            r"arc_easy.jsonl:3 of suite .* cannot be scored: 'E' is not in",
-        ),
+        ("arc_easy", changed(3, answerKey="E"), r"arc_easy.jsonl:3 of suite .* cannot be scored: 'E' is not"),
         ("arc_easy", changed(4, choices=None), r"arc_easy.jsonl:4 of suite 'arc_easy' cannot be scored"),
-        (
-            "arc_easy",
-            changed(5, choices=choices("only"), answerKey="A"),
-            r"arc_easy.jsonl:5 .* at least two choices",
-        ),
+        ("arc_easy", changed(5, choices=choices("only"), answerKey="A"), r"jsonl:5 .* at least two choices"),
         ("arc_easy", changed(6, choices=choices("a", "b", " ", "d")), r"arc_easy.jsonl:6 .* choice is empty"),
-        (
-            "arc_easy",
-            changed(7, choices="a, b"),
-            r"arc_easy.jsonl:7 holds other kinds of values than .*jsonl:1",
-        ),
-        (
-            "mmlu_anatomy",
-            [{"question": "Q?", "choices": list("wxyz"), "answer": n} for n in (3, 4)],
-            "jsonl:2 .* the answer 4 is none of its 4",
-        ),
-        (
-            "mmlu_anatomy",
-            [{"question": "Q?", "choices": ["x"], "answer": 0}],
-            "cannot read .*:1: list object has no element 1",
-        ),
+        ("arc_easy", changed(7, choices="a, b"), r"jsonl:7 holds other kinds of values than .*jsonl:1"),
+        ("mmlu_anatomy", [{"question": "Q?", "choices": list("wxyz"), "answer": n} for n in (3, 4)],
+         "jsonl:2 .* the answer 4 is none of its 4"),
+        ("mmlu_anatomy", [{"question": "Q?", "choices": ["x"], "answer": 0}],
+         "cannot read .*:1: list object has no element 1"),
         ("hellaswag", [{"ctx": "A man"}], "cannot read .*hellaswag.jsonl: no column"),
-        (
-            "winogrande",
-            [{"sentence": "No gap.", "option1": "a", "option2": "b", "answer": "1"}],
-            "cannot read .*jsonl:1",
-        ),
+        ("winogrande", [{"sentence": "No gap.", "option1": "a", "option2": "b", "answer": "1"}],
+         "cannot read .*jsonl:1"),
         ("lambada_openai", [{"sentence": "It rains."}], "cannot read .*jsonl:1|jsonl:1 of suite"),
     ],
-)
+)  # fmt: skip
 def test_rows_that_do_not_fit_are_refused_with_line_or_column(tmp_path, task, rows, message):
     with pytest.raises(UsageError, match=message) as caught:
         load(tmp_path, task, rows)

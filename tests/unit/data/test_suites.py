@@ -120,36 +120,16 @@ GOOD = IFEVAL[0]
     ("name", "rows", "message"),
     [
         ("ifeval", SUMS, "data.jsonl:1 of suite 'ifeval' cannot be scored: no column 'prompt'"),
-        (
-            "ifeval",
-            [GOOD, {k: v for k, v in GOOD.items() if k != "prompt"}],
-            "data.jsonl:2 .* no column 'prompt'",
-        ),
-        (
-            "ifeval",
-            [GOOD, {k: v for k, v in GOOD.items() if k != "kwargs"}],
-            "data.jsonl:2 of suite 'ifeval'",
-        ),
-        (
-            "ifeval",
-            [GOOD, GOOD | {"kwargs": []}],
-            "data.jsonl:2 of suite 'ifeval' cannot be scored: list index",
-        ),
-        (
-            "ifeval",
-            [GOOD, GOOD | {"instruction_id_list": ["no:such"]}],
-            "data.jsonl:2 .* no column 'no:such'",
-        ),
-        (
-            "ifeval",
-            [GOOD, GOOD | {"kwargs": "none"}],
-            "data.jsonl:2 holds other kinds of values than .*data.jsonl:1",
-        ),
+        ("ifeval", [GOOD, {**GOOD, "prompt": None}], "data.jsonl:2 .* no column 'prompt'"),
+        ("ifeval", [GOOD, {k: v for k, v in GOOD.items() if k != "kwargs"}], "jsonl:2 of suite 'ifeval'"),
+        ("ifeval", [GOOD, GOOD | {"kwargs": []}], "data.jsonl:2 of suite .* cannot be scored: list index"),
+        ("ifeval", [GOOD, GOOD | {"instruction_id_list": ["no:such"]}], "jsonl:2 .* no column 'no:such'"),
+        ("ifeval", [GOOD, GOOD | {"kwargs": "none"}], "jsonl:2 holds other kinds of values than .*jsonl:1"),
         ("gsm8k", [{"prompt": "1 + 1?", "answer": "2"}] * 9, "'question' is undefined"),
         ("gsm8k", [], "has no rows"),
         ("gsm8k", [[1]], "is a number, not an object"),
     ],
-)
+)  # fmt: skip
 def test_rows_that_do_not_fit_the_task_are_refused_by_number(tmp_path, name, rows, message):
     with pytest.raises(UsageError, match=message) as caught:
         load_file(tmp_path, name, rows)
