@@ -49,7 +49,7 @@ CASES = [
      ["It fell.\n<<Rain>>", "<<Rain>> It fell.", "<<Rain>>", "<<title>>\nIt fell.", "<< >>\nIt fell.",
       "Rain\nIt fell."]),
     ({"type": "postscript", "marker": "P.S."}, ["Dear you.\n\nP.S. Bring a coat."],
-     ["P.S. Bring a coat.", "Dear you.\n\nP.S.", "Hi.\n\nP.S. Bring it.\n\nYours", "Dear you. P.S. Bring it."]),
+     ["P.S. Bring a coat.", "Dear you.\n\nP.S.", "Hi.\n\nP.S. Go.\n\nYours", "Dear you. P.S. Bring it."]),
     ({"type": "numbered", "count": 3}, ["1. Oak\n2. Elm\n3. Ash", "Trees:\n1) Oak\n2) Elm\n3) Ash"],
      ["1. Oak\n2. Elm", "1. Oak\n3. Elm\n2. Ash", "1. a\n2. b\n3. c\n4. d", "1. 2. 3.", "- a\n- b\n- c"]),
     ({"type": "first", "phrase": "The tin"}, ["The tin is empty.", "The tin, then."],
