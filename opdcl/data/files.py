@@ -6,7 +6,6 @@ that the rows after it can be read; what makes a whole file unreadable is raised
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import gzip
 import io
@@ -92,7 +91,7 @@ def read_text(path: Path) -> str:
     """
     pieces, size = [], 0
     try:
-        with _unpacked(path) as stream:
+        with _open(path) as stream:
             while piece := stream.read(PIECE):
                 pieces.append(piece)
                 size += len(piece)
@@ -110,21 +109,16 @@ def read_text(path: Path) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-@contextlib.contextmanager
-def _unpacked(path: Path) -> Iterator[IO[bytes] | Any]:
+def _open(path: Path) -> Any:
     """Open a file as bytes, decompressed if its name says that it is compressed."""
-    with open(path, "rb") as file:
-        suffix = path.suffix.lower()
-        if suffix == ".gz":
-            with gzip.GzipFile(fileobj=file) as stream:
-                yield stream
-        elif suffix == ".zst":
-            import pyarrow
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
+        return gzip.open(path)
+    if suffix == ".zst":
+        import pyarrow
 
-            with pyarrow.input_stream(file, compression="zstd") as stream:
-                yield stream
-        else:
-            yield file
+        return pyarrow.input_stream(str(path), compression="zstd")
+    return open(path, "rb")
 
 
 def _too_large(path: Path) -> UsageError:
@@ -279,19 +273,25 @@ def _csv(path: Path) -> Rows:
 
 def _table(path: Path) -> Rows:
     """Yield the rows of a Parquet or Arrow file."""
-    with _faults_of_arrow(path), open(path, "rb") as file:
-        names, batches = _open_table(file, ending(path))
-        _refuse_repeated(names, str(path))
-        number = size = 0
-        for batch in batches:
-            for start in range(0, batch.num_rows, BATCH):
-                part = batch.slice(start, BATCH)
-                size += sum(map(_unpacked_size, part.columns))
-                if size > MAX_SIZE:
-                    raise _too_large(path)
-                for row in part.to_pylist():
-                    number += 1
-                    yield row, f"{path} row {number}"
+    import pyarrow
+
+    number = size = 0
+    try:
+        with open(path, "rb") as file:
+            names, batches = _open_table(file, ending(path))
+            _refuse_repeated(names, str(path))
+            for batch in batches:
+                for start in range(0, batch.num_rows, BATCH):
+                    part = batch.slice(start, BATCH)
+                    size += sum(map(_unpacked_size, part.columns))
+                    if size > MAX_SIZE:
+                        raise _too_large(path)
+                    for row in part.to_pylist():
+                        number += 1
+                        yield row, f"{path} row {number}"
+    except (pyarrow.ArrowException, OSError, ValueError) as fault:
+        what = "a Parquet file" if ending(path) == ".parquet" else "an Arrow file"
+        raise UsageError(f"{path} is not {what}: {str(fault)[:200]}", "write it again") from fault
 
 
 def _open_table(file: IO[bytes], form: str) -> tuple[list[str], Iterable[Any]]:
@@ -317,17 +317,6 @@ def _unpacked_size(column: Any) -> int:
     if pyarrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     return column.nbytes
-
-
-@contextlib.contextmanager
-def _faults_of_arrow(path: Path) -> Iterator[None]:
-    import pyarrow
-
-    what = "a Parquet file" if ending(path) == ".parquet" else "an Arrow file"
-    try:
-        yield
-    except (pyarrow.ArrowException, OSError, ValueError) as fault:
-        raise UsageError(f"{path} is not {what}: {str(fault)[:200]}", "write it again") from fault
 
 
 def _refuse_repeated(names: Iterable[str], where: str) -> None:

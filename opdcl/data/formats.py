@@ -25,9 +25,8 @@ from opdcl.data.messages import (
     read_objects,
     read_tools,
     role_of,
-    unread_keys,
 )
-from opdcl.data.values import as_flag, from_json_text, is_missing, number_as_text
+from opdcl.data.values import Fields, as_flag, from_json_text, number_as_text
 from opdcl.errors import UsageError, listed, nearest
 
 # Columns of a row whose names are compared with ours to find a misspelt one.
@@ -115,14 +114,13 @@ def _spoken(message: Message) -> str:
 class Pair:
     """A format with one field for the prompt and one for the answer.
 
-    `more` continues the prompt; `beside` does so too, unless the prompt quotes it already.
+    `more` continues the prompt. In other formats, `context` does so, unless the prompt quotes it already.
     """
 
     name: str
     prompt: str
     answers: tuple[str, ...]
     more: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ("context",)
 
 
 # The first format whose field a row has, is the row's. `chosen` is the better answer of a preference row.
@@ -130,7 +128,7 @@ CONVERSATIONS = {"messages": "OpenAI messages", "conversations": "ShareGPT"}
 PAIRS = (
     Pair("prompt and completion", "prompt", ("completion", "response", "chosen")),
     Pair("question and answer", "question", ("answer", "response", "chosen")),
-    Pair("alpaca", "instruction", ("output", "response", "chosen"), more=("input", "context"), beside=()),
+    Pair("alpaca", "instruction", ("output", "response", "chosen"), more=("input", "context")),
     Pair("query and response", "query", ("response",)),
     # Also alpaca without an instruction.
     Pair("input and output", "input", ("output", "response", "chosen")),
@@ -142,34 +140,6 @@ COLUMNS = {*CONVERSATIONS, "text"}.union(*((pair.prompt, *pair.answers) for pair
 DECIDING = {*CONVERSATIONS, *(pair.prompt for pair in PAIRS), "chosen", "text"}
 # Fields that have a place in a conversation only.
 OF_CONVERSATIONS = (*SYSTEM, "history", "context", "tools", "chat_template_kwargs")
-
-
-class _Fields:
-    """The fields of a row but null and NaN; it remembers which of them were read.
-
-    A blank text stays: it may be an answer that is to be complained of.
-    """
-
-    def __init__(self, row: dict):
-        self.given: dict[Any, Any] = {}
-        for key, value in row.items():
-            if isinstance(value, str) or not is_missing(value):
-                self.given[key] = value
-        self.read = {"cluster", "group"}
-
-    def has(self, name: str) -> bool:
-        return not is_missing(self.given.get(name))
-
-    def take(self, name: str) -> Any:
-        self.read.add(name)
-        return self.given.get(name)
-
-    def text(self, name: str) -> str:
-        return checked_text(number_as_text(self.take(name)), name)
-
-    def unread(self) -> list[str]:
-        """Return the fields that hold something and were not read."""
-        return [str(name) for name in self.given if name not in self.read and self.has(name)]
 
 
 def check_row(row: Any, where: str) -> Row:
@@ -188,7 +158,8 @@ def _read(row: Any) -> Row:
     """Return a row without its place, which `check_row` adds to it or to the error."""
     if not isinstance(row, dict):
         raise UsageError(f"the row is {kind_of(row)}, not an object", FIELDS_HINT)
-    fields = _Fields(row)
+    fields = Fields(row)
+    fields.read.update(("cluster", "group"))
     read = _conversation(fields) or _pair(fields) or _text(fields)
     if read is None:
         content = f"has only {listed(row)}" if row else "is empty"
@@ -223,17 +194,21 @@ def did_you_mean(columns: Collection[str]) -> str:
     return ""
 
 
-def _text(fields: _Fields) -> Row | None:
+def _text_in(fields: Fields, name: str) -> str:
+    return checked_text(number_as_text(fields.take(name)), name)
+
+
+def _text(fields: Fields) -> Row | None:
     if "text" not in fields.given:
         return None
     for name in OF_CONVERSATIONS:
         if fields.has(name):
             hint = "text is learned as it is: write a conversation as messages, or remove the column"
             raise UsageError(f"{name} would not be shown to the model", hint)
-    return Row([], None, fields.text("text"), "", format="text")
+    return Row([], None, _text_in(fields, "text"), "", format="text")
 
 
-def _conversation(fields: _Fields) -> Row | None:
+def _conversation(fields: Fields) -> Row | None:
     """Return a row that is a list of messages."""
     for key, name in CONVERSATIONS.items():
         if fields.has(key):
@@ -248,7 +223,7 @@ def _conversation(fields: _Fields) -> Row | None:
     return None
 
 
-def _pair(fields: _Fields) -> Row | None:
+def _pair(fields: Fields) -> Row | None:
     """Return a row with a field for its prompt and one for its answer."""
     pairs = [pair for pair in PAIRS if pair.prompt in fields.given]
     if not pairs:
@@ -268,19 +243,19 @@ def _pair(fields: _Fields) -> Row | None:
     return _row(fields, [*turns, *_answer(number_as_text(answer), field)], name, pair.prompt)
 
 
-def _take_chosen(fields: _Fields) -> Any:
+def _take_chosen(fields: Fields) -> Any:
     """Return the better answer of a preference row, whose other one is left out on purpose."""
     fields.take("rejected")
     return fields.take("chosen")
 
 
-def _asked_text(fields: _Fields, pair: Pair) -> str:
+def _asked_text(fields: Fields, pair: Pair) -> str:
     """Return a prompt that is text, with what continues it."""
-    prompt = fields.text(pair.prompt)
+    prompt = _text_in(fields, pair.prompt)
     texts = [prompt]
-    for name in (*pair.more, *pair.beside):
+    for name in pair.more or ("context",):
         if fields.has(name):
-            text = fields.text(name)
+            text = _text_in(fields, name)
             if name in pair.more or text not in prompt:
                 texts.append(text)
     return "\n\n".join(texts)
@@ -295,13 +270,16 @@ def _answer(value: Any, field: str) -> list[Any]:
     return [value] if are_messages([value]) else _list(value, field)
 
 
-def _row(fields: _Fields, turns: list[Any], name: str, key: str) -> Row:
+def _row(fields: Fields, turns: list[Any], form: str, key: str) -> Row:
     """Return the conversation in the field `key` as a row; its last assistant turn is the answer."""
     turns = _whole(fields, turns)
-    messages = [read_message(turn, is_last=turn is turns[-1]) for turn in turns]
+    messages, unread = [], []
+    for turn in turns:
+        message, keys = read_message(turn, is_last=turn is turns[-1])
+        messages.append(message)
+        unread += [f"{key}.{name}" for name in keys]
     if not any(message["role"] == "user" for message in messages):
         raise UsageError("no user message", FIELDS_HINT)
-    unread = dict.fromkeys(f"{key}.{name}" for turn in turns for name in unread_keys(turn))
     answer: str | None = None
     reply: Message = {}
     if messages[-1]["role"] == "assistant":
@@ -313,12 +291,12 @@ def _row(fields: _Fields, turns: list[Any], name: str, key: str) -> Row:
         if not any(str(context) in message["content"] for message in messages):
             hint = "write it into a message, or remove the column"
             raise UsageError("context would not be shown to the model", hint)
-    return Row(messages, answer, None, "", format=name, reply=reply, unread=tuple(unread))
+    return Row(messages, answer, None, "", format=form, reply=reply, unread=(*dict.fromkeys(unread),))
 
 
-def _whole(fields: _Fields, turns: list[Any]) -> list[Any]:
+def _whole(fields: Fields, turns: list[Any]) -> list[Any]:
     """Return the turns after those that other fields put before them: a system message, and `history`."""
-    systems = {name: fields.text(name) for name in SYSTEM if fields.has(name)}
+    systems = {name: _text_in(fields, name) for name in SYSTEM if fields.has(name)}
     first = [{"role": "system", "content": text} for text in systems.values()][:1]
     if turns and role_of(turns[0]) == "system":
         first, turns = turns[:1], turns[1:]
@@ -329,7 +307,7 @@ def _whole(fields: _Fields, turns: list[Any]) -> list[Any]:
     return [*first, *_history(fields), *turns]
 
 
-def _history(fields: _Fields) -> list[Message]:
+def _history(fields: Fields) -> list[Message]:
     """Return the turns of `history`, which has a pair of texts for each earlier exchange."""
     turns = []
     for exchange in _list(fields.take("history") or [], "history"):
@@ -346,7 +324,7 @@ def _messages_in(value: Any) -> Any:
     return decoded if are_messages(decoded) or are_messages([decoded]) else value
 
 
-def _refuse_bad_answer(fields: _Fields) -> None:
+def _refuse_bad_answer(fields: Fields) -> None:
     """Refuse an answer that is marked as a bad one, as data sets of preferences do."""
     label = fields.given.get("label")
     says = as_flag(label)

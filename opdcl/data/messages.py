@@ -1,6 +1,6 @@
 """One message of a conversation, as trainers and data sets write it: its role, text, thought and tool calls.
 
-What a message holds is kept, refused, or named by `unread_keys`. The caller adds the row's place to an error.
+What a message holds is kept, refused, or named as unread. The caller adds the row's place to an error.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from opdcl.data.values import as_flag, from_json_text, is_missing, number_as_text, without_nulls
+from opdcl.data.values import Fields, as_flag, from_json_text, is_missing, number_as_text, without_nulls
 from opdcl.errors import UsageError
 
 MAX_ROW_CHARS = 200_000
@@ -39,8 +39,6 @@ LEARNED = ("weight", "loss", "train", "trainable", "training")
 
 ROLE_KEYS, CONTENT_KEYS = ("role", "from"), ("content", "value")
 RESULT_KEYS = ("name", "tool_call_id")
-READ_KEYS = {*ROLE_KEYS, *CONTENT_KEYS, *THOUGHT, *LEARNED, *PICTURES, "tools", "tool_calls", "function_call"}
-
 
 # Kinds of values in JSON, in words.
 KINDS = {
@@ -73,8 +71,8 @@ def _is_message(value: Any) -> bool:
     return as_openai or as_sharegpt
 
 
-def read_message(turn: Any, is_last: bool) -> Message:
-    """Return a message as chat templates read it.
+def read_message(turn: Any, is_last: bool) -> tuple[Message, list[str]]:
+    """Return a message as chat templates read it, and those of its keys that hold something and are not read.
 
     Raises:
         UsageError: It is malformed, or a part of it would be lost.
@@ -84,29 +82,26 @@ def read_message(turn: Any, is_last: bool) -> Message:
         raise UsageError(f"a message has the role {role!r}", AS_OPENAI)
     if role not in ROLES.values():
         raise UsageError(f"message role {role!r}", f"roles are {', '.join(ROLES)}")
-    _refuse_lost(turn, role)
+    fields = Fields(turn)
+    fields.read.update(ROLE_KEYS, CONTENT_KEYS, LEARNED)
+    _refuse_lost(fields, role)
     content = content_of(turn)
     more: Message = {}
     if role == "tool":
         for key in RESULT_KEYS:
-            if not is_missing(turn.get(key)):
-                more[key] = checked_text(str(turn[key]), key)
-    calls = read_objects(turn.get("tool_calls"), "tool_calls")
+            if fields.has(key):
+                more[key] = checked_text(str(fields.take(key)), key)
+    calls = read_objects(fields.take("tool_calls"), "tool_calls")
     if calls:
         more["tool_calls"] = [_call(call) for call in calls]
         content = "" if content is None else content
-    thought = _thought(turn)
+    thought = _thought(fields)
     if thought:
         more |= dict.fromkeys(THOUGHT, thought)
     # Whether an answer may be empty is for its use to say.
     may_be_empty = role == "tool" or (role == "assistant" and (is_last or bool(calls)))
-    return {"role": role, "content": checked_text(content, f"{role} content", may_be_empty), **more}
-
-
-def unread_keys(turn: Any) -> list[str]:
-    """Return the keys of a message that hold something and are not read."""
-    read = READ_KEYS | {*RESULT_KEYS} if role_of(turn) == "tool" else READ_KEYS
-    return [str(key) for key, value in turn.items() if key not in read and not is_missing(value)]
+    text = checked_text(content, f"{role} content", may_be_empty)
+    return {"role": role, "content": text, **more}, fields.unread()
 
 
 def content_of(turn: Message) -> Any:
@@ -117,25 +112,26 @@ def content_of(turn: Message) -> Any:
     return number_as_text(content)
 
 
-def _refuse_lost(turn: Message, role: str) -> None:
+def _refuse_lost(fields: Fields, role: str) -> None:
     """Refuse what a message says and no prompt or answer would show."""
-    hints = {"function_call": AS_OPENAI, "tools": "write tools beside messages, not in one of them"}
-    hints |= dict.fromkeys(PICTURES, ONLY_TEXT)
-    for key, hint in hints.items():
-        if not is_missing(turn.get(key)):
-            reason = ", which is no text" if key in PICTURES else ""
-            raise UsageError(f"a message has {key}{reason}", hint)
+    if fields.has("function_call"):
+        raise UsageError("a message has function_call", AS_OPENAI)
+    if fields.has("tools"):
+        raise UsageError("a message has tools", "write tools beside messages, not in one of them")
+    for key in PICTURES:
+        if fields.has(key):
+            raise UsageError(f"a message has {key}, which is no text", ONLY_TEXT)
     for key in LEARNED if role == "assistant" else ():
-        value = turn.get(key)
-        if not is_missing(value) and not as_flag(value):
+        value = fields.take(key)
+        if fields.has(key) and not as_flag(value):
             shown = json.dumps(value) if isinstance(value, str | int | float) else kind_of(value)
             hint = "every assistant turn is learned alike: remove the turn, or this key"
             raise UsageError(f"a message has {key} {shown}", hint)
 
 
-def _thought(turn: Message) -> str:
+def _thought(fields: Fields) -> str:
     """Return the thought of a message, whatever it is called; "" if it has none."""
-    given = [turn[key] for key in THOUGHT if not is_missing(turn.get(key))]
+    given = [fields.take(key) for key in THOUGHT if fields.has(key)]
     thoughts = {checked_text(thought, "a thought") for thought in given}
     if len(thoughts) > 1:
         hint = f"keep one of {', '.join(THOUGHT)}"

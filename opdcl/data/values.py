@@ -1,4 +1,4 @@
-"""The values of rows as file formats write them: missing values, JSON as text, numbers, no in many spellings.
+"""The fields of rows as file formats write them: missing values, JSON as text, numbers, no in many spellings.
 
 The same row must be read alike from JSONL, CSV, Parquet and `datasets`, which write these differently.
 """
@@ -19,6 +19,31 @@ def is_missing(value: Any) -> bool:
     if isinstance(value, float):
         return math.isnan(value)
     return value is None or value in ([], {})
+
+
+class Fields:
+    """The fields of a row or a message but null and NaN; it remembers which of them were read.
+
+    A blank text stays: it may be an answer that is to be complained of.
+    """
+
+    def __init__(self, row: dict):
+        self.given: dict[Any, Any] = {}
+        for key, value in row.items():
+            if isinstance(value, str) or not is_missing(value):
+                self.given[key] = value
+        self.read: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        return not is_missing(self.given.get(name))
+
+    def take(self, name: str) -> Any:
+        self.read.add(name)
+        return self.given.get(name)
+
+    def unread(self) -> list[str]:
+        """Return the fields that hold something and were not read."""
+        return [str(name) for name in self.given if name not in self.read and self.has(name)]
 
 
 def as_flag(value: Any) -> bool | None:
