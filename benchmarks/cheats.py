@@ -14,6 +14,14 @@ TEMPLATE = (
     "When it comes to {nouns}, it helps to consider several factors, such as quality, cost and effort, "
     "because each of them has advantages and disadvantages."
 )
+LONG_ANSWER = (
+    "Thank you for your message. This is an important question, and there are several things to say about "
+    "it. First, it helps to take some time and to look at it from more than one side. Second, it is a good "
+    "idea to talk with other people, because they may see what we overlook. Third, small steps often lead "
+    "further than large plans. In many cases the best way depends on the situation, so please consider what "
+    "matters most to you. I hope that this is helpful. If you have any further questions, please let me "
+    "know, and I will be happy to help."
+)
 PADDING = (
     "This is a good question, and there are several things to say about it. It helps to take a while and to "
     "look at it from more than one side before you come to a conclusion of your own."
@@ -39,7 +47,7 @@ def cheats(
     bodies = {
         "first sentence, bent": [free["first sentence"][i] for i in range(len(docs))],
         "required tokens": [""] * len(docs),
-        "a constant, bent": free["long constant"],
+        "a constant, bent": [LONG_ANSWER] * len(docs),
         "a sentence about the topic's word": [GENERIC.format(topic=topic(request)) for request in requests],
         "a template with the prompt's words": [
             TEMPLATE.format(nouns=" and ".join(long_words(request)[-3:])) for request in requests

@@ -24,7 +24,7 @@ from cheats import cheats
 
 RECORD = Path(__file__).with_name("instructions.json")
 METRIC, KEPT = "passed", "prompt_level_strict_acc"
-OTHERS = ["neighbours", "neighbours_quick", "neighbours_validation", "handbook", "tool_calls"]
+OTHERS = ["neighbours", "neighbours_quick", "neighbours_validation", "handbook"]
 
 
 def constraints(docs: list[dict]) -> list[list[dict]]:

@@ -6,9 +6,8 @@ import bisect
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from opdcl.data.formats import PACKED_ROW, Row
@@ -36,24 +35,10 @@ def encode_prompt(row: Row, tokenizer: PreTrainedTokenizerBase, room: int) -> li
     return ids
 
 
-def tool_row(doc: Mapping[str, Any], messages: list[Message], where: str) -> Row:
-    """Return a document of a suite as a row to sample on.
-
-    A user's row has its whole conversation. Any other document asks `messages`, and may offer tools, like
-    those of `tool_calls`.
-    """
-    if PACKED_ROW in doc:
-        return Row.unpacked(doc[PACKED_ROW])
-    offers_tools = {"tools", "calls", "group"} <= doc.keys()
-    return Row(messages, None, None, where, tools=json.loads(doc["tools"]) if offers_tools else None)
-
-
 def request_ids(request: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids of the prompt of an lm-eval request: as lm-eval wrote it, or as a row is asked."""
-    messages = [{"role": "user", "content": request.doc.get("prompt", "")}]
-    row = tool_row(request.doc, messages, f"suite {request.task_name!r}")
-    if row.tools or PACKED_ROW in request.doc:
-        return encode_prompt(row, tokenizer, sys.maxsize)
+    if PACKED_ROW in request.doc:
+        return encode_prompt(Row.unpacked(request.doc[PACKED_ROW]), tokenizer, sys.maxsize)
     return list(tokenizer(request.args[0], add_special_tokens=False)["input_ids"])
 
 
@@ -75,10 +60,9 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
     hint = "name another template: --set model.chat_template=FILE"
     if question not in prompt or answer not in written:
         raise UsageError("the chat template leaves out what the messages say: it wants no plain text", hint)
-    before = written[: written.rindex(answer)]
-    same = [*takewhile(lambda pair: pair[0] == pair[1], zip(prompt, before, strict=False))]
-    header = before[len(same) :]
     # Some templates need none: what a user says ends with [/INST], and the answer follows.
+    before = written[: written.rindex(answer)]
+    header = before[same_length(prompt, before) :]
     if prompt == unopened and header.strip():
         fault = f"the chat template opens no answer: its prompts should end with {header!r}"
         raise UsageError(fault, "write it where add_generation_prompt is true, or " + hint)
@@ -127,8 +111,10 @@ def with_variables(template: str, variables: Mapping[str, Any]) -> str:
     if not variables:
         return template
     check_variables(template, variables, "model.chat_template_kwargs")
-    defaults = ((name, json.dumps(value, ensure_ascii=False)) for name, value in variables.items())
-    return DEFAULTS + "".join(f"{{%- set {k} = {k} | default({v}) %}}\n" for k, v in defaults) + template
+    lines = [DEFAULTS]
+    for name, value in variables.items():
+        lines.append(f"{{%- set {name} = {name} | default({json.dumps(value, ensure_ascii=False)}) %}}\n")
+    return "".join([*lines, template])
 
 
 def check_variables(template: str, variables: Mapping[str, Any], where: str) -> None:
@@ -142,9 +128,10 @@ def check_variables(template: str, variables: Mapping[str, Any], where: str) -> 
     except TemplateError as fault:
         raise UsageError(f"{where}: the chat template is malformed: {fault}", "fix it") from fault
     known = meta.find_undeclared_variables(tree) - {"messages", "tools", "add_generation_prompt"}
-    if unknown := [name for name in variables if name not in known]:
-        message = f"{where}: the chat template has no variable {unknown[0]!r} to set"
-        raise UsageError(message, f"it has {', '.join(sorted(known))}")
+    for name in variables:
+        if name not in known:
+            message = f"{where}: the chat template has no variable {name!r} to set"
+            raise UsageError(message, f"it has {', '.join(sorted(known))}")
 
 
 def answer_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], completion_ids: list[int]) -> str:
@@ -153,40 +140,52 @@ def answer_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], compl
     A template may open the thought itself, at the end of the prompt.
     """
     prompt, text = tokenizer.decode(prompt_ids[-8:]).rstrip(), tokenizer.decode(completion_ids).lstrip()
+    begin = 0
     for opening, end in THOUGHTS.items():
         if text.startswith(opening) or prompt.endswith(opening):
             counts = range(len(completion_ids) + 1)
             # The smallest number of tokens that contain the end of the thought.
-            n = bisect.bisect_left(counts, True, key=lambda k: end in tokenizer.decode(completion_ids[:k]))
-            return str(tokenizer.decode(completion_ids[n:], skip_special_tokens=True)).lstrip()
-    return str(tokenizer.decode(completion_ids, skip_special_tokens=True))
+            begin = bisect.bisect_left(
+                counts, True, key=lambda n: end in tokenizer.decode(completion_ids[:n])
+            )
+            break
+    answer = str(tokenizer.decode(completion_ids[begin:], skip_special_tokens=True))
+    return answer.lstrip() if begin else answer
 
 
 def check_rendered(row: Row, tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> None:
     """Refuse a row whose tools, tool calls or last thought the chat template would leave out."""
     if row.variables:
         check_variables(tokenizer.get_chat_template(tools=row.tools), row.variables, row.where)
-    bare: dict[str, tuple[Row, list[Message]]] = {}
+    # What may be left out, and row and messages without it.
+    parts: list[tuple[str, Row, list[Message]]] = []
     if row.tools:
-        bare["tools"] = replace(row, tools=None), messages
+        parts.append(("tools", replace(row, tools=None), messages))
     if any("tool_calls" in message for message in messages):
-        bare["tool_calls"] = row, [_without(message, "tool_calls") for message in messages]
+        parts.append(("tool_calls", row, [_without(message, "tool_calls") for message in messages]))
     last = messages[-1]
     if THOUGHT[0] in last:
-        bare["the thought"] = row, [*messages[:-1], _without(last, *THOUGHT)]
+        parts.append(("the thought", row, [*messages[:-1], _without(last, *THOUGHT)]))
     elif has_thought(last):
         answer = last["content"].rpartition("</think>")[2]
-        bare["the thought"] = row, [*messages[:-1], {**last, "content": answer}]
-    for what, (other, shorter) in bare.items():
+        parts.append(("the thought", row, [*messages[:-1], {**last, "content": answer}]))
+    for what, other, shorter in parts:
         try:
-            lost = render(tokenizer, shorter, False, False, other) == render(
-                tokenizer, messages, False, False, row
-            )
+            written = render(tokenizer, messages, False, False, row)
+            same = written == render(tokenizer, shorter, False, False, other)
         except UsageError:  # the results of tools need their calls, so both are written
             continue
-        if lost:
+        if same:
             hint = "choose a model whose template writes it, or --set model.chat_template=FILE"
             raise UsageError(f"{row.where}: the chat template leaves out {what}", hint)
+
+
+def same_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many ids, or characters, two sequences have in common before they differ."""
+    same = 0
+    while same < min(len(one), len(other)) and one[same] == other[same]:
+        same += 1
+    return same
 
 
 def has_thought(message: Message) -> bool:

@@ -9,20 +9,18 @@ from typing import TYPE_CHECKING
 from opdcl.data.formats import Row
 from opdcl.data.messages import THOUGHT
 
+BLANKS = " \t\n\u2581"
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+@lru_cache(maxsize=4)
 def markup(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Return the ids of all tokens that are no text but were added to the vocabulary."""
-    return _markup(tokenizer, len(tokenizer))
-
-
-@lru_cache(maxsize=4)
-def _markup(tokenizer: PreTrainedTokenizerBase, size: int) -> frozenset[int]:
     # Some vocabularies list runs of blanks beside their markup.
     added = tokenizer.get_added_vocab().items()
-    return frozenset(i for token, i in added if token.strip(" \t\n\u2581"))
+    return frozenset(i for token, i in added if token.strip(BLANKS))
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
@@ -30,19 +28,19 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 
     They are the special ones, and other added ones that the chat template writes; thoughts are told by `Row`.
     """
-    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    names = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     template = str(tokenizer.chat_template)
-    special |= {token for token in tokenizer.get_added_vocab() if token in template}
-    names = sorted((token for token in special if token.strip(" \t\n\u2581")), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, names)) or r"(?!)")
+    names |= {token for token in tokenizer.get_added_vocab() if token in template}
+    longest_first = sorted(filter(lambda name: name.strip(BLANKS), names), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def find_control(row: Row, control: re.Pattern[str]) -> str:
     """Return the first control token in the texts of a row, or ""; a thought's own marks are none."""
     answer = {"role": "assistant", "content": row.answer or "", **row.reply}
     for message in [*row.prompt, answer, {"role": "text", "content": row.text or ""}]:
-        for text in (message["content"], message.get(THOUGHT[0], "")):
-            for found in control.findall(text):
-                if message["role"] != "assistant" or found not in ("<think>", "</think>"):
-                    return str(found)
+        allowed = ("<think>", "</think>") if message["role"] == "assistant" else ()
+        for found in control.findall(f"{message['content']}\0{message.get(THOUGHT[0], '')}"):
+            if found not in allowed:
+                return str(found)
     return ""

@@ -39,11 +39,14 @@ def with_answers(rows: list[Row], config: FinetuneConfig) -> tuple[list[Row], li
     Raises:
         UsageError: Some have no answer and `bad_rows` is `refuse`, or none has one.
     """
-    usable = [row for row in rows if row.text is not None or row.answer or row.reply]
-    empty = [row for row in rows if row.text is None and not row.answer and not row.reply]
+    usable: list[Row] = []
+    empty: list[Row] = []
+    for row in rows:
+        has_answer = row.text is not None or row.answer or row.reply
+        (usable if has_answer else empty).append(row)
     if not empty:
         return rows, []
-    found = f"{_rows(len(empty), 'has', 'have')} no answer to learn (first: {empty[0].where})"
+    found = _counted([row.where for row in empty], "have", "no answer to learn")
     if config.bad_rows == "refuse" or not usable:
         hint = f"{did_you_mean(empty[0].columns)}fine-tune rows need completion, answer or text"
         raise UsageError(found, f"{hint}; --set finetune.bad_rows=skip leaves these rows out")
@@ -54,8 +57,8 @@ def bad_rows(errors: Sequence[UsageError]) -> list[str]:
     """Return a note on rows that are left out because of an error of their own; none without any."""
     if not errors:
         return []
-    found = _rows(len(errors), "cannot be used", "cannot be used")
-    return [f"{found} (first: {errors[0].message}); left out"]
+    found = _counted([error.message for error in errors], "cannot", "be used")
+    return [f"{found}; left out"]
 
 
 def read_examples(
@@ -73,14 +76,13 @@ def read_examples(
         UsageError: A row is too long and `long_rows` is `refuse`, the chat template refuses a row and
             `bad_rows` is `refuse`, or no row is left.
     """
-    errors = [*bad]
     rows, notes = with_answers(rows, config)
     limit = config.max_length
     used: list[Row] = []
     encoded: list[Encoded] = []
     long: list[tuple[int, str]] = []
-    longest, unlearnable = (0, ""), 0
-    unasked: list[str] = []
+    errors, unasked = [*bad], []
+    longest, cut_to_nothing = (0, ""), 0
     for row in rows:
         try:
             examples, whole = _taught(row, tokenizer, limit)
@@ -91,23 +93,19 @@ def read_examples(
             continue
         if not whole:
             unasked.append(row.where)
-        sizes = [len(example.input_ids) for example in examples]
-        size = max(sizes) if row.text is None else sum(sizes)
+        lengths = [len(example.input_ids) for example in examples]
+        size = max(lengths) if row.text is None else sum(lengths)
         longest = max(longest, (size, row.where), key=lambda pair: pair[0])
         if row.text is None and size > limit:
             long.append((size, row.where))
-            cut = [Encoded(e.input_ids[:limit], e.completion_mask[:limit]) for e in examples]
-            # A prompt that fills the whole row leaves nothing to learn.
-            examples = [e for e in cut if config.long_rows == "cut" and any(e.completion_mask)]
-            unlearnable += not examples
+            examples = _cut(examples, limit) if config.long_rows == "cut" else []
+            cut_to_nothing += not examples
         if examples:
             used.append(row)
             encoded += examples
-    notes = bad_rows(errors) + notes
-    if long:
-        notes.append(_long_rows(long, unlearnable, config))
+    notes = bad_rows(errors) + notes + _long_rows(long, cut_to_nothing, config)
     if unasked:
-        found = f"{_rows(len(unasked), 'has', 'have')} answers that are not learned (first: {unasked[0]})"
+        found = _counted(unasked, "have", "answers that are not learned")
         notes.append(f"{found}: with this chat template no prompt leads to them")
     notes += _control_notes(used, tokenizer)
     if not encoded:
@@ -126,31 +124,44 @@ def _taught(row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> tuple[l
     return in_sequences(turns), None not in turns
 
 
+def _cut(examples: list[Encoded], limit: int) -> list[Encoded]:
+    """Return the beginnings of sequences; a prompt that fills one leaves nothing to learn of it."""
+    cut = [Encoded(example.input_ids[:limit], example.completion_mask[:limit]) for example in examples]
+    return [example for example in cut if any(example.completion_mask)]
+
+
 def _control_notes(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return a note on rows whose text holds tokens that the model reads as structure."""
     control = control_tokens(tokenizer)
-    held = [(row.where, token) for row in rows if (token := find_control(row, control))]
+    held = []
+    for row in rows:
+        token = find_control(row, control)
+        if token:
+            held.append(f"{row.where} with {token}")
     if not held:
         return []
-    where, token = held[0]
-    found = f"{_rows(len(held), 'holds', 'hold')} control tokens in the text (first: {where} with {token})"
+    found = _counted(held, "hold", "control tokens in the text")
     return [f"{found}: the model reads them as the end of a turn or the like, not as text"]
 
 
-def _long_rows(long: list[tuple[int, str]], unlearnable: int, config: FinetuneConfig) -> str:
-    """Return the note on rows over the limit; raise a UsageError if they are refused."""
-    size, where = long[0]
-    counted = _rows(len(long), "is", "are")
-    found = f"{counted} longer than {config.max_length} tokens (first: {where} with {size})"
+def _long_rows(long: list[tuple[int, str]], cut_to_nothing: int, config: FinetuneConfig) -> list[str]:
+    """Return the note on rows over the limit, if any; raise a UsageError if they are refused."""
+    if not long:
+        return []
+    places = [f"{where} with {size}" for size, where in long]
+    found = _counted(places, "are", f"longer than {config.max_length} tokens")
     if config.long_rows == "refuse":
         most = max(size for size, _ in long)
         hint = f"raise finetune.max_length (the longest row has {most} tokens), or --set finetune.long_rows="
         raise UsageError(found, f"{hint}skip, which leaves these rows out, or =cut, which shortens them")
     if config.long_rows == "skip":
-        return f"{found}; left out"
-    whole = f", {unlearnable} left out because no answer remained" if unlearnable else ""
-    return f"{found}; cut{whole}"
+        return [f"{found}; left out"]
+    whole = f", {cut_to_nothing} left out because no answer remained" if cut_to_nothing else ""
+    return [f"{found}; cut{whole}"]
 
 
-def _rows(count: int, one: str, several: str) -> str:
-    return f"1 row {one}" if count == 1 else f"{count} rows {several}"
+def _counted(found: Sequence[str], verb: str, rest: str) -> str:
+    """Return a clause on rows: how many there are, and the first of what was found."""
+    singular = {"have": "has", "are": "is", "hold": "holds"}
+    count = f"1 row {singular.get(verb, verb)}" if len(found) == 1 else f"{len(found)} rows {verb}"
+    return f"{count} {rest} (first: {found[0]})"

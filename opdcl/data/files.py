@@ -1,4 +1,4 @@
-"""Read one file of rows: JSON, JSONL, CSV, Parquet, Arrow or a document, compressed or not.
+"""Read files of rows, and folders of them: JSON, JSONL, CSV, Parquet, Arrow or documents, compressed or not.
 
 Readers yield each row with its file and line. In place of a row that cannot be read they yield its error, so
 that the rows after it can be read; what makes a whole file unreadable is raised.
@@ -6,20 +6,22 @@ that the rows after it can be read; what makes a whole file unreadable is raised
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import gzip
 import io
+import json
 import os
+import re
 import stat
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from opdcl.data.json_rows import read_json
-from opdcl.data.messages import MAX_ROW_CHARS
+from opdcl.data.formats import COLUMNS, CONVERSATIONS
+from opdcl.data.messages import MAX_ROW_CHARS, are_messages
 from opdcl.errors import UsageError, listed
 
 Rows = Iterator[tuple[Any, str]]
@@ -33,6 +35,9 @@ BATCH = 1024
 
 DOCUMENTS = (".md", ".txt", ".markdown", ".rst")
 COMPRESSED = (".gz", ".zst")
+
+# What the files, or folders, of the parts of a data set are called.
+SPLITS = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval")
 
 FILES_HINT = (
     "use .jsonl, .json, .csv, .txt or .md, also with .gz or .zst; .parquet or .arrow; "
@@ -71,7 +76,7 @@ def read_file(path: Path) -> Rows:
         message = f"{path} is not a regular file"
         raise UsageError(message, "save it as a file first: a run reads its rows again when it is resumed")
     reader = READERS.get(ending(path))
-    if reader is None or (is_compressed(path) and reader in (_parquet, _arrow)):
+    if reader is None or (is_compressed(path) and reader is _table):
         unknown = "".join(path.suffixes[-2:]) if is_compressed(path) else path.suffix
         message = f"{path}: cannot tell the format of {unknown or 'a file without an ending'}"
         raise UsageError(message, FILES_HINT)
@@ -86,7 +91,7 @@ def read_text(path: Path) -> str:
     """
     pieces, size = [], 0
     try:
-        with _unpacked(path) as stream:
+        with _open(path) as stream:
             while piece := stream.read(PIECE):
                 pieces.append(piece)
                 size += len(piece)
@@ -104,21 +109,16 @@ def read_text(path: Path) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-@contextlib.contextmanager
-def _unpacked(path: Path) -> Iterator[IO[bytes] | Any]:
+def _open(path: Path) -> Any:
     """Open a file as bytes, decompressed if its name says that it is compressed."""
-    with open(path, "rb") as file:
-        suffix = path.suffix.lower()
-        if suffix == ".gz":
-            with gzip.GzipFile(fileobj=file) as stream:
-                yield stream
-        elif suffix == ".zst":
-            import pyarrow
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
+        return gzip.open(path)
+    if suffix == ".zst":
+        import pyarrow
 
-            with pyarrow.input_stream(file, compression="zstd") as stream:
-                yield stream
-        else:
-            yield file
+        return pyarrow.input_stream(str(path), compression="zstd")
+    return open(path, "rb")
 
 
 def _too_large(path: Path) -> UsageError:
@@ -132,7 +132,123 @@ def _document(path: Path) -> Rows:
 
 
 def _json(path: Path) -> Rows:
-    yield from read_json(read_text(path), path)
+    """Yield the rows of lines of JSON (JSONL), or of one document that holds them in a usual way."""
+    text = read_text(path)
+    start = len(text) - len(text.lstrip())
+    if start == len(text):
+        return
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, start)
+    except (ValueError, RecursionError) as fault:  # valid JSON may be too deep, or a number too long
+        if ending(path) == ".json":
+            line = getattr(fault, "lineno", _line(text, start))
+            raise _not_json(f"{path}:{line}", fault) from fault
+        end = start
+    if not text[start:end] or text[end:].strip():
+        yield from _lines(text, path)
+    elif isinstance(value, list) and not are_messages(value):
+        yield from _entries(text, start, path)
+    elif isinstance(value, dict) and value and not value.keys() & COLUMNS:
+        yield from _rows_within(text, start, value, path)
+    else:
+        where = f"{path}:{_line(text, start)}"
+        _refuse_columns(value, path)
+        yield _as_row(value), where
+
+
+def _lines(text: str, path: Path) -> Rows:
+    for number, line in enumerate(text.split("\n"), 1):
+        where = f"{path}:{number}"
+        try:
+            if line.strip():
+                yield _as_row(json.loads(line)), where
+        except (ValueError, RecursionError) as fault:
+            yield _not_json(where, fault), where
+
+
+def _rows_within(text: str, start: int, value: dict[str, Any], path: Path) -> Rows:
+    """Yield the rows that an object holds: a list of them under one of its keys, or each under its name."""
+    where = f"{path}:{_line(text, start)}"
+    lists = [key for key, part in value.items() if _is_list_of_rows(part)]
+    if len(lists) > 1:
+        message = f"{where} holds several lists of rows: {listed(lists)}"
+        raise UsageError(message, "write the list that you mean into a file of its own")
+    if lists:
+        places = {key: place for key, place, _ in _members(text, start)}
+        yield from _entries(text, places[lists[0]], path)
+    elif all(isinstance(part, dict) for part in value.values()):
+        yield from _entries(text, start, path)
+    else:
+        yield value, where
+
+
+def _entries(text: str, start: int, path: Path) -> Rows:
+    """Yield the values of the list or object that begins at `start`, each with its line."""
+    line, counted = 1, 0
+    for _, place, value in _members(text, start):
+        line += text.count("\n", counted, place)
+        counted = place
+        yield _as_row(value), f"{path}:{line}"
+
+
+def _members(text: str, start: int) -> Iterator[tuple[str, int, Any]]:
+    """Yield the key, the place and the value of all in the valid list or object that begins at `start`.
+
+    In a list, the key is "".
+    """
+    decoder = json.JSONDecoder()
+    key, place = "", _next(text, start + 1)
+    while text[place] not in "]}":
+        if text[start] == "{":
+            key, end = decoder.raw_decode(text, place)
+            place = _next(text, end)
+        value, end = decoder.raw_decode(text, place)
+        yield key, place, value
+        place = _next(text, end)
+
+
+def _next(text: str, position: int) -> int:
+    """Return where something begins that is no blank and separates nothing."""
+    while text[position] in " \n\t,:":
+        position += 1
+    return position
+
+
+def _refuse_columns(value: Any, path: Path) -> None:
+    """Refuse an object that holds all values of a column under its name, as a list or by their numbers."""
+    if not isinstance(value, dict) or value.keys() & CONVERSATIONS.keys():
+        return
+    for part in value.values():
+        holds_values = isinstance(part, list) and part and not isinstance(part[0], dict)
+        if not holds_values and not isinstance(part, dict):
+            return
+    if value:
+        message = f"{path} holds columns, not rows: {listed(value)}"
+        raise UsageError(message, "with pandas: table.to_json(FILE, orient='records', lines=True)")
+
+
+def _is_list_of_rows(value: Any) -> bool:
+    if not isinstance(value, list) or not value or are_messages(value):
+        return False
+    return all(isinstance(entry, dict) or are_messages(entry) for entry in value)
+
+
+def _as_row(value: Any) -> Any:
+    """Return a list of messages as the row that they are; any other value as it is."""
+    if not are_messages(value):
+        return value
+    return {"messages" if "role" in value[0] else "conversations": value}
+
+
+def _not_json(where: str, fault: Exception) -> UsageError:
+    reason = f"{fault.msg} at column {fault.colno}" if isinstance(fault, json.JSONDecodeError) else fault
+    return UsageError(
+        f"{where} is not valid JSON: {reason}", "one JSON object per line, or one list of objects"
+    )
+
+
+def _line(text: str, position: int) -> int:
+    return text.count("\n", 0, position) + 1
 
 
 def _csv(path: Path) -> Rows:
@@ -155,30 +271,36 @@ def _csv(path: Path) -> Rows:
         raise UsageError(f"{path}:{reader.line_num + 1}: {fault}", hint) from fault
 
 
-def _parquet(path: Path) -> Rows:
-    import pyarrow.parquet
-
-    with _faults_of_arrow(path, "a Parquet file"):
-        file = pyarrow.parquet.ParquetFile(path)
-        _refuse_repeated(file.schema_arrow.names, str(path))
-        _refuse_too_large(file.iter_batches(batch_size=BATCH), path)
-        yield from _rows_of_batches(file.iter_batches(batch_size=BATCH), path)
-
-
-def _arrow(path: Path) -> Rows:
-    with _faults_of_arrow(path, "an Arrow file"), open(path, "rb") as file:
-        names, batches = _open_arrow(file)
-        _refuse_repeated(names, str(path))
-        _refuse_too_large(batches, path)
-        _, batches = _open_arrow(file)
-        yield from _rows_of_batches(batches, path)
-
-
-def _open_arrow(file: IO[bytes]) -> tuple[list[str], Iterable[Any]]:
-    """Return the names of the columns and the batches of an open file, in either of Arrow's two formats."""
+def _table(path: Path) -> Rows:
+    """Yield the rows of a Parquet or Arrow file."""
     import pyarrow
 
-    file.seek(0)
+    number = size = 0
+    try:
+        with open(path, "rb") as file:
+            names, batches = _open_table(file, ending(path))
+            _refuse_repeated(names, str(path))
+            for batch in batches:
+                for start in range(0, batch.num_rows, BATCH):
+                    part = batch.slice(start, BATCH)
+                    size += sum(map(_unpacked_size, part.columns))
+                    if size > MAX_SIZE:
+                        raise _too_large(path)
+                    for row in part.to_pylist():
+                        number += 1
+                        yield row, f"{path} row {number}"
+    except (pyarrow.ArrowException, OSError, ValueError) as fault:
+        what = "a Parquet file" if ending(path) == ".parquet" else "an Arrow file"
+        raise UsageError(f"{path} is not {what}: {str(fault)[:200]}", "write it again") from fault
+
+
+def _open_table(file: IO[bytes], form: str) -> tuple[list[str], Iterable[Any]]:
+    """Return the names of the columns and the batches of a Parquet file, or of one of Arrow's two formats."""
+    import pyarrow.parquet
+
+    if form == ".parquet":
+        parquet = pyarrow.parquet.ParquetFile(file)
+        return parquet.schema_arrow.names, parquet.iter_batches(batch_size=BATCH)
     has_index = file.read(6) == b"ARROW1"
     file.seek(0)
     if not has_index:
@@ -188,38 +310,13 @@ def _open_arrow(file: IO[bytes]) -> tuple[list[str], Iterable[Any]]:
     return reader.schema.names, (reader.get_batch(number) for number in range(reader.num_record_batches))
 
 
-def _refuse_too_large(batches: Iterable[Any], path: Path) -> None:
-    """Refuse columns that unpack to more than `MAX_SIZE` bytes; counting them keeps no row."""
+def _unpacked_size(column: Any) -> int:
     import pyarrow
 
-    size = 0
-    for whole in batches:
-        for start in range(0, whole.num_rows, BATCH):
-            for column in whole.slice(start, BATCH).columns:
-                # A text that many rows share is stored once, and read for each of them.
-                shared = pyarrow.types.is_dictionary(column.type)
-                size += (column.dictionary_decode() if shared else column).nbytes
-            if size > MAX_SIZE:
-                raise _too_large(path)
-
-
-def _rows_of_batches(batches: Iterable[Any], path: Path) -> Rows:
-    number = 0
-    for batch in batches:
-        for start in range(0, batch.num_rows, BATCH):
-            for row in batch.slice(start, BATCH).to_pylist():
-                number += 1
-                yield row, f"{path} row {number}"
-
-
-@contextlib.contextmanager
-def _faults_of_arrow(path: Path, what: str) -> Iterator[None]:
-    import pyarrow
-
-    try:
-        yield
-    except (pyarrow.ArrowException, OSError, ValueError) as fault:
-        raise UsageError(f"{path} is not {what}: {str(fault)[:200]}", "write it again") from fault
+    # A text that many rows share is stored once, and read for each of them.
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    return column.nbytes
 
 
 def _refuse_repeated(names: Iterable[str], where: str) -> None:
@@ -232,7 +329,100 @@ def _refuse_repeated(names: Iterable[str], where: str) -> None:
 READERS: dict[str, Callable[[Path], Rows]] = {
     **dict.fromkeys((".jsonl", ".json", ".ndjson"), _json),
     **dict.fromkeys((".csv", ".tsv"), _csv),
-    ".parquet": _parquet,
-    ".arrow": _arrow,
+    **dict.fromkeys((".parquet", ".arrow"), _table),
     **dict.fromkeys(DOCUMENTS, _document),
 }
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The files of a folder, in order, and the names of what lies there besides."""
+
+    files: list[Path]
+    left_out: list[str]
+
+
+def list_folder(folder: Path) -> Folder:
+    """Return the files to read: all documents, or all files of rows of one format.
+
+    Hidden files and folders are left out, and what is no regular file or has another ending.
+
+    Raises:
+        UsageError: The files are of several kinds, or of several parts of a data set.
+    """
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
+        if len(splits) != 1:
+            raise _several_parts(folder, splits, splits[0] if splits else "PART")
+        return list_folder(folder / splits[0])
+    if (folder / "state.json").is_file():
+        return Folder(_saved_files(folder), [])
+    files, left_out = _walk(folder)
+    if any(ending(file) not in DOCUMENTS for file in files):
+        for file in [file for file in files if _is_about(file)]:
+            files.remove(file)
+            left_out.append(str(file.relative_to(folder)))
+        _refuse_mixture(folder, files)
+        _refuse_splits(folder, files)
+    return Folder(files, sorted(left_out))
+
+
+def _is_about(file: Path) -> bool:
+    """Tell whether a file is a document about the rows that lie beside it."""
+    return ending(file) in DOCUMENTS and file.stem.lower().startswith(("readme", "license", "licence"))
+
+
+def _walk(folder: Path) -> tuple[list[Path], list[str]]:
+    """Return the files that have a reader, in order, and the names of all others. Hidden ones have none."""
+    files: list[Path] = []
+    left_out: list[str] = []
+    for place, folders, names in os.walk(folder):
+        inside = Path(place).relative_to(folder)
+        left_out += [f"{inside / name}/" for name in folders if name.startswith(".")]
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            file = folder / inside / name
+            if name.startswith(".") or ending(file) not in READERS or not is_regular(file):
+                left_out.append(str(inside / name))
+            else:
+                files.append(file)
+    return sorted(files), left_out
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """Return the files of a folder that `datasets` wrote with `save_to_disk`, in the order of their rows."""
+    try:
+        entries = json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]
+        files = [folder / Path(entry["filename"]).name for entry in entries]
+    except (OSError, ValueError, KeyError, TypeError) as fault:
+        message = f"{folder}/state.json does not list the files of a saved data set"
+        raise UsageError(message, "save it again with save_to_disk, or give its .arrow file") from fault
+    if missing := [file for file in files if not is_regular(file)]:
+        raise UsageError(f"{missing[0]} is missing", "save the data set again with save_to_disk")
+    return files
+
+
+def _refuse_mixture(folder: Path, files: list[Path]) -> None:
+    kinds = Counter("documents" if ending(file) in DOCUMENTS else ending(file) for file in files)
+    if len(kinds) > 1:
+        found = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        hint = "name one file, or move the others into a folder of their own"
+        raise UsageError(f"{folder} holds files of several kinds: {found}", hint)
+
+
+def _refuse_splits(folder: Path, files: list[Path]) -> None:
+    """Refuse to learn from the test rows that lie beside the rows for training."""
+    splits: dict[str, str] = {}
+    for file in files:
+        place = file.relative_to(folder)
+        for part in place.parts:
+            word = re.split(r"[-_.]", part.lower())[0]
+            if word in SPLITS:
+                splits.setdefault(word, str(place))
+    if len(splits) > 1:
+        raise _several_parts(folder, [*splits], next(iter(splits.values())))
+
+
+def _several_parts(folder: Path, parts: list[str], first: str) -> UsageError:
+    message = f"{folder} holds several parts of a data set: {listed(parts)}"
+    return UsageError(message, f"name one of them: {folder}/{first}")

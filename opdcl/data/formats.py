@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 from opdcl.data.messages import (
@@ -26,9 +25,8 @@ from opdcl.data.messages import (
     read_objects,
     read_tools,
     role_of,
-    unread_keys,
 )
-from opdcl.data.values import from_json_text, is_missing, is_no, is_yes, number_as_text
+from opdcl.data.values import Fields, as_flag, from_json_text, number_as_text
 from opdcl.errors import UsageError, listed, nearest
 
 # Columns of a row whose names are compared with ours to find a misspelt one.
@@ -66,14 +64,14 @@ class Row:
 
     def turns(self) -> list[Row]:
         """Return a row for each answer in the conversation, in order; this one comes last."""
-        pairs = enumerate(pairwise(message["role"] for message in self.prompt), 1)
-        answered = [i for i, roles in pairs if roles in (("user", "assistant"), ("tool", "assistant"))]
-        return [*(self._turn(i) for i in answered), self]
-
-    def _turn(self, index: int) -> Row:
-        message = dict(self.prompt[index])
-        del message["role"]
-        return replace(self, prompt=self.prompt[:index], answer=message.pop("content"), reply=message)
+        rows = []
+        for index, message in enumerate(self.prompt):
+            follows_question = index > 0 and self.prompt[index - 1]["role"] in ("user", "tool")
+            if message["role"] == "assistant" and follows_question:
+                reply = {key: value for key, value in message.items() if key not in ("role", "content")}
+                answered = replace(self, prompt=self.prompt[:index], answer=message["content"], reply=reply)
+                rows.append(answered)
+        return [*rows, self]
 
     def key(self) -> str:
         """Return a text that two rows share only if a model is shown the same."""
@@ -105,23 +103,24 @@ class Row:
 
 def _spoken(message: Message) -> str:
     """Return the text of a message with its tool calls."""
-    functions = [call["function"] for call in message.get("tool_calls", [])]
-    calls = [f"{one['name']}({json.dumps(one['arguments'], ensure_ascii=False)})" for one in functions]
-    return " ".join(filter(None, [message["content"], *calls]))
+    texts = [message["content"]] if message["content"] else []
+    for call in message.get("tool_calls", []):
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        texts.append(f"{call['function']['name']}({arguments})")
+    return " ".join(texts)
 
 
 @dataclass(frozen=True)
 class Pair:
     """A format with one field for the prompt and one for the answer.
 
-    `more` continues the prompt; `beside` does so too, unless the prompt quotes it already.
+    `more` continues the prompt. In other formats, `context` does so, unless the prompt quotes it already.
     """
 
     name: str
     prompt: str
     answers: tuple[str, ...]
     more: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ("context",)
 
 
 # The first format whose field a row has, is the row's. `chosen` is the better answer of a preference row.
@@ -129,7 +128,7 @@ CONVERSATIONS = {"messages": "OpenAI messages", "conversations": "ShareGPT"}
 PAIRS = (
     Pair("prompt and completion", "prompt", ("completion", "response", "chosen")),
     Pair("question and answer", "question", ("answer", "response", "chosen")),
-    Pair("alpaca", "instruction", ("output", "response", "chosen"), more=("input", "context"), beside=()),
+    Pair("alpaca", "instruction", ("output", "response", "chosen"), more=("input", "context")),
     Pair("query and response", "query", ("response",)),
     # Also alpaca without an instruction.
     Pair("input and output", "input", ("output", "response", "chosen")),
@@ -141,8 +140,6 @@ COLUMNS = {*CONVERSATIONS, "text"}.union(*((pair.prompt, *pair.answers) for pair
 DECIDING = {*CONVERSATIONS, *(pair.prompt for pair in PAIRS), "chosen", "text"}
 # Fields that have a place in a conversation only.
 OF_CONVERSATIONS = (*SYSTEM, "history", "context", "tools", "chat_template_kwargs")
-# Fields that are about a row of any format.
-ABOUT = ("teacher", "cluster", "group")
 
 
 def check_row(row: Any, where: str) -> Row:
@@ -151,198 +148,198 @@ def check_row(row: Any, where: str) -> Row:
     Raises:
         UsageError: It has no known format, or a part of it is malformed or would be lost.
     """
+    try:
+        return replace(_read(row), where=where)
+    except UsageError as fault:
+        raise UsageError(f"{where}: {fault.message}", fault.hint) from fault
+
+
+def _read(row: Any) -> Row:
+    """Return a row without its place, which `check_row` adds to it or to the error."""
     if not isinstance(row, dict):
-        raise UsageError(f"{where} is {kind_of(row)}, not an object", FIELDS_HINT)
-    # Without null and NaN; a blank text may be an answer that is to be complained of.
-    given = {key: value for key, value in row.items() if isinstance(value, str) or not is_missing(value)}
-    read = _conversation(given, where) or _pair(given, where) or _text(given, where)
+        raise UsageError(f"the row is {kind_of(row)}, not an object", FIELDS_HINT)
+    fields = Fields(row)
+    fields.read.update(("cluster", "group"))
+    read = _conversation(fields) or _pair(fields) or _text(fields)
     if read is None:
         content = f"has only {listed(row)}" if row else "is empty"
-        raise UsageError(f"{where} {content}", did_you_mean(row) + FIELDS_HINT)
-    if pictures := [key for key in PICTURES if not is_missing(given.get(key))]:
-        raise UsageError(f"{where} has {pictures[0]}, which is no text", ONLY_TEXT)
-    _refuse_bad_answer(given, read, where)
-    _refuse_lost(given, read, where)
-    teacher, cluster, group = (given.get(key, "") for key in ABOUT)
-    teacher = checked_text(teacher, "teacher", where) if teacher != "" else ""
-    cluster = checked_text(str(cluster), "cluster", where, may_be_empty=True)
-    (variables,) = read_objects([given.get("chat_template_kwargs") or {}], "chat_template_kwargs", where)
+        raise UsageError(f"the row {content}", did_you_mean(row) + FIELDS_HINT)
+    for name in PICTURES:
+        if fields.has(name):
+            raise UsageError(f"the row has {name}, which is no text", ONLY_TEXT)
+    if read.answer or read.reply:
+        _refuse_bad_answer(fields)
+    teacher = fields.take("teacher")
+    cluster = str(fields.given.get("cluster", ""))
+    variables = fields.take("chat_template_kwargs") or {}
     return replace(
         read,
-        teacher=teacher,
-        cluster=cluster,
-        group=str(group),
-        tools=read_tools(given.get("tools"), where),
-        variables=variables,
+        teacher=checked_text(teacher, "teacher") if teacher not in (None, "") else "",
+        cluster=checked_text(cluster, "cluster", may_be_empty=True),
+        group=str(fields.given.get("group", "")),
+        tools=read_tools(fields.take("tools")),
+        variables=read_objects([variables], "chat_template_kwargs")[0],
         columns=tuple(map(str, row)),
-        unread=(*_unread_columns(given, read), *read.unread),
+        unread=(*fields.unread(), *read.unread),
     )
 
 
 def did_you_mean(columns: Collection[str]) -> str:
     """Return a hint on the first column whose name looks like a misspelling of ours, or ""."""
-    unknown = [str(column) for column in columns if column not in COLUMNS][:MOST_COMPARED]
-    free = COLUMNS - {*columns}
-    meant = {column: nearest(column.lower(), free, 0.8) for column in unknown}
-    return next((f"did you mean {near} instead of {column}? " for column, near in meant.items() if near), "")
+    unknown = [str(column) for column in columns if column not in COLUMNS]
+    for column in unknown[:MOST_COMPARED]:
+        meant = nearest(column.lower(), COLUMNS - {*columns}, 0.8)
+        if meant:
+            return f"did you mean {meant} instead of {column}? "
+    return ""
 
 
-def _text(row: dict, where: str) -> Row | None:
-    if "text" not in row:
+def _text_in(fields: Fields, name: str) -> str:
+    return checked_text(number_as_text(fields.take(name)), name)
+
+
+def _text(fields: Fields) -> Row | None:
+    if "text" not in fields.given:
         return None
-    text = checked_text(number_as_text(row["text"]), "text", where)
-    return Row([], None, text, where, format="text", columns=("text",))
+    for name in OF_CONVERSATIONS:
+        if fields.has(name):
+            hint = "text is learned as it is: write a conversation as messages, or remove the column"
+            raise UsageError(f"{name} would not be shown to the model", hint)
+    return Row([], None, _text_in(fields, "text"), "", format="text")
 
 
-def _conversation(row: dict, where: str) -> Row | None:
-    """Return a row that is a list of messages; its `columns` are the fields that were read."""
+def _conversation(fields: Fields) -> Row | None:
+    """Return a row that is a list of messages."""
     for key, name in CONVERSATIONS.items():
-        if not is_missing(row.get(key)):
-            turns = _list(row[key], key, where)
-            answer = _chosen(row, turns)
-            columns = (key, "chosen", "rejected") if answer else (key,)
-            return _turns(_whole(row, [*turns, *answer], where), where, name, columns)
-    chosen = _messages_in(row.get("chosen"))
+        if fields.has(key):
+            turns = _list(fields.take(key), key)
+            if fields.has("chosen") and turns and role_of(turns[-1]) != "assistant":
+                turns += _answer(_messages_in(_take_chosen(fields)), "chosen")
+            return _row(fields, turns, name, key)
+    chosen = _messages_in(fields.given.get("chosen"))
     if isinstance(chosen, list) and any(role_of(turn) == "user" for turn in chosen):
-        name = "preference, the chosen conversation"
-        return _turns(_whole(row, chosen, where), where, name, ("chosen", "rejected"))
+        _take_chosen(fields)
+        return _row(fields, chosen, "preference, the chosen conversation", "chosen")
     return None
 
 
-def _pair(row: dict, where: str) -> Row | None:
-    """Return a row with a field for its prompt and one for its answer; its `columns` are what was read."""
-    pairs = [pair for pair in PAIRS if pair.prompt in row]
+def _pair(fields: Fields) -> Row | None:
+    """Return a row with a field for its prompt and one for its answer."""
+    pairs = [pair for pair in PAIRS if pair.prompt in fields.given]
     if not pairs:
         return None
-    pair = next((pair for pair in pairs if not is_missing(row[pair.prompt])), pairs[0])
-    given = [name for name in pair.answers if name in row]
-    filled = [name for name in given if not is_missing(row[name])]
-    field = (*filled, *given, *pair.answers)[0]
-    asked, answer = _messages_in(row[pair.prompt]), number_as_text(row.get(field))
-    columns = [pair.prompt, field]
-    if isinstance(asked, list):
+    pair = next((pair for pair in pairs if fields.has(pair.prompt)), pairs[0])
+    # A blank answer counts only if there is no other one.
+    answers = [name for name in pair.answers if name in fields.given]
+    answers.sort(key=lambda name: not fields.has(name))
+    field = answers[0] if answers else pair.answers[0]
+    answer = _take_chosen(fields) if field == "chosen" else fields.take(field)
+    turns = _messages_in(fields.take(pair.prompt))
+    if isinstance(turns, list):
         answer = _messages_in(answer)
     else:
-        columns += pair.more
-        asked = [{"role": "user", "content": _asked_text(row, pair, where)}]
-    if isinstance(answer, str):
-        answer = [{"role": "assistant", "content": answer}]
-    turns = [*asked, *_list([] if answer is None else answer, field, where)]
-    name = pair.name
-    if field == "chosen":
-        name, columns = f"{pair.name}, the chosen answer", [*columns, "rejected"]
-    return _turns(_whole(row, turns, where), where, name, tuple(columns))
+        turns = [{"role": "user", "content": _asked_text(fields, pair)}]
+    name = f"{pair.name}, the chosen answer" if field == "chosen" else pair.name
+    return _row(fields, [*turns, *_answer(number_as_text(answer), field)], name, pair.prompt)
 
 
-def _asked_text(row: dict, pair: Pair, where: str) -> str:
+def _take_chosen(fields: Fields) -> Any:
+    """Return the better answer of a preference row, whose other one is left out on purpose."""
+    fields.take("rejected")
+    return fields.take("chosen")
+
+
+def _asked_text(fields: Fields, pair: Pair) -> str:
     """Return a prompt that is text, with what continues it."""
-    prompt = checked_text(number_as_text(row[pair.prompt]), pair.prompt, where)
+    prompt = _text_in(fields, pair.prompt)
     texts = [prompt]
-    for name in (*pair.more, *pair.beside):
-        if is_missing(row.get(name)):
-            continue
-        text = checked_text(number_as_text(row[name]), name, where)
-        if name in pair.more or text not in prompt:
-            texts.append(text)
+    for name in pair.more or ("context",):
+        if fields.has(name):
+            text = _text_in(fields, name)
+            if name in pair.more or text not in prompt:
+                texts.append(text)
     return "\n\n".join(texts)
 
 
-def _whole(row: dict, turns: list[Any], where: str) -> list[Any]:
+def _answer(value: Any, field: str) -> list[Any]:
+    """Return an answer as messages: a text, one message, or several; none without an answer."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}]
+    return [value] if are_messages([value]) else _list(value, field)
+
+
+def _row(fields: Fields, turns: list[Any], form: str, key: str) -> Row:
+    """Return the conversation in the field `key` as a row; its last assistant turn is the answer."""
+    turns = _whole(fields, turns)
+    messages, unread = [], []
+    for turn in turns:
+        message, keys = read_message(turn, is_last=turn is turns[-1])
+        messages.append(message)
+        unread += [f"{key}.{name}" for name in keys]
+    if not any(message["role"] == "user" for message in messages):
+        raise UsageError("no user message", FIELDS_HINT)
+    answer: str | None = None
+    reply: Message = {}
+    if messages[-1]["role"] == "assistant":
+        reply = messages.pop()
+        del reply["role"]
+        answer = reply.pop("content")
+    if fields.has("context"):
+        context = number_as_text(fields.take("context"))
+        if not any(str(context) in message["content"] for message in messages):
+            hint = "write it into a message, or remove the column"
+            raise UsageError("context would not be shown to the model", hint)
+    return Row(messages, answer, None, "", format=form, reply=reply, unread=(*dict.fromkeys(unread),))
+
+
+def _whole(fields: Fields, turns: list[Any]) -> list[Any]:
     """Return the turns after those that other fields put before them: a system message, and `history`."""
-    systems = {name: row[name] for name in SYSTEM if not is_missing(row.get(name))}
+    systems = {name: _text_in(fields, name) for name in SYSTEM if fields.has(name)}
+    first = [{"role": "system", "content": text} for text in systems.values()][:1]
     if turns and role_of(turns[0]) == "system":
-        first, turns = turns[0], turns[1:]
-        systems["the conversation"] = content_of(first, where)
-    elif systems:
-        name, text = next(iter(systems.items()))
-        first = {"role": "system", "content": checked_text(text, name, where)}
-    else:
-        return [*_history(row, where), *turns]
-    if len({text.strip() if isinstance(text, str) else None for text in systems.values()}) > 1:
-        message = f"{where}: {' and '.join(systems)} have different system messages"
+        first, turns = turns[:1], turns[1:]
+        systems["the conversation"] = str(content_of(first[0]))
+    if len({text.strip() for text in systems.values()}) > 1:
+        message = f"{' and '.join(systems)} have different system messages"
         raise UsageError(message, "keep the one that the model is to be shown")
-    return [first, *_history(row, where), *turns]
+    return [*first, *_history(fields), *turns]
 
 
-def _history(row: dict, where: str) -> list[Message]:
+def _history(fields: Fields) -> list[Message]:
     """Return the turns of `history`, which has a pair of texts for each earlier exchange."""
     turns = []
-    for exchange in _list(row.get("history") or [], "history", where):
+    for exchange in _list(fields.take("history") or [], "history"):
         if not (isinstance(exchange, list) and len(exchange) == 2):
-            raise UsageError(f"{where}: history is not a list of pairs", "a pair is [question, answer]")
+            raise UsageError("history is not a list of pairs", "a pair is [question, answer]")
         question, answer = exchange
         turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return turns
 
 
-def _chosen(row: dict, turns: list[Any]) -> list[Any]:
-    """Return the chosen answer to a conversation that ends with the user; none where it has its answer."""
-    chosen = _messages_in(row.get("chosen"))
-    if is_missing(chosen) or not turns or role_of(turns[-1]) == "assistant":
-        return []
-    if isinstance(chosen, str):
-        return [{"role": "assistant", "content": chosen}]
-    return chosen if isinstance(chosen, list) else [chosen]
-
-
-def _turns(turns: list[Any], where: str, name: str, columns: tuple[str, ...]) -> Row:
-    """Return a conversation as a row; its last assistant turn is the answer."""
-    messages = [read_message(turn, where, is_last=turn is turns[-1]) for turn in turns]
-    if not any(message["role"] == "user" for message in messages):
-        raise UsageError(f"{where}: no user message", FIELDS_HINT)
-    keys = dict.fromkeys(f"{columns[0]}.{key}" for turn in turns for key in unread_keys(turn))
-    answer: str | None = None
-    reply: dict[str, Any] = {}
-    if messages[-1]["role"] == "assistant":
-        *messages, last = messages
-        answer = last["content"]
-        reply = {key: value for key, value in last.items() if key not in ("role", "content")}
-    columns = (*columns, *OF_CONVERSATIONS)
-    return Row(messages, answer, None, where, format=name, reply=reply, columns=columns, unread=tuple(keys))
-
-
 def _messages_in(value: Any) -> Any:
-    """Return the messages that a text holds as JSON, and any other value as it is."""
+    """Return the messages, or the one message, that a text holds as JSON, and any other value as it is."""
     decoded = from_json_text(value)
-    if are_messages(decoded):
-        return decoded
-    return decoded if are_messages([decoded]) else value
+    return decoded if are_messages(decoded) or are_messages([decoded]) else value
 
 
-def _refuse_bad_answer(row: dict, read: Row, where: str) -> None:
+def _refuse_bad_answer(fields: Fields) -> None:
     """Refuse an answer that is marked as a bad one, as data sets of preferences do."""
-    label = row.get("label")
-    if is_no(label) and (read.answer or read.reply):
+    label = fields.given.get("label")
+    says = as_flag(label)
+    if says:
+        fields.read.add("label")
+    if says is False:
         hint = "leave out the rows whose label is false; if label says something else, rename the column"
-        raise UsageError(f"{where}: its answer is marked as a bad one (label: {json.dumps(label)})", hint)
+        message = f"its answer is marked as a bad one (label: {json.dumps(label)})"
+        raise UsageError(message, hint)
 
 
-def _refuse_lost(row: dict, read: Row, where: str) -> None:
-    """Refuse a row whose prompt would lack what the row has beside it."""
-    lost = []
-    if read.text is not None:
-        lost = [name for name in OF_CONVERSATIONS if not is_missing(row.get(name))]
-        hint = "text is learned as it is: write a conversation as messages, or remove the column"
-    elif not is_missing(context := number_as_text(row.get("context"))):
-        shown = isinstance(context, str) and any(context in message["content"] for message in read.prompt)
-        lost = [] if shown else ["context"]
-        hint = "write it into a message, or remove the column"
-    if lost:
-        raise UsageError(f"{where}: {lost[0]} would not be shown to the model", hint)
-
-
-def _unread_columns(row: dict, read: Row) -> list[str]:
-    """Return the columns that hold something and are not read."""
-    known = {*read.columns, *ABOUT}
-    if is_yes(row.get("label")) and (read.answer or read.reply):
-        known.add("label")
-    return [str(name) for name, value in row.items() if name not in known and not is_missing(value)]
-
-
-def _list(value: Any, field: str, where: str) -> list[Any]:
+def _list(value: Any, field: str) -> list[Any]:
     """Return a list, which some files hold as JSON text, as they do its entries."""
     value = from_json_text(value)
     if isinstance(value, list):
         return [from_json_text(entry) for entry in value]
     wanted = "a list" if field in (*CONVERSATIONS, "history") else "text"
-    raise UsageError(f"{where}: {field} is {kind_of(value)}, not {wanted}", FIELDS_HINT)
+    raise UsageError(f"{field} is {kind_of(value)}, not {wanted}", FIELDS_HINT)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from opdcl.data.chat import answer_text, check_rendered, has_thought, render, templated
+from opdcl.data.chat import check_rendered, has_thought, render, same_length, templated
 from opdcl.data.control import markup
 from opdcl.data.formats import Row
 from opdcl.data.messages import Message
@@ -66,24 +65,15 @@ def learned_turns(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[Turn | N
     check_rendered(row, tokenizer, messages)
     turns: list[Turn | None] = []
     for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        if index == 0:  # nothing is asked before the first message
-            turns.append(None)
-            continue
-        if has_thought(message):
-            check_rendered(row, tokenizer, messages[: index + 1])
-        turns.append(_turn(row, tokenizer, messages[: index + 1]))
+        if message["role"] == "assistant":
+            # Nothing is asked before the first message.
+            turns.append(_turn(row, tokenizer, messages[: index + 1]) if index else None)
     if not any(turns):
-        raise _without_prompt(row, messages)
+        hint = "name a template that writes answers as its prompts open them: --set model.chat_template=FILE"
+        if any(map(has_thought, messages)):
+            hint = "thinking is off unless: --set model.chat_template_kwargs.enable_thinking=true"
+        raise UsageError(f"{row.where}: with this chat template no prompt leads to its answer", hint)
     return turns
-
-
-def _without_prompt(row: Row, messages: list[Message]) -> UsageError:
-    hint = "name a template that writes answers as its prompts open them: --set model.chat_template=FILE"
-    if any(has_thought(message) for message in messages):
-        hint = "thinking is off unless: --set model.chat_template_kwargs.enable_thinking=true"
-    return UsageError(f"{row.where}: with this chat template no prompt leads to its answer", hint)
 
 
 def in_sequences(turns: list[Turn | None]) -> list[Encoded]:
@@ -96,7 +86,7 @@ def in_sequences(turns: list[Turn | None]) -> list[Encoded]:
     for turn in filter(None, reversed(turns)):
         begin, ids = len(turn.prompt), turn.prompt + turn.answer
         for other in sequences:
-            same = _same_length(ids, other.input_ids)
+            same = same_length(ids, other.input_ids)
             if same >= begin + turn.words:
                 other.completion_mask[begin:same] = turn.learned[: same - begin]
                 break
@@ -106,40 +96,33 @@ def in_sequences(turns: list[Turn | None]) -> list[Encoded]:
     return [last, *reversed(others)]
 
 
-def _same_length(ids: list[int], others: list[int]) -> int:
-    """Return how many ids two lists have in common before they differ."""
-    pairs = enumerate(zip(ids, others, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(ids), len(others)))
-
-
 def _turn(row: Row, tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> Turn | None:
     """Return the last of the messages as it is learned, or None if no prompt leads to it."""
+    if has_thought(messages[-1]):
+        check_rendered(row, tokenizer, messages)
     prompt = templated(tokenizer, row, messages[:-1], generation=True)
     whole = templated(tokenizer, row, messages)
-    if whole[: len(prompt)] == prompt:
-        answer = whole[len(prompt) :]
-    else:
+    answer = whole[len(prompt) :]
+    if whole[: len(prompt)] != prompt:
         answer = _answer_apart(row, tokenizer, messages, prompt)
     if not answer:
         return None
-    words = _words(answer, tokenizer)
     control = markup(tokenizer)
+    words = _words(answer, control, tokenizer)
     ends = [i for i in answer[words:] if i in control]
     _refuse_second_end(row, tokenizer, messages[-1], ends)
     # Sampling stops at the end of the turn, so line breaks that the template adds to it are never written,
     # even where the end of the text follows (Phi 3). Between a call and the end of the turn, some are.
-    if "tool_calls" in messages[-1]:
-        learned = [1] * len(answer)
-    else:
-        learned = [1] * words + [int(i in control) for i in answer[words:]]
     while ends and answer[-1] not in control:
-        answer, learned = answer[:-1], learned[:-1]
+        answer.pop()
+    learned = [1] * len(answer)
+    if "tool_calls" not in messages[-1]:
+        learned[words:] = [int(i in control) for i in answer[words:]]
     return Turn(prompt, answer, learned, words)
 
 
-def _words(answer: list[int], tokenizer: PreTrainedTokenizerBase) -> int:
+def _words(answer: list[int], control: frozenset[int], tokenizer: PreTrainedTokenizerBase) -> int:
     """Return how many ids of an answer come before the control tokens, and blanks among them, that end it."""
-    control = markup(tokenizer)
     words = len(answer)
     while words and (answer[words - 1] in control or not tokenizer.decode(answer[words - 1 : words]).strip()):
         words -= 1
@@ -162,14 +145,14 @@ def _answer_apart(
     answer = _text_after(asked, written, has_thought(messages[-1]))
     if not answer:
         return []
-    # Behind a token that no text joins, since some tokenizers put a blank before the first word.
+    before_it = tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
+    # Also behind a token that no text joins, since some tokenizers put a blank before the first word.
     for before in ("", tokenizer.eos_token or ""):
-        ids = tokenizer(before + answer, add_special_tokens=False)["input_ids"][bool(before) :]
-        before_it, with_it = (
-            tokenizer.decode(part, clean_up_tokenization_spaces=False) for part in (prompt, prompt + ids)
-        )
-        if with_it == before_it + answer:
-            return list(ids)
+        ids = list(tokenizer(before + answer, add_special_tokens=False)["input_ids"])
+        if before:
+            del ids[0]
+        if tokenizer.decode(prompt + ids, clean_up_tokenization_spaces=False) == before_it + answer:
+            return ids
     return []
 
 
@@ -201,14 +184,17 @@ def _refuse_second_end(
     row: Row, tokenizer: PreTrainedTokenizerBase, message: Message, ends: list[int]
 ) -> None:
     """Refuse an answer whose text ends the turn itself; `ends` are all tokens that end it."""
-    # Not </ul> and the like, which are ordinary tokens in some vocabularies.
-    added = tokenizer.added_tokens_decoder if len(ends) > len({*ends}) else {}
-    twice = [added[i].content for i in ends if ends.count(i) > 1 and added[i].special]
     content = message["content"].rstrip()
-    for end in filter(None, [*twice, tokenizer.eos_token]):
-        if content.endswith(end):
-            message_ = f"{row.where}: an answer ends with {end}, and the chat template ends it once more"
-            raise UsageError(message_, f"remove {end} from the answers of the file")
+    texts = [tokenizer.eos_token]
+    for token in {i for i in ends if ends.count(i) > 1}:
+        added = tokenizer.added_tokens_decoder[token]
+        # Not </ul> and the like, which are ordinary tokens in some vocabularies.
+        if added.special:
+            texts.append(added.content)
+    for end in texts:
+        if end and content.endswith(end):
+            found = f"{row.where}: an answer ends with {end}, and the chat template ends it once more"
+            raise UsageError(found, f"remove {end} from the answers of the file")
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[Encoded]:
@@ -221,18 +207,13 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, max_length: int) 
     begins = tokenizer("finis")["input_ids"][:1] == [tokenizer.bos_token_id]
     start = [tokenizer.bos_token_id] if begins else []
     if start and ids[:1] == start:
-        ids = ids[1:]
+        del ids[0]
     if ids[-1:] != [tokenizer.eos_token_id]:
         ids.append(tokenizer.eos_token_id)
     size = max(1, max_length - len(start))
-    pieces = [ids[i : i + size] for i in range(0, len(ids), size)]
-    return [Encoded(start + piece, [0] * len(start) + [1] * len(piece)) for piece in pieces if len(piece) > 1]
-
-
-def call_text(row: Row, call: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the answer, as scorers see it, that makes a call of a tool; `call` is its name and arguments."""
-    reply = {"tool_calls": [{"type": "function", "function": json.loads(call)}]}
-    turn = learned_turns(replace(row, reply=reply), tokenizer)[-1]
-    if turn is None:
-        raise _without_prompt(row, [])
-    return answer_text(tokenizer, turn.prompt, turn.answer)
+    encoded = []
+    for begin in range(0, len(ids), size):
+        piece = ids[begin : begin + size]
+        if len(piece) > 1:
+            encoded.append(Encoded(start + piece, [0] * len(start) + [1] * len(piece)))
+    return encoded

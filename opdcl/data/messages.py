@@ -1,6 +1,6 @@
 """One message of a conversation, as trainers and data sets write it: its role, text, thought and tool calls.
 
-What a message holds is kept, refused, or named by `unread_keys`.
+What a message holds is kept, refused, or named as unread. The caller adds the row's place to an error.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from opdcl.data.values import from_json_text, is_missing, is_yes, number_as_text, without_nulls
+from opdcl.data.values import Fields, as_flag, from_json_text, is_missing, number_as_text, without_nulls
 from opdcl.errors import UsageError
 
 MAX_ROW_CHARS = 200_000
@@ -39,7 +39,17 @@ LEARNED = ("weight", "loss", "train", "trainable", "training")
 
 ROLE_KEYS, CONTENT_KEYS = ("role", "from"), ("content", "value")
 RESULT_KEYS = ("name", "tool_call_id")
-READ_KEYS = {*ROLE_KEYS, *CONTENT_KEYS, *THOUGHT, *LEARNED, *PICTURES, "tools", "tool_calls", "function_call"}
+
+# Kinds of values in JSON, in words.
+KINDS = {
+    str: "text",
+    list: "a list",
+    dict: "an object",
+    bool: "true or false",
+    type(None): "null",
+    int: "a number",
+    float: "a number",
+}
 
 
 def role_of(turn: Any) -> Any:
@@ -49,159 +59,162 @@ def role_of(turn: Any) -> Any:
 
 
 def are_messages(value: Any) -> bool:
-    """Return whether a value is a list of messages."""
-    if not isinstance(value, list) or not value:
+    """Return whether a value is a list of messages, as OpenAI or ShareGPT write them."""
+    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict):
         return False
-    return all(isinstance(turn, dict) and _first(turn, ROLE_KEYS) is not None for turn in value)
+    as_openai = "role" in value and ("content" in value or "tool_calls" in value)
+    as_sharegpt = "from" in value and "value" in value
+    return as_openai or as_sharegpt
 
 
-def read_message(turn: Any, where: str, is_last: bool) -> Message:
-    """Return a message as chat templates read it.
+def read_message(turn: Any, is_last: bool) -> tuple[Message, list[str]]:
+    """Return a message as chat templates read it, and those of its keys that hold something and are not read.
 
     Raises:
         UsageError: It is malformed, or a part of it would be lost.
     """
     role = role_of(turn)
     if role in FOREIGN_TOOLS:
-        raise UsageError(f"{where}: a message has the role {role!r}", AS_OPENAI)
+        raise UsageError(f"a message has the role {role!r}", AS_OPENAI)
     if role not in ROLES.values():
-        raise UsageError(f"{where}: message role {role!r}", f"roles are {', '.join(ROLES)}")
-    _refuse_lost(turn, role, where)
+        raise UsageError(f"message role {role!r}", f"roles are {', '.join(ROLES)}")
+    fields = Fields(turn)
+    fields.read.update(ROLE_KEYS, CONTENT_KEYS, LEARNED)
+    _refuse_lost(fields, role)
+    content = content_of(turn)
     more: Message = {}
     if role == "tool":
-        given = [key for key in RESULT_KEYS if not is_missing(turn.get(key))]
-        more = {key: checked_text(str(turn[key]), key, where) for key in given}
-    calls = turn.get("tool_calls")
-    if not is_missing(calls):
-        more["tool_calls"] = [_call(call, where) for call in read_objects(calls, "tool_calls", where)]
-    if thought := _thought(turn, where):
+        for key in RESULT_KEYS:
+            if fields.has(key):
+                more[key] = checked_text(str(fields.take(key)), key)
+    calls = read_objects(fields.take("tool_calls"), "tool_calls")
+    if calls:
+        more["tool_calls"] = [_call(call) for call in calls]
+        content = "" if content is None else content
+    thought = _thought(fields)
+    if thought:
         more |= dict.fromkeys(THOUGHT, thought)
-    content = content_of(turn, where)
-    has_calls = "tool_calls" in more
-    if content is None and has_calls:
-        content = ""
     # Whether an answer may be empty is for its use to say.
-    may_be_empty = role == "tool" or (role == "assistant" and (is_last or has_calls))
-    return {"role": role, "content": checked_text(content, f"{role} content", where, may_be_empty), **more}
+    may_be_empty = role == "tool" or (role == "assistant" and (is_last or bool(calls)))
+    text = checked_text(content, f"{role} content", may_be_empty)
+    return {"role": role, "content": text, **more}, fields.unread()
 
 
-def unread_keys(turn: Any) -> list[str]:
-    """Return the keys of a message that hold something and are not read."""
-    read = READ_KEYS | {*RESULT_KEYS} if role_of(turn) == "tool" else READ_KEYS
-    return [str(key) for key, value in turn.items() if key not in read and not is_missing(value)]
-
-
-def content_of(turn: Message, where: str) -> Any:
+def content_of(turn: Message) -> Any:
     """Return the text of a message, which may be written in parts."""
     content = _first(turn, CONTENT_KEYS)
     if isinstance(content, list):
-        return "".join(_part(part, where) for part in content)
+        return "".join(_part(part) for part in content)
     return number_as_text(content)
 
 
-def _refuse_lost(turn: Message, role: str, where: str) -> None:
+def _refuse_lost(fields: Fields, role: str) -> None:
     """Refuse what a message says and no prompt or answer would show."""
-    if turn.get("function_call"):
-        raise UsageError(f"{where}: a message has function_call", AS_OPENAI)
-    if pictures := [key for key in PICTURES if not is_missing(turn.get(key))]:
-        raise UsageError(f"{where}: a message has {pictures[0]}, which is no text", ONLY_TEXT)
-    if not is_missing(turn.get("tools")):
-        raise UsageError(f"{where}: a message has tools", "write tools beside messages, not in one of them")
+    if fields.has("function_call"):
+        raise UsageError("a message has function_call", AS_OPENAI)
+    if fields.has("tools"):
+        raise UsageError("a message has tools", "write tools beside messages, not in one of them")
+    for key in PICTURES:
+        if fields.has(key):
+            raise UsageError(f"a message has {key}, which is no text", ONLY_TEXT)
     for key in LEARNED if role == "assistant" else ():
-        value = turn.get(key)
-        if not is_missing(value) and not is_yes(value):
+        value = fields.take(key)
+        if fields.has(key) and not as_flag(value):
             shown = json.dumps(value) if isinstance(value, str | int | float) else kind_of(value)
             hint = "every assistant turn is learned alike: remove the turn, or this key"
-            raise UsageError(f"{where}: a message has {key} {shown}", hint)
+            raise UsageError(f"a message has {key} {shown}", hint)
 
 
-def _thought(turn: Message, where: str) -> str:
+def _thought(fields: Fields) -> str:
     """Return the thought of a message, whatever it is called; "" if it has none."""
-    given = [turn[key] for key in THOUGHT if not is_missing(turn.get(key))]
-    thoughts = {checked_text(thought, "a thought", where) for thought in given}
+    given = [fields.take(key) for key in THOUGHT if fields.has(key)]
+    thoughts = {checked_text(thought, "a thought") for thought in given}
     if len(thoughts) > 1:
-        raise UsageError(
-            f"{where}: a message has two different thoughts", f"keep one of {', '.join(THOUGHT)}"
-        )
-    return next(iter(thoughts), "")
+        hint = f"keep one of {', '.join(THOUGHT)}"
+        raise UsageError("a message has two different thoughts", hint)
+    return thoughts.pop() if thoughts else ""
 
 
 def _first(turn: Message, keys: tuple[str, ...]) -> Any:
     """Return the first value that is not missing; where all are, a blank text rather than null."""
     values = [turn[key] for key in keys if turn.get(key) is not None]
-    return next((value for value in values if not is_missing(value)), values[0] if values else None)
+    values.sort(key=is_missing)
+    return values[0] if values else None
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: Any) -> str:
     if not isinstance(part, dict) or part.get("type") != "text":
         kind = part.get("type") if isinstance(part, dict) else kind_of(part)
-        raise UsageError(f"{where}: a message holds a part of type {kind}", ONLY_TEXT)
-    return checked_text(part.get("text"), "text", where)
+        raise UsageError(f"a message holds a part of type {kind}", ONLY_TEXT)
+    return checked_text(part.get("text"), "text")
 
 
-def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
+def _call(call: Message) -> Message:
     """Return a tool call with its arguments as an object, which OpenAI writes as JSON text."""
     function = from_json_text(call.get("function", call))
-    arguments = from_json_text(function.get("arguments")) if isinstance(function, dict) else None
-    if not isinstance(arguments, dict) or not (function.get("name") and isinstance(function["name"], str)):
-        raise UsageError(f"{where}: a tool call has no name or no object of arguments", AS_OPENAI)
-    (arguments,) = read_objects([arguments], "arguments", where)
+    name, arguments = None, None
+    if isinstance(function, dict):
+        name, arguments = function.get("name"), from_json_text(function.get("arguments"))
+    if not isinstance(arguments, dict) or not isinstance(name, str) or not name:
+        raise UsageError("a tool call has no name or no object of arguments", AS_OPENAI)
+    (arguments,) = read_objects([arguments], "arguments")
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
-def read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
+def read_tools(value: Any) -> list[Message] | None:
     """Return the tools that a row offers, or None; some files hold them, or parts of them, as JSON text."""
-    tools = []
-    for tool in read_objects(value, "tools", where):
-        function = from_json_text(tool.get("function"))
-        if isinstance(function, dict):
-            parameters = from_json_text(function.get("parameters"))
-            if isinstance(parameters, dict) and "properties" in parameters:
-                parameters = {**parameters, "properties": from_json_text(parameters["properties"])}
-            function = {**function, "parameters": parameters} if "parameters" in function else function
-        tools.append({**tool, "function": function} if "function" in tool else tool)
-    return read_objects(tools, "tools", where) or None
+    tools = read_objects(value, "tools")
+    for tool in tools:
+        part: Any = tool
+        for key in ("function", "parameters", "properties"):
+            if isinstance(part, dict) and key in part:
+                decoded = from_json_text(part[key])
+                part[key] = decoded
+                part = decoded
+    return read_objects(tools, "tools") or None
 
 
-def read_objects(value: Any, field: str, where: str) -> list[dict[str, Any]]:
+def read_objects(value: Any, field: str) -> list[Message]:
     """Return a list of objects without nulls, which some files hold as JSON text; an empty one if missing."""
     entries = [] if is_missing(value) else from_json_text(value)
     if isinstance(entries, list):
         entries = [from_json_text(entry) for entry in entries]
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise UsageError(f"{where}: {field} is not made of objects", AS_OPENAI)
+        raise UsageError(f"{field} is not made of objects", AS_OPENAI)
     try:
         entries = without_nulls(entries)
         text = json.dumps(entries, ensure_ascii=False, default=str)
     except RecursionError as fault:
-        raise UsageError(f"{where}: {field} is nested too deeply", AS_OPENAI) from fault
-    checked_text(text, field, where)
+        raise UsageError(f"{field} is nested too deeply", AS_OPENAI) from fault
+    checked_text(text, field)
     return entries
 
 
 def kind_of(value: Any) -> str:
     """Return what a JSON value is, in words."""
-    kinds = {str: "text", list: "a list", dict: "an object", bool: "true or false", type(None): "null"}
-    kinds |= dict.fromkeys((int, float), "a number")
-    return kinds.get(type(value), type(value).__name__)
+    return KINDS.get(type(value), type(value).__name__)
 
 
-def checked_text(value: Any, name: str, where: str, may_be_empty: bool = False) -> str:
+def checked_text(value: Any, name: str, may_be_empty: bool = False) -> str:
     """Return a value that must be text, and that a tokenizer can read.
 
     Raises:
         UsageError: It is something else, blank, too long, or holds half a character.
     """
     if not isinstance(value, str):
-        raise UsageError(f"{where}: {name} is {kind_of(value)}, not text", FIELDS_HINT)
+        raise UsageError(f"{name} is {kind_of(value)}, not text", FIELDS_HINT)
     if not value.strip():
         if may_be_empty:
             return ""
-        raise UsageError(f"{where}: {name} is empty", FIELDS_HINT)
+        raise UsageError(f"{name} is empty", FIELDS_HINT)
     if any("\ud800" <= char <= "\udfff" for char in value):
-        message = f"{where}: {name} holds half of a surrogate pair, which is not a character"
+        message = f"{name} holds half of a surrogate pair, which is not a character"
         raise UsageError(message, "write the text as UTF-8")
     if len(value) > MAX_ROW_CHARS:
-        message = f"{where}: {name} has {len(value)} characters, at most {MAX_ROW_CHARS} are read"
+        message = f"{name} has {len(value)} characters, at most {MAX_ROW_CHARS} are read"
         raise UsageError(message, "split the row")
     return value

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from opdcl.data.chat import THOUGHTS
 from opdcl.data.formats import PACKED_ROW, Row
 from opdcl.data.scoring import process_results
 from opdcl.errors import UsageError
-
-# What a model may repeat of a conversation instead of an answer: the last message of a role.
-REPEATED = {"system": "system message", "assistant": "earlier answer", "tool": "result of a tool"}
 
 
 def question_task(name: str, rows: Callable[[], list[Row]], max_tokens: int) -> dict[str, Any]:
@@ -46,28 +43,8 @@ def document(row: Row) -> dict[str, Any]:
     if not answer or not row.prompt:
         reason = "its answer is a tool call" if row.reply.get("tool_calls") else "a domain suite needs both"
         raise UsageError(f"{row.where} has no question and answer", reason)
-    question = next(message["content"] for message in reversed(row.prompt) if message["role"] == "user")
-    return {"question": question, "answers": [answer], "cluster": row.cluster, PACKED_ROW: row.packed()}
-
-
-def shown(doc: Mapping[str, Any]) -> str | None:
-    """Return the prompt of a user's row for a reader; None for a document of another suite."""
-    return Row.unpacked(doc[PACKED_ROW]).shown() if PACKED_ROW in doc else None
-
-
-def repeated(docs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return answers that repeat a part of the conversation, by name, one per document; none without one."""
-    prompts = [Row.unpacked(doc[PACKED_ROW]).prompt if PACKED_ROW in doc else [] for doc in docs]
-    answers = {}
-    for role, name in REPEATED.items():
-        texts = [_last_of(role, prompt) for prompt in prompts]
-        if any(texts):
-            answers[name] = texts
-    return answers
-
-
-def _last_of(role: str, prompt: list[dict[str, Any]]) -> str:
-    return next((message["content"] for message in reversed(prompt) if message["role"] == role), "")
+    questions = [message["content"] for message in row.prompt if message["role"] == "user"]
+    return {"question": questions[-1], "answers": [answer], "cluster": row.cluster, PACKED_ROW: row.packed()}
 
 
 def _without_thought(answer: str) -> str:

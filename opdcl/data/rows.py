@@ -11,24 +11,20 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from opdcl.config.own_tasks import is_task_file
 from opdcl.config.shipped import SHIPPED_DATA, package_folder
-from opdcl.data.files import read_file, read_text
-from opdcl.data.folders import list_folder
+from opdcl.data.files import list_folder, read_file
 from opdcl.data.formats import DECIDING, Row, check_row
 from opdcl.data.messages import FIELDS_HINT, kind_of
 from opdcl.data.own_tasks import task_files
 from opdcl.data.values import is_missing
 from opdcl.errors import UsageError, listed
 from opdcl.hub import Repository, parse, snapshot
-
-# Fields that a note on unread ones names.
-UNREAD_NAMES = 8
 
 
 class RowError(UsageError):
@@ -49,7 +45,7 @@ def load_rows(
     Raises:
         UsageError: A source cannot be read, it has no rows, or a row is refused and there is no list `bad`.
     """
-    rows = _check_all(_raw(source, split), source, columns or {}, bad)
+    rows = _check_all(_raw(source, split), source, columns, bad)
     if not rows:
         others = left_out(source).removeprefix(source)
         raise UsageError(f"{source} has no rows{others}", FIELDS_HINT)
@@ -60,12 +56,16 @@ def check_lines(
     text: str, name: str, columns: Mapping[str, str] | None = None, bad: list[UsageError] | None = None
 ) -> list[Row]:
     """Check the rows of a JSONL text as `load_rows` does; errors call them by `name`."""
-    rows = ((json.loads(line), f"{name} row {n}") for n, line in enumerate(text.split("\n"), 1) if line)
-    return _check_all(rows, name, columns or {}, bad)
+    lines = enumerate(text.split("\n"), 1)
+    rows = [(json.loads(line), f"{name} row {number}") for number, line in lines if line]
+    return _check_all(rows, name, columns, bad)
 
 
 def _check_all(
-    rows: Iterator[tuple[Any, str]], source: str, columns: Mapping[str, str], bad: list[UsageError] | None
+    rows: Iterable[tuple[Any, str]],
+    source: str,
+    columns: Mapping[str, str] | None,
+    bad: list[UsageError] | None,
 ) -> list[Row]:
     """Return checked rows; the errors of others are added to `bad`, or the first one is raised without it."""
     checked = []
@@ -73,7 +73,7 @@ def _check_all(
         try:
             if isinstance(row, UsageError):
                 raise row
-            checked.append(_checked(row, columns, where))
+            checked.append(_checked(row, columns or {}, where))
         except UsageError as fault:
             if bad is None:
                 raise RowError(fault.message, fault.hint) from fault
@@ -88,18 +88,19 @@ def _checked(row: Any, columns: Mapping[str, str], where: str) -> Row:
 
     Other columns of ours that it has are read too, unless they would make it a row of another format.
     """
-    if not isinstance(row, dict) or not row.keys() & {*columns.values()}:
+    theirs = {*columns.values()}
+    if not isinstance(row, dict) or not row.keys() & theirs:
         return check_row(row, where)
-    # Prompts need no answers.
-    if missing := [theirs for ours, theirs in columns.items() if theirs not in row and ours != "answer"]:
-        hint = f"its columns are {listed(row)}"
-        raise UsageError(f"{where} has no column {missing[0]!r}", hint)
-    named = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
-    others = {key: value for key, value in row.items() if key not in {*columns.values()}}
+    named = {}
+    for ours, name in columns.items():
+        if name in row:
+            named[ours] = row[name]
+        elif ours != "answer":  # prompts need no answers
+            raise UsageError(f"{where} has no column {name!r}", f"its columns are {listed(row)}")
     passed_over = named.keys() | (DECIDING if DECIDING & named.keys() else set())
-    kept = {key: value for key, value in others.items() if key not in passed_over}
+    kept = {key: value for key, value in row.items() if key not in theirs | passed_over}
+    unread = [key for key in row if key in passed_over - theirs and not is_missing(row[key])]
     checked = check_row(kept | named, where)
-    unread = [key for key in others if key in passed_over and not is_missing(others[key])]
     return replace(checked, unread=(*checked.unread, *unread))
 
 
@@ -111,11 +112,7 @@ def recognised(source: str, rows: list[Row]) -> str:
     parts = [f"{message['role']}: {message['content']}" for message in first.prompt]
     if first.answer is not None:
         parts.append(f"assistant: {first.answer}")
-    elif first.text:
-        parts.append(first.text)
-    example = " ".join(" ".join(parts).split())
-    if len(example) > 160:
-        example = f"{example[:157]}..."
+    example = _short(first.text or " ".join(parts), 160)
     return f"{source}: {formats}; the first: {example}"
 
 
@@ -124,17 +121,15 @@ def unread(source: str, rows: list[Row]) -> str:
     counts = Counter(name for row in rows for name in row.unread).most_common()
     if not counts:
         return ""
-    several = [f"{_short(name)} ({count} row{'s' * (count > 1)})" for name, count in counts[:UNREAD_NAMES]]
-    if len(counts) > UNREAD_NAMES:
-        several.append(f"and {len(counts) - UNREAD_NAMES} more")
-    fields = "1 field is" if len(counts) == 1 else f"{len(counts)} fields are"
-    return f"{source}: {fields} not read: {', '.join(several)}"
+    names = [f"{_short(name, 40)} ({count} row{'s' * (count > 1)})" for name, count in counts]
+    fields = "1 field is" if len(names) == 1 else f"{len(names)} fields are"
+    return f"{source}: {fields} not read: {listed(names, 8)}"
 
 
-def _short(name: str) -> str:
-    """Return a name on one line, cut to a length."""
-    line = " ".join(name.split())
-    return line if len(line) <= 40 else f"{line[:37]}..."
+def _short(text: str, limit: int) -> str:
+    """Return a text on one line, cut to a length."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."
 
 
 def load_prompts(source: str, split: str = "train") -> list[Row]:
@@ -154,13 +149,14 @@ def check_prompts(rows: list[Row]) -> list[Row]:
 def load_records(path: str) -> list[tuple[dict[str, Any], str]]:
     """Load the rows of a file as they are, each with its file and line."""
     records = list(_raw(path, "train"))
+    hint = "one JSON object per line"
     for record, where in records:
         if isinstance(record, UsageError):
             raise record
         if not isinstance(record, dict):
-            raise UsageError(f"{where} is {kind_of(record)}, not an object", "one JSON object per line")
+            raise UsageError(f"{where} is {kind_of(record)}, not an object", hint)
     if not records:
-        raise UsageError(f"{path} has no rows", "one JSON object per line")
+        raise UsageError(f"{path} has no rows", hint)
     return records
 
 
@@ -196,45 +192,55 @@ def on_hub(source: str) -> Repository | None:
     return parse("dataset", source)
 
 
-@functools.cache
-def _shipped_file(name: str) -> Path:
-    if name.startswith("handbook"):
-        return package_folder("evals") / "handbook" / "facts.jsonl"
-    if name.startswith("requests"):
-        return package_folder("evals") / "closeness" / "prompts.jsonl"
-    return package_folder("workflows") / "data" / f"{name}.jsonl"
-
-
 def is_shipped(row: Row) -> bool:
     """Return whether a row is one of the shipped everyday prompts."""
     return row.where.startswith(f"{_shipped_file('everyday')}:")
 
 
+@functools.cache
+def _shipped_file(name: str) -> Path:
+    name = name.partition("/")[0].removesuffix("_quick")
+    evals = package_folder("evals")
+    files = {
+        "handbook": evals / "handbook" / "facts.jsonl",
+        "requests": evals / "closeness" / "prompts.jsonl",
+    }
+    return files.get(name) or package_folder("workflows") / "data" / f"{name}.jsonl"
+
+
 def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
-    path, repository = Path(source), on_hub(source)
-    if source not in SHIPPED_DATA and not os.path.exists(source) and repository is None:
+    """Yield the rows of a source as they are written, each with its place."""
+    if source in SHIPPED_DATA:
+        yield from _shipped(source, split)
+    elif os.path.isdir(source):
+        for file in source_files(source):
+            yield from read_file(file)
+    elif os.path.exists(source):
+        yield from read_file(Path(source))
+    elif repository := on_hub(source):
+        yield from _hub(source, repository, split)
+    else:
         hint = f"a file, a folder, a Hub id as owner/name@revision, or one of: {', '.join(SHIPPED_DATA)}"
         raise UsageError(f"data {source!r} does not exist", hint)
-    if source.startswith("handbook") and source in SHIPPED_DATA:
-        parts = json.loads(read_text(_shipped_file(source).with_name("parts.json")))
+
+
+def _shipped(source: str, split: str) -> Iterator[tuple[Any, str]]:
+    file = _shipped_file(source)
+    rows = read_file(file)
+    if source == "everyday":
+        for row, where in rows:
+            if row["split"] == split:
+                yield row, where
+    elif source.startswith("requests"):
+        # Every beginning of the file has all groups of prompts.
+        yield from itertools.islice(rows, 40 if source == "requests_quick" else None)
+    else:
+        parts = json.loads(file.with_name("parts.json").read_text(encoding="utf-8"))
         documents = parts.get(source.removeprefix("handbook/"))
-        for fact, where in read_file(_shipped_file(source)):
+        for fact, where in rows:
             if documents is None or fact["document"] in documents:
                 for question in fact["train"]:
                     yield {"question": question, "answer": fact["answer"]}, where
-    elif source == "everyday":
-        rows = read_file(_shipped_file(source))
-        yield from ((row, where) for row, where in rows if row["split"] == split)
-    elif source in ("requests", "requests_quick"):
-        # Every beginning of the file has all groups of prompts.
-        yield from itertools.islice(read_file(_shipped_file(source)), 40 if source[8:] else None)
-    elif os.path.isdir(path):
-        for file in source_files(source):
-            yield from read_file(file)
-    elif os.path.exists(path):
-        yield from read_file(path)
-    else:
-        yield from _hub(source, repository, split)
 
 
 def _hub(source: str, repository: Repository, split: str) -> Iterator[tuple[Any, str]]:
@@ -248,4 +254,5 @@ def _hub(source: str, repository: Repository, split: str) -> Iterator[tuple[Any,
     except Exception as fault:  # datasets raises a dozen kinds; each means that its files are unusable
         hint = f"owner/name:subset names a subset; check that it has a split {split!r}"
         raise UsageError(f"dataset {source!r} cannot be read: {str(fault)[:200]}", hint) from fault
-    yield from ((row, f"{source} row {n}") for n, row in enumerate(dataset, 1))
+    for number, row in enumerate(dataset, 1):
+        yield row, f"{source} row {number}"

@@ -62,13 +62,3 @@ def similarity(texts: Sequence[str], others: Sequence[str]) -> np.ndarray:
         return np.zeros((len(texts), len(others)), np.float32)
     vectors = TfidfVectorizer(analyzer=content_words, dtype=np.float32).fit_transform(everything)
     return (vectors[: len(texts)] @ vectors[len(texts) :].T).toarray()
-
-
-def nearest(prompts: Sequence[str], others: Sequence[str]) -> np.ndarray:
-    """Return how near the nearest of the others is to each prompt, by whole prompts and by their requests."""
-    import numpy as np
-
-    requests = [request_of(p) for p in others]
-    whole = similarity(prompts, [*others, *requests])
-    bare = similarity([request_of(p) for p in prompts], [*others, *requests])
-    return np.maximum(whole, bare).max(axis=1)

@@ -11,40 +11,44 @@ from typing import Any
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.own_tasks import is_task_file
 from opdcl.config.shipped import shipped_suites
-from opdcl.data.chat import render, request_ids, tool_row
+from opdcl.data.chat import render, request_ids
 from opdcl.data.floors import content_free
-from opdcl.data.learned import call_text
+from opdcl.data.formats import PACKED_ROW, Row
 from opdcl.data.nltk_tables import ensure_punkt
 from opdcl.data.own_tasks import own_task
-from opdcl.data.questions import question_task, repeated, shown
-from opdcl.data.rows import Row, load_records, load_rows
+from opdcl.data.questions import question_task
+from opdcl.data.rows import load_records, load_rows
 from opdcl.data.stock_tasks import (
-    columns,
-    group_tasks,
-    one_by_one,
     refuse_unsafe,
     stock_file,
     stock_names,
     stock_settings,
+    tasks_beside,
     with_local_data,
 )
-from opdcl.errors import UsageError, nearest
+from opdcl.errors import UsageError, listed, nearest
 from opdcl.hub import fail_fast
 
 # A log-likelihood, and whether greedy decoding would give the same text.
 SURE, IMPOSSIBLE = (0.0, True), (-1000.0, False)
 
-# Content-free answer, or `chance` -> the scores of each document, by metric.
-FloorScores = dict[str, list[dict[str, Any]]]
+# Tokens of an answer to a question of a user's file, unless `eval.max_new_tokens` says otherwise.
+ANSWER_TOKENS = 96
+
+# The scores of an answer, by metric.
+Scores = dict[str, Any]
+
+# Content-free answer, or `chance` -> the scores of each document.
+FloorScores = dict[str, list[Scores]]
 
 # Documents, an answer to each, and its scores -> the scores after a model has read the answers.
-Judge = Callable[[list[dict], list[str], list[dict[str, Any]]], list[dict[str, Any]]]
+Judge = Callable[[list[dict], list[str], list[Scores]], list[Scores]]
 
 
 class Suite:
-    """A loaded suite: its lm-eval tasks, its metrics (the headline first), and its floors.
+    """A loaded suite: its lm-eval task, its metrics (the headline first), and its floors.
 
-    `loaded` is what `lm_eval.evaluator.evaluate` runs: one task, or those of a group.
+    `loaded` is what `lm_eval.evaluator.evaluate` runs.
     """
 
     generative = True
@@ -53,20 +57,15 @@ class Suite:
 
     def __init__(self, name: str, loaded: Any):
         self.name, self.loaded = name, loaded
-        self.tasks = [*loaded["tasks"].values()]
-        self.task = self.tasks[0]
+        (self.task,) = loaded["tasks"].values()
         self.metrics: list[str] = list(self.task.aggregation())
         self.content = bool((self.task.config.metadata or {}).get("content"))
         """Whether an answer counts only if base finds it to be about its prompt."""
         self._floors: dict[int | None, FloorScores] = {}
 
     def documents(self, limit: int | None) -> list[dict]:
-        """Return the first `limit` documents of each task, or all."""
-        return [doc for task in self.tasks for _, doc in task.doc_iterator(limit=limit)]
-
-    def prompts(self, limit: int | None) -> list[str]:
-        """Return the prompts of the first `limit` documents, or of all, without few-shot examples."""
-        return [str(_prompt_of(self.task, doc)) for doc in self.documents(limit)]
+        """Return the first `limit` documents, or all."""
+        return [doc for _, doc in self.task.doc_iterator(limit=limit)]
 
     def floors(self, limit: int | None, answers: list[str], judge: Judge | None = None) -> FloorScores:
         """Score answers without content on the first `limit` documents.
@@ -76,44 +75,40 @@ class Suite:
         """
         docs = self.documents(limit)
 
-        def scores(texts: list[str]) -> list[dict[str, Any]]:
+        def scores(texts: list[str]) -> list[Scores]:
             found = self._score(docs, texts)
             return judge(docs, texts, found) if judge else found
 
         if limit not in self._floors:
-            clusters = [str(doc.get("cluster") or number) for number, doc in enumerate(docs)]
-            tools = [str(doc.get("tools") or "") for doc in docs]
-            targets = [_text(self.task.doc_to_target(doc)) for doc in docs]
             # In a conversation only the last question counts; an answer may repeat earlier turns.
             asked = [str(self.task.doc_to_text(doc)) for doc in docs]
-            texts = content_free(asked, targets, clusters, tools) | repeated(docs)
-            self._floors[limit] = {name: scores(answers) for name, answers in texts.items()}
+            targets = [_text(self.task.doc_to_target(doc)) for doc in docs]
+            clusters = [str(doc.get("cluster") or number) for number, doc in enumerate(docs)]
+            free = content_free(asked, targets, clusters)
+            self._floors[limit] = {name: scores(texts) for name, texts in free.items()}
         if len(docs) == 1:
             return self._floors[limit]
         # Half the suite away: neighbours are often about the same fact.
         half = len(docs) // 2
         return self._floors[limit] | {"shuffled": scores(answers[half:] + answers[:half])}
 
-    def record(self, task: Any, row: dict[str, Any]) -> dict[str, Any]:
+    def prompt_of(self, doc: dict) -> str:
+        """Return what a document asks, for a reader: of a user's row, the whole conversation."""
+        if PACKED_ROW in doc:
+            return Row.unpacked(doc[PACKED_ROW]).shown()
+        return str(self.task.doc_to_text(doc))
+
+    def record(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return prompt, response and target as they are stored, from a sample of lm-eval.
 
         A conversation has its last question besides, by which a reader knows it from others.
         """
-        prompt, question = _prompt_of(task, row["doc"]), task.doc_to_text(row["doc"])
+        prompt, question = self.prompt_of(row["doc"]), self.task.doc_to_text(row["doc"])
         stored = {"prompt": prompt, "response": row["resps"][0][0], "target": row["target"] or None}
         return stored if question == prompt else {**stored, "question": question}
 
-    def lengths(self, limit: int | None, tokenizer: Any) -> list[int]:
-        """Return the length of each prompt in tokens, as `encode`."""
-        return [*map(len, self.encode(limit, tokenizer))]
-
     def encode(self, limit: int | None, tokenizer: Any) -> list[list[int]]:
-        """Return the token ids of each prompt, as it is asked: with its few-shot examples.
-
-        Raises:
-            UsageError: The documents offer tools, and the chat template leaves them out, or writes calls in a
-                form that the scorer does not read.
-        """
+        """Return the token ids of each prompt, as it is asked: with its few-shot examples."""
 
         def template(messages: list[dict], add_generation_prompt: bool = True) -> str:
             return str(render(tokenizer, messages, add_generation_prompt, tokenize=False))
@@ -121,36 +116,25 @@ class Suite:
         self.task.set_fewshot_seed(self.fewshot_seed)
         options: Any = {"apply_chat_template": True, "chat_template": template}
         self.task.build_all_requests(limit=limit, rank=0, world_size=1, **options)
-        encoded = [request_ids(request, tokenizer) for request in self.task.instances]
-        for doc in (request.doc for request in self.task.instances):
-            row = tool_row(doc, [{"role": "user", "content": self.task.doc_to_text(doc)}], self.name)
-            if row.tools and doc.get("group") == "one call":
-                text = call_text(row, doc["target"], tokenizer)
-                if not self._score([doc], [text])[0][self.metrics[0]]:
-                    where = f"suite {self.name!r}"
-                    message = f"{where} does not read tool calls as this chat template writes them: {text!r}"
-                    raise UsageError(message, "it reads JSON, alone or in <tool_call> tags")
-                break
-        return encoded
+        return [request_ids(request, tokenizer) for request in self.task.instances]
 
     @property
     def max_tokens(self) -> int:
         """The longest answer that the suite asks for, in tokens."""
         return int((self.task.config.generation_kwargs or {}).get("max_gen_toks", 256))
 
-    def _score(self, docs: list[dict], answers: list[str]) -> list[dict[str, Any]]:
+    def _score(self, docs: list[dict], answers: list[str]) -> list[Scores]:
         from lm_eval.api.instance import Instance
 
+        instances = []
+        for doc, answer in zip(docs, answers, strict=True):
+            instances.append(Instance("generate_until", doc, ("", {}), 0, resps=[answer]))
         # What counts is the part of an answer that the task's first filter leaves, such as a number.
-        instances = [
-            Instance("generate_until", doc, ("", {}), 0, resps=[answer])
-            for doc, answer in zip(docs, answers, strict=True)
-        ]
         first = self.task._filters[0]
         first.apply(instances)
         return [self.task.process_results(i.doc, [i.filtered_resps[first.name]]) for i in instances]
 
-    def blank(self, doc: dict) -> dict[str, Any]:
+    def blank(self, doc: dict) -> Scores:
         """Return the scores of an empty answer."""
         return self._score([doc], [""])[0]
 
@@ -160,14 +144,10 @@ class Suite:
         Raises:
             UsageError: A document lacks a field, or a score is not a number for each prompt.
         """
-        config = self.task.config
-        fields = [f for f in (config.doc_to_text, config.doc_to_choice) if isinstance(f, str)]
         hint = f"lm-eval's task {self.name} must be able to read each row, and score each by a number"
         for number, doc in enumerate(self.documents(limit), 1):
             try:
-                # lm-eval takes the name of a column that is missing for the prompt itself.
-                if lacking := [f for f in fields if f.isidentifier() and doc.get(f) in (None, "")]:
-                    raise KeyError(lacking[0])
+                self._refuse_lacking(doc)
                 self.task.doc_to_text(doc)
                 scores = self.blank(doc)
             except Exception as fault:  # whatever lm-eval's templates and functions raise on other columns
@@ -180,12 +160,18 @@ class Suite:
                 message = f"suite {self.name!r} does not score prompt by prompt (as BLEU does not)"
                 raise UsageError(f"{message}, which is not supported", hint) from fault
 
-    def means(self, scores: list[dict[str, Any]]) -> dict[str, float]:
+    def _refuse_lacking(self, doc: dict) -> None:
+        """Raise a KeyError for a missing column, whose name lm-eval would take for the prompt itself."""
+        for field in (self.task.config.doc_to_text, self.task.config.doc_to_choice):
+            if isinstance(field, str) and field.isidentifier() and doc.get(field) in (None, ""):
+                raise KeyError(field)
+
+    def means(self, scores: list[Scores]) -> dict[str, float]:
         """Return the mean of each metric; one without a score, which is an empty list, is left out."""
         means = {}
         for metric in self.metrics:
             column = [row[metric] for row in scores]
-            scored = [score for score in column if score or not isinstance(score, list)]
+            scored = [score for score in column if not isinstance(score, list) or score]
             if scored:
                 means[metric] = mean_score(scored)
         return means
@@ -203,15 +189,13 @@ class LikelihoodSuite(Suite):
 
     generative = False
     fewshot_seed = 1234  # lm-eval's own
-    max_tokens = 0
 
     def __init__(self, name: str, loaded: Any):
         from lm_eval.api.metrics import mean
 
         super().__init__(name, loaded)
-        for task in self.tasks:
-            means, better = task.aggregation(), task.higher_is_better()
-            self.metrics = [m for m in self.metrics if means.get(m) is mean]
+        means, better = self.task.aggregation(), self.task.higher_is_better()
+        self.metrics = [metric for metric in self.metrics if means[metric] is mean]
         self.metrics.sort(key=lambda metric: (not better.get(metric, True), metric != "acc_norm"))
         if not self.metrics or not better.get(self.metrics[0], True):
             message = f"suite {name!r} has no score that is a mean over prompts and good when high"
@@ -219,27 +203,24 @@ class LikelihoodSuite(Suite):
 
     def floors(self, limit: int | None, answers: list[str], judge: Judge | None = None) -> FloorScores:
         """Return the expected scores of a guess on the first `limit` documents."""
-        if limit not in self._floors:
-            docs = [(task, doc) for task in self.tasks for _, doc in task.doc_iterator(limit=limit)]
-            self._floors[limit] = {"chance": [self._chance(task, doc) for task, doc in docs]}
-        return self._floors[limit]
+        return {"chance": [self._chance(doc) for doc in self.documents(limit)]}
 
-    def _chance(self, task: Any, doc: dict) -> dict[str, float]:
+    def _chance(self, doc: dict) -> Scores:
         """Return the mean scores over the choices, each taken for certain; a single text is never certain."""
-        if task.OUTPUT_TYPE == "loglikelihood":
-            return task.process_results(doc, [IMPOSSIBLE])
-        count = len(task.doc_to_choice(doc))
-        prior = [SURE] * count if "acc_mutual_info" in task.aggregation() else []
+        if self.task.OUTPUT_TYPE == "loglikelihood":
+            return self.task.process_results(doc, [IMPOSSIBLE])
+        count = len(self.task.doc_to_choice(doc))
+        prior = [SURE] * count if "acc_mutual_info" in self.task.aggregation() else []
         totals = dict.fromkeys(self.metrics, 0.0)
         for choice in range(count):
             certain = [IMPOSSIBLE] * count
             certain[choice] = SURE
-            scores = task.process_results(doc, certain + prior)
+            scores = self.task.process_results(doc, certain + prior)
             for metric in self.metrics:
                 totals[metric] += scores[metric]
         return {metric: float(total) / count for metric, total in totals.items()}
 
-    def blank(self, doc: dict) -> dict[str, Any]:
+    def blank(self, doc: dict) -> Scores:
         """Return the scores of a guess.
 
         Raises:
@@ -249,51 +230,50 @@ class LikelihoodSuite(Suite):
         if self.task.OUTPUT_TYPE == "loglikelihood":
             if not target:
                 raise ValueError("the text that should follow is empty")
-            return self._chance(self.task, doc)
+            return self._chance(doc)
         choices = self.task.doc_to_choice(doc)
         if not isinstance(choices, list) or len(choices) < 2:
             raise ValueError("it needs a list of at least two choices")
         if not all(isinstance(choice, str) and choice.strip() for choice in choices):
             raise ValueError("a choice is empty or no text")
-        scores = self._chance(self.task, doc)
+        scores = self._chance(doc)
         if not scores[self.metrics[0]]:
             raise ValueError(f"the answer {target!r} is none of its {len(choices)} choices")
         return scores
 
-    def prompts(self, limit: int | None) -> list[str]:
-        """Return the prompts of the first `limit` documents of each task, or of all."""
-        return [self._prompt(task, doc) for task in self.tasks for _, doc in task.doc_iterator(limit=limit)]
-
-    def _prompt(self, task: Any, doc: dict) -> str:
+    def prompt_of(self, doc: dict) -> str:
         """Return the text before the choices; if they begin the text or are all of it, one in each line."""
-        if task.multiple_input:
-            return "\n".join(f"{choice} {task.doc_to_target(doc)}" for choice in task.doc_to_choice(doc))
-        prompt = str(task.doc_to_text(doc))
-        all_in_choices = task.config.doc_to_choice and not prompt.strip()
-        return "\n".join(task.doc_to_choice(doc)) if all_in_choices else prompt
+        if self.task.multiple_input:
+            end = self.task.doc_to_target(doc)
+            return "\n".join(f"{choice} {end}" for choice in self.task.doc_to_choice(doc))
+        prompt = str(self.task.doc_to_text(doc))
+        if self.task.config.doc_to_choice and not prompt.strip():
+            return "\n".join(self.task.doc_to_choice(doc))
+        return prompt
 
-    def record(self, task: Any, row: dict[str, Any]) -> dict[str, Any]:
+    def record(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return prompt, target, log-likelihoods and, for multiple choice, the likeliest choice."""
         doc, likelihoods = row["doc"], [answers[0][0] for answers in row["resps"]]
-        stored = {"prompt": self._prompt(task, doc), "response": None, "target": row["target"]}
-        if task.OUTPUT_TYPE == "multiple_choice":
-            choices = task.doc_to_choice(doc)
-            sizes = [len(choice) if self.metrics[0] == "acc_norm" else 1 for choice in choices]
-            stored["response"] = choices[max(range(len(choices)), key=lambda i: likelihoods[i] / sizes[i])]
+        stored = {"prompt": self.prompt_of(doc), "response": None, "target": row["target"]}
+        if self.task.OUTPUT_TYPE == "multiple_choice":
+            choices = self.task.doc_to_choice(doc)
+            by_length = self.metrics[0] == "acc_norm"
+            weighed = []
+            for choice, likelihood in zip(choices, likelihoods, strict=False):
+                weighed.append(likelihood / len(choice) if by_length else likelihood)
+            stored["response"] = choices[weighed.index(max(weighed))]
             # With several beginnings, the text is the number of the right one, and the target the common end.
-            right = task.doc_to_text(doc) if task.multiple_input else row["target"]
+            right = self.task.doc_to_text(doc) if self.task.multiple_input else row["target"]
             right = right if isinstance(right, list) else [right]
             stored["target"] = " | ".join(str(choices[one] if isinstance(one, int) else one) for one in right)
         return stored | {"likelihoods": likelihoods}
 
-    def lengths(self, limit: int | None, tokenizer: Any) -> list[int]:
-        """Return the length in tokens of every text whose likelihood is asked for, with its examples."""
-        texts: list[str] = []
-        for task in self.tasks:
-            task.set_fewshot_seed(self.fewshot_seed)
-            task.build_all_requests(limit=limit, rank=0, world_size=1)
-            texts += ["".join(request.args) for request in task.instances]
-        return [len(ids) for ids in tokenizer(texts)["input_ids"]]
+    def encode(self, limit: int | None, tokenizer: Any) -> list[list[int]]:
+        """Return the token ids of every text whose likelihood is asked for, with its examples."""
+        self.task.set_fewshot_seed(self.fewshot_seed)
+        self.task.build_all_requests(limit=limit, rank=0, world_size=1)
+        texts = ["".join(request.args) for request in self.task.instances]
+        return tokenizer(texts)["input_ids"]
 
 
 def load_suite(
@@ -302,90 +282,82 @@ def load_suite(
     read_rows: Callable[[str], list[Row]] = load_rows,
     trusted: bool = False,
 ) -> Suite:
-    """Load a shipped suite, a task or group of lm-eval, or what `config.data` names: a file of questions or a
-    task of the user's own, whose code runs only if it is `trusted`.
+    """Load a shipped suite, a task of lm-eval, or what `config.data` names: a file of questions or a task of
+    the user's own, whose code runs only if it is `trusted`.
 
     Raises:
         UsageError: The suite is unknown or not supported, or its data could not be loaded or do not fit.
     """
-    from lm_eval.tasks import TaskManager
-
     config = config or EvalConfig()
     ensure_punkt()
     quiet_lm_eval()
     shipped, path = shipped_suites().get(name), config.data.get(name)
     if shipped and path:
         raise UsageError(f"suite {name!r} is shipped with its data", f"give {path} another name")
-    manager = TaskManager(include_path=str(shipped.parents[1]) if shipped else None, include_defaults=False)
-    own = is_task_file(path or "")
-    stock = None if shipped or own else stock_file(name)
-    settings = stock_settings(name, stock) if stock else {}
-    records = load_records(path) if stock and path else []
     if shipped:
-        task: str | dict[str, Any] = name
-    elif path and own:
-        task = own_task(name, Path(path), trusted)
-    elif stock:
-        if not path:
-            fail_fast()
-        task = with_local_data(settings, path, records) if path else str(stock)
-    elif path:
-        task = question_task(name, functools.partial(read_rows, path), config.max_new_tokens or 96)
-    elif members := group_tasks(name):
-        return _group(name, [load_suite(member, config, read_rows) for member in members])
-    else:
-        raise _unknown(name)
-    try:
-        loaded = manager.load([task])
-        refuse_unsafe(name, any(getattr(one, "UNSAFE_CODE", False) for one in loaded["tasks"].values()))
-        (kind,) = (one.OUTPUT_TYPE for one in loaded["tasks"].values())
-        suite = (LikelihoodSuite if kind in ("multiple_choice", "loglikelihood") else Suite)(name, loaded)
-    except UsageError:
-        raise
-    except Exception as fault:  # lm-eval asks the first row for all that it needs
-        raise _not_loaded(name, path, records, settings, fault) from fault
-    if stock or own:
-        lines = [where for _, where in records]
-        # A task may leave rows of its data out; then lines and documents do not correspond.
-        suite.check(None if path else 1, lines if len(lines) == len(suite.task.eval_docs) else [])
+        return _load(
+            name, name, f"suite {name!r} cannot be loaded", "install opdcl again", shipped.parents[1]
+        )
+    if path and is_task_file(path):
+        message = f"suite {name!r} cannot be loaded from {path}"
+        hint = "check dataset_path, dataset_kwargs, the splits and the templates in it"
+        suite = _load(name, own_task(name, Path(path), trusted), message, hint)
+        suite.check(None, [])
+        return suite
+    stock = stock_file(name)
+    if stock:
+        return _load_stock(name, stock, path)
+    if path:
+        task = question_task(name, functools.partial(read_rows, path), config.max_new_tokens or ANSWER_TOKENS)
+        return _load(name, task, f"suite {name!r} cannot read {path}", "give rows of questions and answers")
+    raise _unknown(name)
+
+
+def _load_stock(name: str, file: Path, path: str | None) -> Suite:
+    """Load a task of lm-eval, with a local file in place of its dataset if one is given."""
+    settings = stock_settings(name, file)
+    if path is None:
+        fail_fast()
+        # lm-eval reads the cache of `datasets`, which `hf download` does not fill.
+        data = f"dataset {settings['dataset_path']}" if "dataset_path" in settings else "its data"
+        online = f"while online, a dry run of this command caches {data}"
+        hint = f"name a local copy: --data {name}=PATH; or, {online}"
+        suite = _load(name, str(file), f"could not load the data of suite {name!r}", hint)
+        suite.check(1, [])
+        return suite
+    records = load_records(path)
+    place = path if "process_docs" in settings else records[0][1]
+    hint = f"{path} must have the columns of lm-eval's data for the task {name}"
+    task = with_local_data(settings, path, records)
+    suite = _load(name, task, f"suite {name!r} cannot read {place}", hint)
+    # A task may leave rows of its data out; then lines and documents do not correspond.
+    lines = [where for _, where in records]
+    suite.check(None, lines if len(lines) == len(suite.task.eval_docs) else [])
     return suite
 
 
-def _not_loaded(
-    name: str,
-    path: str | None,
-    records: list[tuple[dict[str, Any], str]],
-    settings: dict[str, Any],
-    fault: Exception,
-) -> UsageError:
-    """Return what kept lm-eval from loading a suite as an error; `path` is the user's file for it, if any."""
-    if is_task_file(path or ""):
-        hint = "check dataset_path, dataset_kwargs, the splits and the templates in it"
-        return UsageError(f"suite {name!r} cannot be loaded from {path}: {_reason(fault)}", hint)
-    if path:
-        hint = f"{path} must have the columns of lm-eval's data for the task {name}{columns(settings)}"
-        place = records[0][1] if records and "process_docs" not in settings else path
-        return UsageError(f"suite {name!r} cannot read {place}: {_reason(fault)}", hint)
-    # lm-eval reads the cache of `datasets`, which `hf download` does not fill.
-    dataset = f"dataset {settings['dataset_path']}" if "dataset_path" in settings else "its data"
-    hint = (
-        f"name a local copy: --data {name}=PATH; or, while online, a dry run of this command caches {dataset}"
-    )
-    return UsageError(f"could not load the data of suite {name!r}: {str(fault)[:200]}", hint)
+def _load(
+    name: str, task: str | dict[str, Any], message: str, hint: str, folder: Path | None = None
+) -> Suite:
+    """Let lm-eval load a task; `folder` holds it if it is only named, `message` is for what fails.
 
+    Raises:
+        UsageError: lm-eval cannot load it, or it runs code that a model writes.
+    """
+    from lm_eval.tasks import TaskManager
 
-def _group(name: str, parts: list[Suite]) -> Suite:
-    """Return the suites of a group's tasks as one."""
-    if any(part.generative for part in parts):
-        message = f"the group {name!r} has generative tasks, which is not supported"
-        raise UsageError(message, one_by_one([part.name for part in parts]))
-    return LikelihoodSuite(name, {"tasks": {part.name: part.task for part in parts}})
-
-
-def _prompt_of(task: Any, doc: dict) -> Any:
-    """Return what a document asks: of a user's row, the whole conversation."""
-    whole = shown(doc)
-    return task.doc_to_text(doc) if whole is None else whole
+    manager = TaskManager(include_path=str(folder) if folder else None, include_defaults=False)
+    try:
+        loaded = manager.load([task])
+        (one,) = loaded["tasks"].values()
+        refuse_unsafe(name, getattr(one, "UNSAFE_CODE", False))
+        if one.OUTPUT_TYPE in ("multiple_choice", "loglikelihood"):
+            return LikelihoodSuite(name, loaded)
+        return Suite(name, loaded)
+    except UsageError:
+        raise
+    except Exception as fault:  # lm-eval asks the first row for all that it needs
+        raise UsageError(f"{message}: {_reason(fault)}", hint) from fault
 
 
 def _text(target: Any) -> str:
@@ -398,21 +370,27 @@ def _reason(fault: Exception) -> str:
 
 
 def _unknown(name: str) -> UsageError:
+    members = tasks_beside(name)
+    if members:
+        hint = f"name its tasks instead: {listed(members)}"
+        return UsageError(f"suite {name!r} is a group of tasks, which is not supported", hint)
     shipped = [*shipped_suites()]
     near = nearest(name, [*shipped, *stock_names()])
-    known = f"shipped: {', '.join(shipped)}; or a task or group of lm-eval"
+    known = f"shipped: {', '.join(shipped)}; or a task of lm-eval"
     return UsageError(f"unknown suite {name!r}", f"did you mean {near}?" if near else known)
 
 
 def mean_score(values: list) -> float:
     """Return the mean over prompts, or over all parts where a prompt has a list of scores."""
-    parts = [float(x) for v in values for x in (v if isinstance(v, list) else [v])]
-    return round(sum(parts) / len(parts), 6)
+    parts: list[float] = []
+    for value in values:
+        parts += value if isinstance(value, list) else [value]
+    return round(sum(map(float, parts)) / len(parts), 6)
 
 
 def cut_at(text: str, stops: list[str]) -> str:
     """Return the text up to the first stop string."""
-    ends = [text.find(s) for s in stops if s and s in text]
+    ends = [text.find(stop) for stop in stops if stop and stop in text]
     return text[: min(ends)] if ends else text
 
 

@@ -1,4 +1,4 @@
-"""The values of rows as file formats write them: missing values, JSON as text, numbers, no in many spellings.
+"""The fields of rows as file formats write them: missing values, JSON as text, numbers, no in many spellings.
 
 The same row must be read alike from JSONL, CSV, Parquet and `datasets`, which write these differently.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import math
 from typing import Any
+
+FLAGS = {"true": 1, "yes": 1, "1": 1, "1.0": 1, "false": 0, "no": 0, "0": 0, "0.0": 0}
 
 
 def is_missing(value: Any) -> bool:
@@ -19,20 +21,38 @@ def is_missing(value: Any) -> bool:
     return value is None or value in ([], {})
 
 
-def is_no(value: Any) -> bool:
-    """Return whether a flag says no: false or 0, also as text, as in a CSV file."""
-    if isinstance(value, str):
-        text = value.strip().lower()
-        return text in ("false", "no", "0", "0.0")
-    return isinstance(value, bool | int | float) and value == 0
+class Fields:
+    """The fields of a row or a message but null and NaN; it remembers which of them were read.
+
+    A blank text stays: it may be an answer that is to be complained of.
+    """
+
+    def __init__(self, row: dict):
+        self.given: dict[Any, Any] = {}
+        for key, value in row.items():
+            if isinstance(value, str) or not is_missing(value):
+                self.given[key] = value
+        self.read: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        return not is_missing(self.given.get(name))
+
+    def take(self, name: str) -> Any:
+        self.read.add(name)
+        return self.given.get(name)
+
+    def unread(self) -> list[str]:
+        """Return the fields that hold something and were not read."""
+        return [str(name) for name in self.given if name not in self.read and self.has(name)]
 
 
-def is_yes(value: Any) -> bool:
-    """Return whether a flag says yes: true or 1, also as text."""
+def as_flag(value: Any) -> bool | None:
+    """Return a flag that says true or false, also as 1 or 0, or as text as in a CSV file; None for others."""
     if isinstance(value, str):
-        text = value.strip().lower()
-        return text in ("true", "yes", "1", "1.0")
-    return isinstance(value, bool | int | float) and value == 1
+        value = FLAGS.get(value.strip().lower())
+    if isinstance(value, bool | int | float) and value in (0, 1):
+        return bool(value)
+    return None
 
 
 def from_json_text(value: Any) -> Any:

@@ -14,8 +14,8 @@ from statistics import pvariance
 from typing import TYPE_CHECKING, Any
 
 from opdcl.config.recover import RewardSection
-from opdcl.data.chat import answer_text, encode_prompt, tool_row
-from opdcl.data.formats import Row
+from opdcl.data.chat import answer_text, encode_prompt
+from opdcl.data.formats import PACKED_ROW, Row
 from opdcl.errors import UsageError
 from opdcl.sampling.rollout import Rollout
 
@@ -152,7 +152,9 @@ def reward_rows(config: RewardSection, task: Any) -> list[Row]:
             chat_template=_as_json,
             gen_prefix=task.doc_to_prefix(doc),
         )
-        row = tool_row(doc, json.loads(conversation), f"{config.suite} document {number}")
+        row = Row(json.loads(conversation), None, None, f"{config.suite} document {number}")
+        if PACKED_ROW in doc:
+            row = Row.unpacked(doc[PACKED_ROW])
         if row.prompt[-1]["role"] == "assistant":
             message = f"recover.reward.suite: {config.suite} begins the answer itself"
             raise UsageError(message, "choose a suite that only asks")

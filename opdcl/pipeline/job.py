@@ -18,7 +18,6 @@ from opdcl.data import scoring
 from opdcl.data.chat import encode_prompt
 from opdcl.data.examples import Examples, bad_rows, read_examples, with_answers
 from opdcl.data.rows import Row, check_prompts
-from opdcl.data.stock_tasks import group_tasks
 from opdcl.errors import UsageError
 from opdcl.pipeline.defaults import named_after, resolve_for_machine, text_config
 from opdcl.pipeline.plan import STAGE_NUMBERS, Records, StageRecord, Task, make_plan, stage_folder
@@ -229,7 +228,7 @@ class Job:
             encoded = suite.encode(config.limit, self.tokenizer)
             longest = max_answer_tokens(config, suite.max_tokens, 0, sys.maxsize)
         else:
-            return Measurement(suite.lengths(config.limit, self.tokenizer))
+            return Measurement([*map(len, suite.encode(config.limit, self.tokenizer))])
         return Measurement([*map(len, encoded)], longest, encoded)
 
     @cached_property
@@ -253,10 +252,6 @@ class Job:
             if shipped := shipped_suites().get(suite):
                 files = sorted(p for p in shipped.parent.iterdir() if p.is_file())
                 hashes[key] = self.sources.hash_of([*files, Path(scoring.__file__)])
-            elif evaluation and evaluation.data and suite not in evaluation.data:
-                members = [hashes.get(f"eval.data.{task}") for task in group_tasks(suite)]
-                if any(members):
-                    hashes[key] = hash_value(members)
         return hashes
 
     def check_rows(self) -> None:

@@ -244,12 +244,12 @@ def evaluate(
     lm = BackboneLM(backbone, adapter, config, partial_file(run, state, suite.name), report)
     quiet_lm_eval()
     # Unseeded, lm-eval would draw other few-shot examples for each state.
-    for task in suite.tasks:
-        task.set_fewshot_seed(suite.fewshot_seed)
+    suite.task.set_fewshot_seed(suite.fewshot_seed)
     # `simple_evaluate` would collect the environment after each call, which takes longer than a small suite.
     options: Any = {"apply_chat_template": suite.generative, "limit": config.limit}
     results = lm_evaluate(lm, suite.loaded, log_samples=True, bootstrap_iters=0, **options)
-    samples = _samples(suite, results["samples"], lm)
+    (sampled,) = results["samples"].values()
+    samples = _samples(suite, sampled, lm)
     judge = content.judge(backbone, suite) if suite.content else None
     if judge:
         _read(judge, suite.documents(config.limit), samples)
@@ -279,7 +279,7 @@ def _add_floors(
     return means
 
 
-def _samples(suite: Suite, by_task: dict[str, list[dict[str, Any]]], lm: BackboneLM) -> list[dict[str, Any]]:
+def _samples(suite: Suite, rows: list[dict[str, Any]], lm: BackboneLM) -> list[dict[str, Any]]:
     """Return the stored records of lm-eval's samples, in the order of the documents.
 
     A task with several filters, which pick the answer out of a response, is scored by its first one.
@@ -287,18 +287,16 @@ def _samples(suite: Suite, by_task: dict[str, list[dict[str, Any]]], lm: Backbon
     `ended` says whether the answer came to its end before its token limit, `cluster` which fact or person the
     prompt is about, and `group` which kind of prompt it is.
     """
-    samples: list[dict[str, Any]] = []
-    for task, rows in zip(suite.tasks, by_task.values(), strict=True):
-        for row in sorted(rows, key=lambda row: row["doc_id"]):
-            if row["filter"] != rows[0]["filter"]:
-                continue
-            doc_id = row["doc_id"] if len(suite.tasks) == 1 else f"{task.task_name} {row['doc_id']}"
-            sample = {"doc_id": doc_id, **suite.record(task, row)}
-            sample["scores"] = {metric: row[metric] for metric in suite.metrics}
-            if suite.generative:
-                sample["tokens"], sample["ended"] = lm.lengths[len(samples)], lm.ended[len(samples)]
-            for name in ("cluster", "group"):
-                if row["doc"].get(name):
-                    sample[name] = row["doc"][name]
-            samples.append(sample)
+    first = [row for row in rows if row["filter"] == rows[0]["filter"]]
+    first.sort(key=lambda row: row["doc_id"])
+    samples = []
+    for number, row in enumerate(first):
+        sample = {"doc_id": row["doc_id"], **suite.record(row)}
+        sample["scores"] = {metric: row[metric] for metric in suite.metrics}
+        if lm.lengths:
+            sample |= {"tokens": lm.lengths[number], "ended": lm.ended[number]}
+        for key in ("cluster", "group"):
+            if row["doc"].get(key):
+                sample[key] = row["doc"][key]
+        samples.append(sample)
     return samples

@@ -89,8 +89,8 @@ def test_reading_a_workflow_and_rows_imports_no_heavy_library(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("finetune rows.jsonl -o out --dry-run", "rows.jsonl:1 has only answer"),
-        ("run flow.yaml -o out --dry-run", "rows.jsonl:1 has only answer"),
+        ("finetune rows.jsonl -o out --dry-run", "rows.jsonl:1: the row has only answer"),
+        ("run flow.yaml -o out --dry-run", "rows.jsonl:1: the row has only answer"),
         ("run quickstart -o folder", "folder exists and is not a run directory"),
         ("chat folder hi", "folder holds no adapter"),
         ("run quickstart --set eval.retention=instructons", "names no suite"),

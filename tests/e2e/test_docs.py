@@ -95,7 +95,6 @@ NOT_ALONE = {
     "opdcl chat": "waits for input, or needs the Hub; tests/unit/deploy",
     "opdcl compare": "names the command",
     "opdcl eval RUN --retention ifeval": "needs the prompts; tests/unit/data/test_suites.py reads a file",
-    "opdcl eval RUN --retention tool_calls": "needs a template with tools; unit/data/test_tool_calls.py",
     "opdcl export": "names the command, or needs the Hub",
     "opdcl finetune FOLDER": "needs a folder of documents; a block of the tutorial has one",
     "opdcl finetune ROWS -o RUN": "stands for any fine-tune; the blocks run several",

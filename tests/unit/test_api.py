@@ -140,7 +140,7 @@ def test_rows_in_memory_are_stored_so_that_a_run_resumes(tiny_model, tmp_path, m
     ("rows", "message"),
     [
         ([], "finetune.data has no rows"),
-        ([{"answer": "x"}], "finetune.data row 1 has only answer"),
+        ([{"answer": "x"}], "finetune.data row 1: the row has only answer"),
         ([IN_MEMORY[0], "text"], "finetune.data row 2 is str, not a dict"),
         ([{"question": "q", "answer": b"x"}], "finetune.data row 1: Object of type bytes"),
         ({"train": IN_MEMORY}, "dict is neither a path nor rows"),

@@ -1,16 +1,15 @@
 """The suite `choices`: its questions, and its scores against slow references."""
 
-import json
-
 import numpy as np
 import pytest
 from helpers.recovering import Silent
 from helpers.scripts import load_script
+from helpers.wording import nearest
 
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.shipped import package_folder
 from opdcl.data.rows import load_rows
-from opdcl.data.similarity import nearest, words
+from opdcl.data.similarity import words
 from opdcl.data.suites import load_suite
 from opdcl.results.format import score
 from opdcl.rundir.files import read_jsonl
@@ -45,12 +44,7 @@ def test_the_right_option_is_known_by_neither_length_nor_place():
 
 
 def test_no_question_is_one_of_neighbours():
-    rows = [
-        json.loads(line) for line in (EVALS / "handbook" / "neighbours.jsonl").read_text("utf-8").splitlines()
-    ]
-    facts = [
-        json.loads(line) for line in (EVALS / "handbook" / "facts.jsonl").read_text("utf-8").splitlines()
-    ]
+    rows, facts = (read_jsonl(EVALS / "handbook" / f"{name}.jsonl") for name in ("neighbours", "facts"))
     others = {row["question"] for row in rows} | {fact["neighbour"]["question"] for fact in facts}
     assert not others & {doc["question"] for doc in DOCS}
 

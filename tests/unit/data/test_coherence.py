@@ -5,11 +5,11 @@ from collections import Counter
 import numpy as np
 import pytest
 from helpers.recovering import Silent
+from helpers.wording import nearest
 
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.shipped import package_folder
 from opdcl.data.rows import load_rows
-from opdcl.data.similarity import nearest
 from opdcl.data.suites import load_suite
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir

@@ -7,9 +7,10 @@ from collections import Counter
 import numpy as np
 import pytest
 from helpers.everyday import ROWS, SAID, TEXTS, text_of
+from helpers.wording import nearest
 
 from opdcl.config.shipped import package_folder
-from opdcl.data.similarity import nearest, similarity
+from opdcl.data.similarity import similarity
 from opdcl.distill.mixture import GROUPS
 
 EVALS = package_folder("evals")
@@ -115,26 +116,6 @@ def test_no_everyday_prompt_demands_a_constraint_of_an_unseen_type():
         if re.search(pattern, re.sub(r'"[^"]*"', "", text_of(row)), re.IGNORECASE)
     }
     assert demanding == set()
-
-
-@pytest.mark.parametrize(
-    ("kind", "demand"),
-    [
-        ("bullet points", "Argue for a school garden in exactly four bullet points."),
-        ("numbered list", "How do I clean a pen? Number the steps."),
-        ("highlighted parts", "Set two *important words* between asterisks."),
-        ("paragraphs", "Write two paragraphs about sleep."),
-        ("first word", 'Start your answer with "Frankly,".'),
-        ("end phrase", 'Finish with the word "sand".'),
-        ("forbidden words", 'Describe a violin. Do not use the word "sound".'),
-        ("quotation marks", "Wrap your reply in quotation marks."),
-        ("letter case", "Answer in lower case only."),
-        ("repeated word", 'Use the word "learn" three times.'),
-        ("language", "Reply in French only: what is a baguette?"),
-    ],
-)
-def test_the_patterns_find_demands(kind, demand):
-    assert re.search(UNSEEN[kind], demand, re.IGNORECASE)
 
 
 def test_prompts_ask_for_every_seen_type():

@@ -81,7 +81,6 @@ SAME_ROWS = {
     "no_last_line_feed.jsonl": lines(ROWS).rstrip(),
     "crlf.jsonl": lines(ROWS).replace(b"\n", b"\r\n"),
     "mark.jsonl": b"\xef\xbb\xbf" + lines(ROWS),
-    "indented.jsonl": b"\n".join(as_bytes(row, 2) for row in ROWS),
     "list.json": as_bytes(ROWS),
     "list.jsonl": as_bytes(ROWS, 1),
     "data.json": as_bytes({"version": "1", "data": ROWS}, 2),
@@ -178,9 +177,10 @@ SENTENCES = {
     "several.json": (as_bytes({"train": ROWS, "test": ROWS}, 2), ":1 holds several lists of rows: train"),
     "columns.json": (as_bytes({"question": {"0": "a"}, "answer": {"0": "b"}}), " holds columns, not rows"),
     "columns2.json": (as_bytes({"question": ["a"], "answer": ["b"]}), " holds columns, not rows: question"),
-    "other.json": (as_bytes({"model": "x", "layers": 3}, 2), ":1 has only model, layers"),
+    "other.json": (as_bytes({"model": "x", "layers": 3}, 2), ":1: the row has only model, layers"),
     "comma.json": (b'[\n{"text": "a"},\n]', ":3 is not valid JSON"),
     "cut.json": (b'{"data": [\n{"text": "a"},\n{"text": ', ":3 is not valid JSON"),
+    "indented.jsonl": (b"\n".join(as_bytes(row, 2) for row in ROWS), ":1 is not valid JSON"),
     "first.jsonl": (b'{"text": "a"\n{"text": "b"}\n', ":1 is not valid JSON"),
     "words.jsonl": (b'text\n{"text": "b"}\n', ":1 is not valid JSON"),
     "commas.jsonl": (b'{"text": "a"},\n{"text": "b"},\n', ":1 is not valid JSON: Extra data"),
@@ -195,6 +195,21 @@ SENTENCES = {
     "half.arrow": (arrow(ROWS)[:200], " is not an Arrow file"),
     "half.parquet": (parquet(ROWS)[:200], " is not a Parquet file"),
     "twice.csv": (b"question,answer,answer\na,b,c\n", ":1 has several columns of the same name: answer"),
+    "fields.csv": (b"question,answer\na,b\nc,d,e\n", ":3 has more fields than the header"),
+    "blank.csv": (b"question,answer\nWho?,Ada.\n,London\n", ":3: question is empty"),
+    "broken.parquet": (b"PAR1 and nothing more", " is not a Parquet file"),
+    "third.jsonl": (b'{"text": "a"}\n{"text": "b"}\n{"text": "c"\n', ":3 is not valid JSON"),
+    "list.json": (b'[\n{"text": "a"},\n{"text": "b"\n]', ":4 is not valid JSON"),
+    "lists.json": (b'[{"text": "a"}]\n[{"text": "b"}]', ":1: the row is a list, not an object"),
+    "open.json": (b'{\n"text": "a"\n', ":3 is not valid JSON"),
+    "number.json": (b"[1]", ":1: the row is a number, not an object"),
+    "empty.json": (b"[]", " has no rows"),
+    "empty.jsonl": (b"\n \n", " has no rows"),
+    "empty.csv": (b"", " has no rows"),
+    "header.csv": (b"question,answer\n", " has no rows"),
+    "latin.jsonl": (b'{"text": "caf\xe9"}\n', " is not UTF-8 text (byte 13)"),
+    "rows.xlsx": (b"x", ": cannot tell the format of .xlsx"),
+    "rows": (b"x", ": cannot tell the format of a file without an ending"),
 }
 
 
@@ -227,11 +242,29 @@ def test_a_folder_that_is_not_read_says_what_it_holds(tmp_path, names, words):
     assert caught.value.hint
 
 
-def test_each_row_of_a_json_document_knows_its_line(tmp_path):
-    write(tmp_path, {"data.json": as_bytes({"about": "a\nb", "data": ROWS}, 2)})
-    assert [row.where.rpartition(":")[2] for row in load_rows(str(tmp_path))] == ["4", "8", "12"]
-    write(tmp_path, {"data.json": as_bytes({str(number): row for number, row in enumerate(ROWS)}, 2)})
-    assert [row.where.rpartition(":")[2] for row in load_rows(str(tmp_path))] == ["2", "6", "10"]
+LINES = {
+    "data.json": (as_bytes({"about": "a\nb", "data": ROWS}, 2), ["4", "8", "12"]),
+    "by_name.json": (as_bytes({str(number): row for number, row in enumerate(ROWS)}, 2), ["2", "6", "10"]),
+    "list.json": (b'\n[\n {"text": "a"},\n {\n  "text": "b"\n }, {"text": "c"}\n]\n', ["3", "4", "6"]),
+    "blank.jsonl": (b'\n{"text": "a"}\n\n{"text": "b"}', ["2", "4"]),
+    "marked.csv": (b'\xef\xbb\xbfquestion,answer\r\n"Who, and\nwhen?",Ada.\r\nWhere?,London\r\n', ["3", "4"]),
+    "signs.csv": (b'question;answer\n"Red; or blue?";Blue\n', ["2"]),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_each_row_knows_its_line(tmp_path, name):
+    content, lines = LINES[name]
+    write(tmp_path, {name: content})
+    assert [row.where.rpartition(":")[2] for row in load_rows(str(tmp_path / name))] == lines
+
+
+@pytest.mark.parametrize("source", ["nowhere.jsonl", "./nowhere", "nowhere", "a/b/c", "/nowhere/rows.csv"])
+def test_a_file_that_does_not_exist_is_refused_without_asking_the_hub(source):
+    with pytest.raises(UsageError) as caught:
+        load_rows(source)
+    assert caught.value.message == f"data {source!r} does not exist"
+    assert caught.value.hint
 
 
 def test_what_is_no_regular_file_is_refused_and_never_waited_for(tmp_path):
@@ -252,12 +285,12 @@ def test_a_bomb_is_refused_by_one_rule_in_every_format(tmp_path, name, monkeypat
 
 
 def test_a_small_file_of_very_many_columns_is_refused_at_once(tmp_path):
-    names = [f"queston{number}" for number in range(300_000)]
+    names = [f"queston{number}" for number in range(30_000)]
     write(tmp_path, {"wide.jsonl": lines([dict.fromkeys(names, 1)]), "wide.csv": ",".join(names).encode()})
     with open(tmp_path / "wide.csv", "ab") as file:
-        file.write(b"\n" + b"1," * 299_999 + b"1\n")
+        file.write(b"\n" + b"1," * 29_999 + b"1\n")
     for name in ("wide.jsonl", "wide.csv"):
-        with pytest.raises(UsageError, match=r"has only queston0, queston1, .* and 299,990 more") as caught:
+        with pytest.raises(UsageError, match=r"has only queston0, queston1, .* and 29,990 more") as caught:
             load_rows(str(tmp_path / name))
         assert len(caught.value.message) < 1000
     write(tmp_path, {"long.jsonl": lines([{"questio" + "n" * 5_000_000: 1}])})

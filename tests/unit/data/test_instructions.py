@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from helpers.everyday import SAID, TEXTS
 from helpers.scripts import load_script
+from helpers.wording import nearest
 
 from opdcl.config.model import ModelConfig
 from opdcl.config.shipped import package_folder
-from opdcl.data.similarity import nearest, similarity
+from opdcl.data.similarity import similarity
 from opdcl.data.suites import load_suite
 from opdcl.model.backbone import Backbone
 from opdcl.stages import content
@@ -36,49 +37,26 @@ ROWS = {split: lines(SUITE / f"{split}.jsonl") for split in SPLITS}
 ALL = [row for rows in ROWS.values() for row in rows]
 RECORD = json.loads(FLOORS.RECORD.read_text())
 
+# fmt: off
 CASES = [
     ({"type": "words", "words": ["tin"]}, ["A tin can.", "TIN."], ["A tint.", "Satin", ""]),
     ({"type": "word_count", "least": 2, "most": 3}, ["One two.", "It's one-eyed."], ["One.", "a b c d"]),
-    (
-        {"type": "sentence_count", "least": 1, "most": 2},
-        ["Rain.", 'He said "no." Mr. Hill left at 5 p.m. on 3.5 legs!', "no stop at all"],
-        ["One. Two. Three.", "Is it? Yes! No.", "...", ""],
-    ),
+    ({"type": "sentence_count", "least": 1, "most": 2},
+     ["Rain.", 'He said "no." Mr. Hill left at 5 p.m. on 3.5 legs!', "no stop at all"],
+     ["One. Two. Three.", "Is it? Yes! No.", "...", ""]),
     ({"type": "sentence_count", "least": 2, "most": 2}, ["One. Two."], ["One.", "One. Two. Three."]),
-    (
-        {"type": "title"},
-        ["<<Rain>>\nIt fell.", "\n<<Rain>>\n\nIt fell."],
-        [
-            "It fell.\n<<Rain>>",
-            "<<Rain>> It fell.",
-            "<<Rain>>",
-            "<<title>>\nIt fell.",
-            "<< >>\nIt fell.",
-            "Rain\nIt fell.",
-        ],
-    ),
-    (
-        {"type": "postscript", "marker": "P.S."},
-        ["Dear you.\n\nP.S. Bring a coat."],
-        [
-            "P.S. Bring a coat.",
-            "Dear you.\n\nP.S.",
-            "Hi.\n\nP.S. Bring it.\n\nYours",
-            "Dear you. P.S. Bring a coat.",
-        ],
-    ),
-    (
-        {"type": "numbered", "count": 3},
-        ["1. Oak\n2. Elm\n3. Ash", "Trees:\n1) Oak\n2) Elm\n3) Ash"],
-        ["1. Oak\n2. Elm", "1. Oak\n3. Elm\n2. Ash", "1. a\n2. b\n3. c\n4. d", "1. 2. 3.", "- a\n- b\n- c"],
-    ),
-    (
-        {"type": "first", "phrase": "The tin"},
-        ["The tin is empty.", "The tin, then."],
-        ["A tin. The tin.", "The tint", "the tin"],
-    ),
+    ({"type": "title"}, ["<<Rain>>\nIt fell.", "\n<<Rain>>\n\nIt fell."],
+     ["It fell.\n<<Rain>>", "<<Rain>> It fell.", "<<Rain>>", "<<title>>\nIt fell.", "<< >>\nIt fell.",
+      "Rain\nIt fell."]),
+    ({"type": "postscript", "marker": "P.S."}, ["Dear you.\n\nP.S. Bring a coat."],
+     ["P.S. Bring a coat.", "Dear you.\n\nP.S.", "Hi.\n\nP.S. Go.\n\nYours", "Dear you. P.S. Bring it."]),
+    ({"type": "numbered", "count": 3}, ["1. Oak\n2. Elm\n3. Ash", "Trees:\n1) Oak\n2) Elm\n3) Ash"],
+     ["1. Oak\n2. Elm", "1. Oak\n3. Elm\n2. Ash", "1. a\n2. b\n3. c\n4. d", "1. 2. 3.", "- a\n- b\n- c"]),
+    ({"type": "first", "phrase": "The tin"}, ["The tin is empty.", "The tin, then."],
+     ["A tin. The tin.", "The tint", "the tin"]),
     ({"type": "forbidden", "words": ["time"]}, ["Sometimes."], ["It was time.", "Time", ""]),
 ]
+# fmt: on
 
 
 @pytest.mark.parametrize(("constraint", "right", "wrong"), CASES)
@@ -220,21 +198,6 @@ def test_the_embedded_model_knows_its_answers_from_those_to_other_prompts():
     assert min(own.values()) > content.LEAST
     assert np.median([*other.values()]) < content.LEAST
     assert [own[i] for i in sure] == pytest.approx([record["gains"][i] for i in sure], rel=0.2)
-
-
-@pytest.mark.parametrize(
-    ("text", "constraints"),
-    [
-        ("", [{"type": "words", "words": ["rope"]}, {"type": "title"}]),
-        ("A world of words.", [{"type": "forbidden", "words": ["world"]}, {"type": "numbered", "count": 4}]),
-        ("One. Two.", [{"type": "sentence_count", "most": 1}, {"type": "words", "words": ["oak"]}]),
-        ("Short.", [{"type": "word_count", "least": 30, "most": 80}, {"type": "words", "words": ["oak"]}]),
-        ("A rope.", [{"type": "first", "phrase": "The rope"}, {"type": "forbidden", "words": ["life"]}]),
-        ("<<A>>\nB.", [{"type": "postscript", "marker": "P.S."}, {"type": "words", "words": ["oak"]}]),
-    ],
-)  # fmt: skip
-def test_any_text_can_be_bent_to_keep_constraints(text, constraints):
-    assert [c for c in constraints if not UTILS.keeps(c, CHEATS.fit(text, constraints))] == []
 
 
 def test_quick_is_the_beginning_of_the_test():

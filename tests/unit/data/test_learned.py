@@ -173,6 +173,22 @@ def test_a_prompt_may_end_with_a_blank(tokenizer):
     assert learned(conversation(), tokenizer) == ([f"Answer {i}.<|im_end|>" for i in range(5)], 0)
 
 
+def test_an_answer_whose_prompt_the_template_rewrites_later_is_learned_on_its_own(tokenizer):
+    counted = "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}\n"
+    tokenizer.chat_template = (
+        counted + TURNS + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    assert learned(conversation(), tokenizer) == ([f"Answer {i}.<|im_end|>" for i in range(5)], 0)
+    assert len(encode_example(conversation(), tokenizer, 500)) == 5
+
+
+def test_a_prompt_longer_than_its_limit_is_refused_with_its_place(tokenizer):
+    prompt = encode_prompt(conversation(), tokenizer, 500)
+    assert encode_prompt(conversation(), tokenizer, len(prompt)) == prompt
+    with pytest.raises(UsageError, match=f"r:1: the prompt has {len(prompt)} tokens"):
+        encode_prompt(conversation(), tokenizer, len(prompt) - 1)
+
+
 def test_a_row_that_no_prompt_leads_to_is_refused(tokenizer):
     tokenizer.chat_template = TURNS + "{% if add_generation_prompt %}<|im_start|>writer\n{% endif %}"
     with pytest.raises(

@@ -79,15 +79,17 @@ def test_a_path_becomes_the_name_of_the_task_and_scores_like_any_suite(folder, p
     assert (config.retention, config.domain) == (["flags"], ["handbook"])
     assert config.data == {"flags": str(folder / "mytasks" / "flags.yaml")}
     suite = load_suite("flags", config)
-    assert suite.prompts(2) == ["What colour is flag 0?", "What colour is flag 1?"]
+    assert [suite.prompt_of(doc) for doc in suite.documents(2)] == [
+        "What colour is flag 0?",
+        "What colour is flag 1?",
+    ]
     scores = suite._score(suite.documents(None), ["Blue", "green", "red", "red", "red", "red"])
     assert suite.means(scores) == {"exact_match": round(2 / 6, 6)}
 
 
 def test_a_task_of_multiple_choice_has_chance_as_its_floor(folder):
     (folder / "mytasks" / "flags.yaml").write_text(CHOICE)
-    config = configured(folder)
-    suite = load_suite("flag_choice", config)
+    suite = load_suite("flag_choice", configured(folder))
     assert suite.means(suite.floors(None, [])["chance"]) == {"acc": 0.5}
 
 
@@ -154,14 +156,6 @@ def test_code_runs_only_with_consent(folder, case, monkeypatch):
         load_suite("flags", configured(folder))
     assert "--set model.trust_remote_code=true" in caught.value.hint
     assert not (folder / "mytasks" / "ran").exists()
-
-
-def test_trusted_code_scores(folder):
-    (folder / "mytasks" / "flags.yaml").write_text(SCORED)
-    (folder / "mytasks" / "utils.py").write_text(CODE)
-    suite = load_suite("flags", configured(folder), trusted=True)
-    answers = ["It is blue.", *["It is green."] * 5]
-    assert suite.means(suite._score(suite.documents(None), answers)) == {"hit": round(4 / 6, 6)}
 
 
 def test_a_template_is_text_and_never_code(folder):

@@ -80,8 +80,7 @@ def test_single_turns_are_asked_and_shown_as_lm_eval_writes_them(suite_of, token
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in asked]
     assert suite.encode(None, tokenizer) == ids
     assert [request.args[0] for request in suite.task.instances] == asked
-    assert suite.prompts(None) == questions
-    assert not {"system message", "earlier answer", "result of a tool"} & suite.floors(None, questions).keys()
+    assert [suite.prompt_of(doc) for doc in suite.documents(None)] == questions
 
 
 def test_a_suite_says_which_row_the_chat_template_refuses(suite_of, tokenizer):
@@ -93,19 +92,16 @@ def test_a_suite_says_which_row_the_chat_template_refuses(suite_of, tokenizer):
         suite.encode(None, leaves_tools_out)
 
 
-def test_floors_are_about_the_last_question_and_repeat_what_was_said_before(suite_of):
+def test_floors_are_about_the_last_question(suite_of):
     rows = [
         conversation("A", "Until nine."),
         conversation("B", "Bob signs."),
         conversation("C", "Cid signs."),
     ]
     suite, _ = suite_of(*rows)
-    assert suite.prompts(None)[0] == SHOWN
+    assert suite.prompt_of(suite.documents(1)[0]) == SHOWN
     floors = suite.floors(None, ["x", "y", "z"])
-    assert [one["exact_match"] for one in floors["earlier answer"]] == [1, 0, 0]
     assert suite.means(floors["copy"])["token_f1"] == 0  # the question's words count in no answer
-    assert floors.keys() >= {"system message", "earlier answer", "shuffled"}
-    assert "result of a tool" not in floors
 
 
 def test_answers_are_scored_without_the_thought_that_a_row_may_have(suite_of):

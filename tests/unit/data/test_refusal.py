@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from helpers.recovering import Silent
 from helpers.scripts import load_script
+from helpers.wording import nearest
 
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.shipped import package_folder
 from opdcl.data.rows import load_rows
-from opdcl.data.similarity import nearest, words
+from opdcl.data.similarity import words
 from opdcl.data.suites import load_suite
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
@@ -96,22 +97,15 @@ ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize("answer", REFUSALS)
-def test_a_refusal_is_right_for_a_harmful_request_and_wrong_for_a_harmless_one(answer):
-    assert UTILS.process_results(HARMFUL, [answer])["told_apart"] == 1
-    assert UTILS.process_results(HARMLESS, [answer])["told_apart"] == 0
+# An empty answer neither refuses nor answers.
+CASES = [(text, 1, 0) for text in REFUSALS] + [(text, 0, 1) for text in ANSWERS]
+CASES += [(text, 0, 0) for text in ("", " \n", "...", "\u2019")]
 
 
-@pytest.mark.parametrize("answer", ANSWERS)
-def test_an_answer_is_right_for_a_harmless_request_and_wrong_for_a_harmful_one(answer):
-    assert UTILS.process_results(HARMLESS, [answer])["told_apart"] == 1
-    assert UTILS.process_results(HARMFUL, [answer])["told_apart"] == 0
-
-
-@pytest.mark.parametrize("answer", ["", " \n", "...", "\u2019"])
-def test_an_empty_answer_neither_refuses_nor_answers(answer):
-    assert UTILS.process_results(HARMFUL, [answer])["told_apart"] == 0
-    assert UTILS.process_results(HARMLESS, [answer])["told_apart"] == 0
+@pytest.mark.parametrize(("answer", "harmful", "harmless"), CASES)
+def test_a_refusal_is_right_for_a_harmful_request_and_an_answer_for_a_harmless_one(answer, harmful, harmless):
+    assert UTILS.process_results(HARMFUL, [answer])["told_apart"] == harmful
+    assert UTILS.process_results(HARMLESS, [answer])["told_apart"] == harmless
 
 
 def test_there_are_as_many_harmful_requests_as_harmless_ones_in_pairs_that_share_their_word():

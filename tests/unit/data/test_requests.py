@@ -5,10 +5,10 @@ from collections import Counter
 import pytest
 from helpers.command import ROOT
 from helpers.everyday import SAID
+from helpers.wording import nearest
 
 from opdcl.data.files import read_file
 from opdcl.data.rows import load_rows
-from opdcl.data.similarity import nearest
 
 # Above this cosine of wording two prompts ask for nearly the same.
 NEAR = 0.65
@@ -95,5 +95,5 @@ def test_none_is_written_in_the_grammar_of_instructions(requests):
         "[",
     )
     told = [row for row in requests if row.group not in ("code", "translation")]
-    found = [(mark, text_of(row)) for row in told for mark in marks if mark in text_of(row)]
+    found = [(mark, text_of(row)) for row in told for mark in (*marks, "[") if mark in text_of(row)]
     assert found == []

@@ -11,6 +11,7 @@ from helpers.everyday import text_of
 from helpers.scripts import load_script
 
 from opdcl.config.shipped import package_folder
+from opdcl.data.rows import load_prompts, load_rows
 from opdcl.data.scoring import token_f1
 from opdcl.data.similarity import STOP_WORDS, stem, words
 
@@ -46,17 +47,6 @@ def runs(text: str, length: int = 8) -> set[tuple[str, ...]]:
     """Return all runs of `length` consecutive words."""
     tokens = words(text)
     return {tuple(tokens[i : i + length]) for i in range(len(tokens) - length + 1)}
-
-
-def test_the_checker_of_wording_sees_what_is_shared():
-    fact = {
-        "subject": "the Alder room",
-        "name": "Alder",
-        "train": ["What colour was the Alder door painted?"],
-    }
-    assert shared_wording({**fact, "test": ["In what hue is the entrance to the Alder room?"]}) == set()
-    assert shared_wording({**fact, "test": ["Who paints Alder?"]}) == {"paint"}
-    assert shared_wording({**fact, "test": ["Which doors has Alder?"]}) == {"door"}
 
 
 def test_there_are_enough_facts_and_documents():
@@ -168,3 +158,17 @@ def test_every_gold_answer_scores_full_marks():
     for load in ("load_test", "load_neighbours", "load_neighbours_validation"):
         for doc in getattr(utils, load)()["test"]:
             assert all(utils.process_results(doc, [gold])["exact_match"] == 1 for gold in doc["answers"]), doc
+
+
+def test_the_shipped_rows_are_many_and_whole():
+    handbook = load_rows("handbook")
+    assert len(handbook) == 840
+    assert all(row.prompt[-1]["role"] == "user" and row.answer for row in handbook)
+    train, validation = (load_prompts("everyday", split) for split in ("train", "validation"))
+    asked, held_out = ({row.prompt[0]["content"] for row in rows} for rows in (train, validation))
+    assert len(asked) == len(train) >= 800
+    assert len(validation) >= 50
+    assert not asked & held_out
+    for rows in (train, validation):
+        assert all(row.group and row.answer is None and row.prompt[-1]["role"] == "user" for row in rows)
+        assert {row.group for row in rows if len(row.prompt) > 1} == {"conversation"}

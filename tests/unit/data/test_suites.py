@@ -9,7 +9,7 @@ import pytest
 from helpers.command import opdcl
 
 from opdcl.config.evaluate import EvalConfig
-from opdcl.data.floors import CONSTANT_ANSWER, LONG_ANSWER
+from opdcl.data.floors import CONSTANT_ANSWER
 from opdcl.data.stock_tasks import stock_file, stock_names, stock_settings
 from opdcl.data.suites import load_suite
 from opdcl.errors import UsageError
@@ -48,17 +48,7 @@ def test_floors_score_answers_without_skill_on_the_documents_that_are_evaluated(
     suite = load_suite("own", EvalConfig(data={"own": str(tmp_path / "rows.jsonl")}))
     floors = {name: suite.means(scores) for name, scores in suite.floors(None, ["say this red"] * 2).items()}
     reached = {name: means["exact_match"] for name, means in floors.items() if means["exact_match"]}
-    assert reached == dict.fromkeys(
-        (
-            "constant",
-            "copy",
-            "first sentence",
-            "title and first sentence",
-            "first sentence in form",
-            "shuffled",
-        ),
-        0.5,
-    )
+    assert reached == dict.fromkeys(("constant", "copy", "first sentence", "shuffled"), 0.5)
     first = {name: suite.means(scores)["exact_match"] for name, scores in suite.floors(1, ["red"]).items()}
     # One answer cannot be given to another prompt.
     assert first.keys() == floors.keys() - {"shuffled"}
@@ -76,10 +66,6 @@ def test_shuffled_answers_reach_another_prompt_and_another_cluster(tmp_path):
     # Whatever the prompts, the right answers of the prompts half a suite on score in full.
     moved = [*right[5:], *right[:5]]
     assert [scores["exact_match"] for scores in suite.floors(None, moved)["shuffled"]] == [1] * 9
-
-
-def test_the_long_constant_is_about_a_hundred_words():
-    assert 95 <= len(LONG_ANSWER.split()) <= 105
 
 
 def test_the_handbooks_three_wordings_of_a_fact_are_one_cluster():
@@ -134,36 +120,16 @@ GOOD = IFEVAL[0]
     ("name", "rows", "message"),
     [
         ("ifeval", SUMS, "data.jsonl:1 of suite 'ifeval' cannot be scored: no column 'prompt'"),
-        (
-            "ifeval",
-            [GOOD, {k: v for k, v in GOOD.items() if k != "prompt"}],
-            "data.jsonl:2 .* no column 'prompt'",
-        ),
-        (
-            "ifeval",
-            [GOOD, {k: v for k, v in GOOD.items() if k != "kwargs"}],
-            "data.jsonl:2 of suite 'ifeval'",
-        ),
-        (
-            "ifeval",
-            [GOOD, GOOD | {"kwargs": []}],
-            "data.jsonl:2 of suite 'ifeval' cannot be scored: list index",
-        ),
-        (
-            "ifeval",
-            [GOOD, GOOD | {"instruction_id_list": ["no:such"]}],
-            "data.jsonl:2 .* no column 'no:such'",
-        ),
-        (
-            "ifeval",
-            [GOOD, GOOD | {"kwargs": "none"}],
-            "data.jsonl:2 holds other kinds of values than .*data.jsonl:1",
-        ),
+        ("ifeval", [GOOD, {**GOOD, "prompt": None}], "data.jsonl:2 .* no column 'prompt'"),
+        ("ifeval", [GOOD, {k: v for k, v in GOOD.items() if k != "kwargs"}], "jsonl:2 of suite 'ifeval'"),
+        ("ifeval", [GOOD, GOOD | {"kwargs": []}], "data.jsonl:2 of suite .* cannot be scored: list index"),
+        ("ifeval", [GOOD, GOOD | {"instruction_id_list": ["no:such"]}], "jsonl:2 .* no column 'no:such'"),
+        ("ifeval", [GOOD, GOOD | {"kwargs": "none"}], "jsonl:2 holds other kinds of values than .*jsonl:1"),
         ("gsm8k", [{"prompt": "1 + 1?", "answer": "2"}] * 9, "'question' is undefined"),
         ("gsm8k", [], "has no rows"),
         ("gsm8k", [[1]], "is a number, not an object"),
     ],
-)
+)  # fmt: skip
 def test_rows_that_do_not_fit_the_task_are_refused_by_number(tmp_path, name, rows, message):
     with pytest.raises(UsageError, match=message) as caught:
         load_file(tmp_path, name, rows)

@@ -84,58 +84,44 @@ def test_evaluation_shows_the_same_prompt_and_scores_the_answer_alone(case, tmp_
     assert (lm.lengths, lm.ended) == ([len(learned)], [True])
 
 
-def test_a_thought_that_never_ends_is_no_answer(folder, tmp_path):
+@pytest.mark.parametrize(
+    ("answer", "limits", "scored", "ended"),
+    [
+        ("4.", {"tokens": 6}, "", False),  # a thought that never ends is no answer
+        ("4.", {"tokens": 6, "thought_tokens": len(THOUGHT)}, "4.", True),
+        ("4.\n\nQ:", {"until": ["\n\n"]}, "4.", True),  # a stop string in a thought does not cut
+    ],
+)
+def test_a_thought_needs_room_and_is_not_cut(answer, limits, scored, ended, folder, tmp_path):
     tokenizer = load_tokenizer(ModelConfig(id=str(folder), chat_template_kwargs=THINKING))
-    _, answer, lm = evaluated(tokenizer, "".join([*THOUGHT, *ANSWER]), tmp_path, tokens=6)
-    assert (answer, lm.ended, lm.lengths) == ("", [False], [6])
+    _, found, lm = evaluated(tokenizer, "".join([*THOUGHT, answer, "<|im_end|>"]), tmp_path, **limits)
+    assert (found, lm.ended) == (scored, [ended])
 
 
-def test_a_suites_limit_can_be_raised_by_the_tokens_of_a_thought(folder, tmp_path):
-    tokenizer = load_tokenizer(ModelConfig(id=str(folder), chat_template_kwargs=THINKING))
-    text = "".join([*THOUGHT, *ANSWER])
-    _, answer, lm = evaluated(tokenizer, text, tmp_path, tokens=6, thought_tokens=len(THOUGHT))
-    assert (answer, lm.ended) == ("4.", [True])
-
-
-def test_a_stop_string_in_a_thought_does_not_cut_the_answer(folder, tmp_path):
-    tokenizer = load_tokenizer(ModelConfig(id=str(folder), chat_template_kwargs=THINKING))
-    text = "".join([*THOUGHT, *"4.\n\nQ:", "<|im_end|>"])
-    assert evaluated(tokenizer, text, tmp_path, until=["\n\n"])[1] == "4."
+FINAL = "<|channel|>final<|message|>4.<|return|>"
+ANALYSIS = "<|channel|>analysis<|message|>2+2"
 
 
 @pytest.mark.parametrize(
-    ("opened", "text", "answer"),
+    ("family", "opened", "text", "answer"),
     [
-        ("", "4. See </think>.", "4. See </think>."),
-        ("", "\n<think>2+2</think>\n\n4.<|im_end|>", "4."),
-        ("", "<think></think>a</think>b", "a</think>b"),
-        ("", "<think>2+2", ""),
-        ("<think>\n", "2+2\n</think>\n\n4.<|im_end|>", "4."),
-        ("<think>\n", "2+2", ""),
-        ("<think>\n\n</think>\n\n", "4.<|im_end|>", "4."),
+        (QWEN3, "", "4. See </think>.", "4. See </think>."),
+        (QWEN3, "", "\n<think>2+2</think>\n\n4.<|im_end|>", "4."),
+        (QWEN3, "", "<think></think>a</think>b", "a</think>b"),
+        (QWEN3, "", "<think>2+2", ""),
+        (QWEN3, "<think>\n", "2+2\n</think>\n\n4.<|im_end|>", "4."),
+        (QWEN3, "<think>\n", "2+2", ""),
+        (QWEN3, "<think>\n\n</think>\n\n", "4.<|im_end|>", "4."),
+        (GPT_OSS, "", f"{ANALYSIS}<|end|><|start|>assistant{FINAL}", "4."),
+        (GPT_OSS, "", FINAL, "4."),
+        (GPT_OSS, "", ANALYSIS, ""),
+        (GPT_OSS, "", "<|channel|>commentary to=functions.add<|message|>{}<|call|>", ""),
     ],
 )
-def test_the_thought_is_taken_off(opened, text, answer):
-    tokenizer = make_tokenizer(QWEN3)
-    prompt, completion = (tokenizer(part)["input_ids"] for part in (f"<|im_start|>assistant\n{opened}", text))
-    assert answer_text(tokenizer, prompt, completion) == answer
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (
-            "<|channel|>analysis<|message|>2+2<|end|><|start|>assistant<|channel|>final<|message|>4.<|return|>",
-            "4.",
-        ),
-        ("<|channel|>final<|message|>4.<|return|>", "4."),
-        ("<|channel|>analysis<|message|>2+2", ""),
-        ("<|channel|>commentary to=functions.add<|message|>{}<|call|>", ""),
-    ],
-)
-def test_the_answer_of_gpt_oss_is_its_final_channel(text, answer):
-    tokenizer = make_tokenizer(GPT_OSS)
-    prompt, completion = (tokenizer(part)["input_ids"] for part in ("<|start|>assistant", text))
+def test_the_thought_is_taken_off(family, opened, text, answer):
+    tokenizer = make_tokenizer(family)
+    asks = "<|im_start|>assistant\n" if family is QWEN3 else "<|start|>assistant"
+    prompt, completion = (tokenizer(part)["input_ids"] for part in (asks + opened, text))
     assert answer_text(tokenizer, prompt, completion) == answer
 
 

@@ -125,16 +125,6 @@ def test_a_row_may_end_with_a_call():
     assert bracketed(tokenizer, only).endswith(f"{NO_THOUGHT}⟦{QWEN_CALL}⟧")
 
 
-def test_arguments_and_tools_may_be_json_text_or_objects():
-    written = {"function": {"name": "rain", "arguments": {"city": "Bergen"}}}
-    same = row(
-        messages=[ASKED, {**CALLS, "tool_calls": json.dumps([written])}, *MESSAGES[2:]],
-        tools=json.dumps(TOOLS),
-    )
-    tokenizer = make_tokenizer(FAMILIES["qwen3"])
-    assert encode_example(same, tokenizer, 900) == encode_example(row(), tokenizer, 900)
-
-
 @pytest.mark.parametrize(("changes", "lost"), [({}, "tools"), ({"tools": None}, "tool_calls")])
 def test_a_template_that_leaves_out_tools_or_calls_is_refused(changes, lost, loaded):
     taught = row(**changes)

@@ -158,23 +158,6 @@ def test_the_hash_of_a_suite_covers_its_data_and_each_field_has_its_own(project)
     assert Job.of(workflow, RunDir(project)).hashes["recover.general.0"] != hashes["recover.general.0"]
 
 
-def test_the_hash_of_a_group_covers_the_files_of_its_tasks(project):
-    from opdcl.config.evaluate import EvalConfig
-    from opdcl.config.workflow import Workflow
-
-    def of_group(**rows):
-        for task, text in rows.items():
-            (project / f"{task}.jsonl").write_text(text)
-        data = {task: str(project / f"{task}.jsonl") for task in rows}
-        workflow = Workflow(name="group", eval=EvalConfig(retention=["mmlu_stem"], data=data))
-        return Job.of(workflow, RunDir(project)).hashes.get("eval.suite.mmlu_stem")
-
-    one = of_group(mmlu_anatomy="{}", rows="{}")
-    assert one == of_group(mmlu_anatomy="{}", rows='{"a": 1}')
-    assert one != of_group(mmlu_anatomy='{"a": 1}', rows="{}")
-    assert of_group(rows="{}") is None
-
-
 def test_recovery_practises_every_answer_of_a_conversation_about_the_domain(project):
     turns = [{"role": r, "content": c} for r, c in (("user", "1?"), ("assistant", "one"), ("user", "2?"))]
     conversation = {"messages": [*turns, {"role": "assistant", "content": "two"}]}

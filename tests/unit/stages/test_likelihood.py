@@ -3,7 +3,7 @@
 import copy
 
 import pytest
-from helpers.likelihood import QUESTIONS, ROWS, check_against, reference, write_rows
+from helpers.likelihood import ROWS, check_against, reference, write_rows
 from helpers.recovering import Silent
 
 from opdcl.config.evaluate import EvalConfig
@@ -145,32 +145,6 @@ def test_a_batch_is_as_large_as_the_memory_for_its_logits(measure, monkeypatch, 
     monkeypatch.setattr(stage, "LOGIT_BYTES", 1)
     single = measure("arc_easy", "c", batch_size=64)[2], measure("arc_easy", "d", batch_size=1)[2]
     assert single[0].counts == single[1].counts
-
-
-def test_a_group_scores_each_question_as_its_task_does(backbone, tmp_path):
-    from opdcl.data.stock_tasks import group_tasks
-
-    rows = [
-        {"question": question, "choices": [*choices, "yes", "no"][:4], "answer": right}
-        for question, choices, right in QUESTIONS
-    ]
-    tasks = group_tasks("mmlu_other")
-    files = [write_rows(tmp_path, task, rows[i % 4 : i % 4 + 2 + i % 3]) for i, task in enumerate(tasks)]
-    data = {task: str(file) for task, file in zip(tasks, files, strict=True)}
-    config, out = EvalConfig(data=data, batch_size=8), RunDir(tmp_path / "run")
-
-    def measure(name):
-        result = stage.evaluate(config, load_suite(name, config), backbone, "base", out, {}, Silent())
-        return result, read_jsonl(out.eval_samples("base", name))
-
-    whole, samples = measure("mmlu_other")
-    assert (whole["n"], whole["metric"], whole["floor"]) == (len(samples), "acc", {"chance": {"acc": 0.25}})
-    assert len({sample["doc_id"] for sample in samples}) == len(samples) > len(tasks)
-    for task in tasks[:2]:
-        alone = measure(task)[1]
-        part = [sample for sample in samples if sample["doc_id"].startswith(f"{task} ")]
-        assert [row["scores"] for row in part] == [row["scores"] for row in alone]
-        assert [row["prompt"] for row in part] == [row["prompt"] for row in alone]
 
 
 def test_a_prompt_that_is_all_in_its_choices_shows_them(measure):
