@@ -337,9 +337,16 @@ def export(
     from opdcl.outcomes import Outcome
 
     with _output(quiet).stage("export") as line, quiet_libraries():
-        place = as_folder(out)
         written = export(
-            str(source), state, place, format, outtype, converter, check, line, trust_remote_code
+            str(source),
+            state,
+            target=as_folder(out),
+            format=format,
+            outtype=outtype,
+            converter=converter,
+            check=check,
+            report=line,
+            trust_remote_code=trust_remote_code,
         )
     what = {"merged": "merged model", "adapter": "adapter"}.get(format, "GGUF file")
     return Outcome(f"{what} ({written['state']}) written to {out}", [], written)

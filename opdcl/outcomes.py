@@ -82,7 +82,14 @@ class Result(Outcome):
         rows = terminal_rows(summary)
         tables = [Table("", ["suite", "n", "floor", *STATES], rows, "")] if rows else []
         notes = [f"report: {self.report}", f"next: {self._next()}"]
-        super().__init__(summary["verdict"], tables, summary, notes, summary["faults"], summary["notes"])
+        super().__init__(
+            sentence=summary["verdict"],
+            tables=tables,
+            data=summary,
+            notes=notes,
+            faults=summary["faults"],
+            remarks=summary["notes"],
+        )
 
     def pull_request(self) -> str:
         """Return the results as about thirty lines of Markdown: faults, verdict, gates, table, prompts."""
@@ -148,7 +155,14 @@ class Comparison(Outcome):
         if scores.columns[-1] == "status":
             rows = [[*cells, status.replace(" ", "\n")] for *cells, status in rows]
         tables = [scores._replace(title="", rows=rows), *others]
-        super().__init__(page.finding, tables, data, [page.lead], data["faults"], data["notes"])
+        super().__init__(
+            sentence=page.finding,
+            tables=tables,
+            data=data,
+            notes=[page.lead],
+            faults=data["faults"],
+            remarks=data["notes"],
+        )
 
     def runs(self) -> list[Path]:
         """Return the run directories in the comparison's folder."""

@@ -71,7 +71,13 @@ class Job:
             domain = recover.model_copy(update={"domain": finetune.data})
             workflow = workflow.model_copy(update={"recover": domain})
         workflow, automatic = resolve_for_machine(named_after(workflow, run.path))
-        return cls(workflow, run, sources, {**(origins or {}), **automatic}, automatic)
+        return cls(
+            workflow=workflow,
+            run=run,
+            sources=sources,
+            origins={**(origins or {}), **automatic},
+            automatic=automatic,
+        )
 
     def rows(self, source: str, split: str = "train") -> list[Row]:
         """Return the checked rows of a source, read by the workflow's names of columns."""
@@ -167,7 +173,10 @@ class Job:
         from opdcl.distill.prompts import encode_stream
         from opdcl.distill.schedule import STREAMS
 
-        return {s: encode_stream(config, source, s, self.tokenizer, self.context) for s in STREAMS}
+        prompts = {}
+        for stream in STREAMS:
+            prompts[stream] = encode_stream(config, source, stream, self.tokenizer, self.context)
+        return prompts
 
     @cached_property
     def closeness(self) -> list[Row]:
