@@ -12,9 +12,9 @@ Every verb raises `opdcl.errors.OpdclError`, whose `hint` names the next step.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Unpack
 
-from opdcl.arguments import Data, PathLike, Settings, as_folder, question_suites, strings
+from opdcl.arguments import Data, Options, PathLike, as_folder, question_suites, strings
 from opdcl.errors import UsageError, translate
 
 if TYPE_CHECKING:
@@ -22,21 +22,6 @@ if TYPE_CHECKING:
     from opdcl.outcomes import Comparison, Outcome, Plan, Result, Verification
 
 # What takes time to import is imported by the verb that needs it.
-
-
-class Options(TypedDict, total=False):
-    """What `run`, `finetune`, `recover` and `evaluate` have in common.
-
-    settings: The keys of `opdcl config schema`: a mapping, or "KEY=VALUE" strings. Arguments take precedence.
-    dry_run: Return the plan of the run, and write nothing.
-    force: Repeat stages whose settings or data have changed, instead of refusing to start.
-    quiet: Print errors only. Otherwise progress goes to stderr.
-    """
-
-    settings: Settings
-    dry_run: bool
-    force: bool
-    quiet: bool
 
 
 def run(
@@ -75,7 +60,7 @@ def finetune(
     seed: int | None = None,
     columns: Mapping[str, str] | None = None,
     **options: Unpack[Options],
-) -> "Result | Plan":
+) -> "Result | Comparison | Plan":
     """Learn a domain: train a LoRA adapter on rows.
 
     Args:
@@ -95,7 +80,7 @@ def finetune(
         rows = [{"question": f"Who signs form {n}?", "answer": "Perpetua."} for n in range(1, 17)]
         opdcl.finetune(rows, out="runs/mine", epochs=3)  # or finetune("rows.jsonl", ...)
     """
-    from opdcl.carry_out import run_settings
+    from opdcl.carry_out import run_files
 
     chosen = {
         "finetune.data": data,
@@ -105,7 +90,7 @@ def finetune(
         "finetune.seed": seed,
         "columns": columns,
     }
-    return run_settings(out, chosen, **options)
+    return run_files((), out, chosen, **options)
 
 
 def recover(
@@ -119,7 +104,7 @@ def recover(
     base: PathLike | None = None,
     columns: Mapping[str, str] | None = None,
     **options: Unpack[Options],
-) -> "Result | Plan":
+) -> "Result | Comparison | Plan":
     """Recover what a fine-tune forgot, by distillation from the original model.
 
     Args:
@@ -163,7 +148,7 @@ def evaluate(
     columns: Mapping[str, str] | None = None,
     max_drop: float | Mapping[str, float] | None = None,
     **options: Unpack[Options],
-) -> "Result | Plan":
+) -> "Result | Comparison | Plan":
     """Score base, tuned and recovered on the same prompts, and write the report.
 
     Args:
@@ -352,9 +337,16 @@ def export(
     from opdcl.outcomes import Outcome
 
     with _output(quiet).stage("export") as line, quiet_libraries():
-        place = as_folder(out)
         written = export(
-            str(source), state, place, format, outtype, converter, check, line, trust_remote_code
+            str(source),
+            state,
+            target=as_folder(out),
+            format=format,
+            outtype=outtype,
+            converter=converter,
+            check=check,
+            report=line,
+            trust_remote_code=trust_remote_code,
         )
     what = {"merged": "merged model", "adapter": "adapter"}.get(format, "GGUF file")
     return Outcome(f"{what} ({written['state']}) written to {out}", [], written)

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 from opdcl.errors import UsageError
 
@@ -15,6 +15,22 @@ PathLike = str | Path
 Settings = Mapping[str, Any] | Sequence[str] | None
 # What names data, or is data: a list of dicts, a `datasets.Dataset`.
 Data: TypeAlias = PathLike | Iterable[Mapping[str, Any]]
+
+
+class Options(TypedDict, total=False):
+    """What `run`, `finetune`, `recover` and `evaluate` have in common.
+
+    settings: The keys of `opdcl config schema`: a mapping, or "KEY=VALUE" strings. Arguments take precedence.
+    dry_run: Return the plan of the run, and write nothing.
+    force: Repeat stages whose settings or data have changed, instead of refusing to start.
+    quiet: Print errors only. Otherwise progress goes to stderr.
+    """
+
+    settings: Settings
+    dry_run: bool
+    force: bool
+    quiet: bool
+
 
 # Settings that name data, where rows may stand instead.
 DATA = re.compile(
@@ -81,8 +97,7 @@ def question_suites(domain: Any, data: Mapping[str, Data] | None) -> tuple[list[
     """Return the names of the domain suites, and the data of those that are files or rows, by name.
 
     `domain` is rows in memory, the name of a suite, the path of a file of questions, or several of the
-    latter two; `data` gives further suites their file or rows. A file's suite has the name of the file, and
-    that of its folder if another file has the same.
+    latter two; `data` gives further suites their file or rows. A file's suite has the name of the file.
 
     Raises:
         UsageError: Two suites would have the same name.
@@ -94,20 +109,20 @@ def question_suites(domain: Any, data: Mapping[str, Data] | None) -> tuple[list[
         sources[UNNAMED] = domain
         return [UNNAMED], sources
     given = strings(domain)
-    files = [one for one in given if _is_question_file(one)]
-    paths = [Path(os.path.abspath(file)) for file in files]
-    typed_as = {name: name for name in [*sources, *given] if name not in files}
-    named = {}
-    for file, path in zip(files, paths, strict=True):
-        name, place = _suite_name(path, paths), str(path.resolve())
-        is_other = typed_as.get(name, file) != file
-        if is_other and sources.get(name) != place:
-            hint = "give one of them another name: --domain NAME --data NAME=PATH"
-            raise UsageError(f"{file} and {typed_as[name]} would be the same suite {name!r}", hint)
-        typed_as.setdefault(name, file)
-        sources[name] = place
-        named[file] = name
-    suites = [named.get(one, one) for one in given]
+    suites = []
+    for suite in given:
+        if _is_question_file(suite):
+            file = Path(suite)
+            name, place = file.stem, str(file.resolve())
+            if file.suffix.lower() in (".gz", ".zst"):
+                name = Path(name).stem
+            if name in given or sources.get(name, place) != place:
+                hint = "give one of them another name: --domain NAME --data NAME=PATH"
+                raise UsageError(f"{suite} and another would be the same suite {name!r}", hint)
+            sources[name] = place
+            suites.append(name)
+        else:
+            suites.append(suite)
     return list(dict.fromkeys(suites)), sources
 
 
@@ -116,23 +131,6 @@ def _is_rows(domain: Any) -> bool:
     if isinstance(domain, str | Path):
         return False
     return not isinstance(domain, Sequence) or any(isinstance(one, Mapping) for one in domain)
-
-
-def _suite_name(file: Path, others: Iterable[Path]) -> str:
-    """Return a file's name without its ending, after as many of its folders as tell it from the others."""
-    parts = _without_ending(file).parts
-    tails = [_without_ending(other).parts for other in others if other != file]
-    for count in range(1, len(parts)):
-        if all(tail[-count:] != parts[-count:] for tail in tails):
-            folders = re.sub(r"[^A-Za-z0-9._-]+", "-", "".join(f"{part}-" for part in parts[-count:-1]))
-            return folders.lstrip("-._") + parts[-1]
-    return parts[-1]
-
-
-def _without_ending(file: Path) -> Path:
-    """Return a file's path without its ending, and without that of its compression."""
-    is_compressed = file.suffix.lower() in (".gz", ".zst")
-    return (file.with_suffix("") if is_compressed else file).with_suffix("")
 
 
 def _is_question_file(suite: str) -> bool:

@@ -53,43 +53,34 @@ class Redacting(io.TextIOBase):
         self._stream.flush()
 
 
-class Unstoppable(io.TextIOBase):
+class Unstoppable:
     """A text stream that drops what it cannot write: a run does not stop because nobody reads its notes."""
 
     def __init__(self, stream: TextIO):
-        self._stream: TextIO | None = stream
-        self.name, self._encoding = getattr(stream, "name", ""), getattr(stream, "encoding", None)
+        self._stream = stream
 
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._encoding or "utf-8"
-
-    def isatty(self) -> bool:
-        return self._stream is not None and self._stream.isatty()
-
-    def fileno(self) -> int:
-        if self._stream is None:
-            raise OSError("the stream is given up")
-        return self._stream.fileno()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        self._try(lambda stream: stream.write(text))
-        return len(text)
+        try:
+            return self._stream.write(text)
+        except OSError:
+            silence(self._stream.fileno())
+            return len(text)
 
     def flush(self) -> None:
-        self._try(lambda stream: stream.flush())
-
-    def _try(self, action: Callable[[TextIO], object]) -> None:
-        if self._stream is None:
-            return
         try:
-            action(self._stream)
+            self._stream.flush()
         except OSError:
-            # Python flushes the stream at its end, and would fail again.
-            nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, self._stream.fileno())
-            os.close(nothing)
-            self._stream = None
+            silence(self._stream.fileno())
+
+
+def silence(number: int) -> None:
+    """Send what is still written to a standard stream nowhere: Python flushes it at its end."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, number)
+    os.close(nothing)
 
 
 class ResultConsole(Console):
@@ -239,16 +230,16 @@ class Output:
         if fault.hint:
             self._say(f"hint: {fault.hint}")
 
-    def stage(self, name: str) -> StageLine:
+    def stage(self, name: str, on_progress: Callable[[], None] = lambda: None) -> StageLine:
         """Return the progress line of a stage, a context manager."""
-        return StageLine(name, self)
+        return StageLine(name, self, on_progress)
 
 
 class StageLine:
     """Progress of one stage: a live line on a terminal, otherwise a plain line every few seconds."""
 
-    def __init__(self, name: str, output: Output):
-        self.name, self.output = name, output
+    def __init__(self, name: str, output: Output, on_progress: Callable[[], None]):
+        self.name, self.output, self._on_progress = name, output, on_progress
         self._live: Progress | None = None
         self._task: Any = None
         self._last = 0.0
@@ -296,6 +287,7 @@ class StageLine:
             self._last = now
             parts = f"{self.name} {done}/{total}", text, _left(*self._first, done, now, total)
             self.output.note(" ".join(filter(None, parts)))
+        self._on_progress()
 
     def note(self, text: str) -> None:
         """Print a note, above the live line if there is one."""

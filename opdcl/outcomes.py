@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -16,43 +17,39 @@ from opdcl.rundir.verify import Finding, verify
 from opdcl.sanitize import harmless
 
 
+@dataclass(repr=False)
 class Outcome:
     """What a verb returns: a sentence, tables, notes, and plain data. A notebook shows it as HTML.
 
     `faults` are reasons not to believe the result, `remarks` what to know when reading it; `notes` lead on.
     """
 
-    def __init__(
-        self,
-        sentence: str,
-        tables: Sequence[Table],
-        data: Any,
-        notes: Sequence[str] = (),
-        faults: Sequence[str] = (),
-        remarks: Sequence[str] = (),
-    ):
-        self.sentence, self.tables, self.data, self.notes = sentence, tables, data, [*notes]
-        self.faults = [*faults]
+    sentence: str
+    tables: Sequence[Table]
+    data: Any
+    notes: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
         # The notes of a run repeat its faults, for readers of the JSON.
-        self.remarks = [remark for remark in remarks if remark not in self.faults]
+        self.remarks = [remark for remark in self.remarks if remark not in self.faults]
 
     def __repr__(self) -> str:
         return f"<opdcl: {self.sentence}>"
 
     def _repr_html_(self) -> str:
-        def row(cells: Sequence[str], tag: str) -> str:
-            texts = (escape(harmless(cell)).replace("\n", "<br>") for cell in cells)
-            return f"<tr>{''.join(f'<{tag}>{text}</{tag}>' for text in texts)}</tr>"
-
-        def lines(texts: Sequence[str], start: str) -> str:
-            return "".join(f"<p>{start}{escape(harmless(text))}</p>" for text in texts)
-
-        page = lines(self.faults, "<strong>Fault:</strong> ")
-        page += f"<p><strong>{escape(harmless(self.sentence))}</strong></p>"
+        parts = [f"<p><strong>Fault:</strong> {_html(fault)}</p>" for fault in self.faults]
+        parts.append(f"<p><strong>{_html(self.sentence)}</strong></p>")
         for table in self.tables:
-            body = "".join(row(cells, "td") for cells in table.rows)
-            page += f"<table><thead>{row(table.columns, 'th')}</thead><tbody>{body}</tbody></table>"
-        return page + lines(self.remarks, "")
+            head = "".join(f"<th>{_html(column)}</th>" for column in table.columns)
+            parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>")
+            for cells in table.rows:
+                row = "".join(f"<td>{_html(cell)}</td>" for cell in cells)
+                parts.append(f"<tr>{row}</tr>")
+            parts.append("</tbody></table>")
+        parts += [f"<p>{_html(remark)}</p>" for remark in self.remarks]
+        return "".join(parts)
 
     def refuse(self) -> None:
         """Raise an error if there is a fault, so that no script takes the result for a good one.
@@ -65,6 +62,10 @@ class Outcome:
 
     def _remedy(self) -> str:
         return "measure again what the faults name, or leave it out"
+
+
+def _html(text: str) -> str:
+    return escape(harmless(text)).replace("\n", "<br>")
 
 
 class Plan(Outcome):
@@ -81,7 +82,14 @@ class Result(Outcome):
         rows = terminal_rows(summary)
         tables = [Table("", ["suite", "n", "floor", *STATES], rows, "")] if rows else []
         notes = [f"report: {self.report}", f"next: {self._next()}"]
-        super().__init__(summary["verdict"], tables, summary, notes, summary["faults"], summary["notes"])
+        super().__init__(
+            sentence=summary["verdict"],
+            tables=tables,
+            data=summary,
+            notes=notes,
+            faults=summary["faults"],
+            remarks=summary["notes"],
+        )
 
     def pull_request(self) -> str:
         """Return the results as about thirty lines of Markdown: faults, verdict, gates, table, prompts."""
@@ -147,7 +155,14 @@ class Comparison(Outcome):
         if scores.columns[-1] == "status":
             rows = [[*cells, status.replace(" ", "\n")] for *cells, status in rows]
         tables = [scores._replace(title="", rows=rows), *others]
-        super().__init__(page.finding, tables, data, [page.lead], data["faults"], data["notes"])
+        super().__init__(
+            sentence=page.finding,
+            tables=tables,
+            data=data,
+            notes=[page.lead],
+            faults=data["faults"],
+            remarks=data["notes"],
+        )
 
     def runs(self) -> list[Path]:
         """Return the run directories in the comparison's folder."""

@@ -208,8 +208,9 @@ def gather_shares(share: Sequence[T]) -> list[T]:
 def sum_over_workers(values: Mapping[str, float]) -> dict[str, float]:
     """Return the sum over all workers for each name. A missing name counts as zero."""
     sums: dict[str, float] = {}
-    for name, value in (item for part in all_values(values) for item in part.items()):
-        sums[name] = sums.get(name, 0.0) + value
+    for part in all_values(values):
+        for name, value in part.items():
+            sums[name] = sums.get(name, 0.0) + value
     return sums
 
 

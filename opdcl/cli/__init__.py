@@ -17,6 +17,7 @@ from opdcl import parallel
 from opdcl.cli import runs, screen, stages, streams
 from opdcl.cli.config import config_app, workflows_app
 from opdcl.cli.guidance import describe_commands, hint_for
+from opdcl.console import silence
 from opdcl.errors import EnvironmentFault, Interrupted, OpdclError, UsageError, translate
 from opdcl.sanitize import redact
 from opdcl.signals import as_interrupts
@@ -83,7 +84,7 @@ def main() -> None:
     except BrokenPipeError as fault:
         code = 0 if streams.reader_is_gone() else _fail_unexpectedly(fault)
         if not code:
-            streams.silence(1)
+            silence(1)
     except SystemExit:
         raise
     except BaseException as fault:  # a library written in Rust panics with one that is no Exception

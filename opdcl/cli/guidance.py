@@ -33,32 +33,44 @@ EXAMPLES = {
 def describe_commands(group: typer.Typer, prefix: str = "") -> None:
     """Give each command its first sentence as its summary, whatever the width, and its example."""
     for info in group.registered_commands:
-        name = prefix + str(info.name or getattr(info.callback, "__name__", ""))
-        info.short_help = (getattr(info.callback, "__doc__", None) or "").split(". ")[0].rstrip(".") + "."
-        info.epilog = f"\b\nExample:\n  {EXAMPLES[name]}" if name in EXAMPLES else None
+        command: Any = info.callback
+        name = prefix + (info.name or command.__name__)
+        text = command.__doc__ or ""  # none with -OO, which `main` refuses
+        info.short_help = text.split(". ")[0].rstrip(".") + "."
+        if name in EXAMPLES:
+            info.epilog = f"\b\nExample:\n  {EXAMPLES[name]}"
 
 
 def hint_for(fault: Any) -> str:
     """Return what to type instead of a command that its parser refused."""
     command = fault.ctx.command_path if getattr(fault, "ctx", None) else "opdcl"
     help_line = f"{command} --help"
-    kind = type(fault).__name__
-    if kind == "MissingParameter" and (example := EXAMPLES.get(command.removeprefix("opdcl "))):
-        return f"{example}  # {help_line} lists all options"
-    if kind == "NoSuchOption" and (command, fault.option_name) == ("opdcl finetune", "--data"):
-        return f"{EXAMPLES['finetune']}  # the rows come without an option"
-    if kind == "NoSuchOption":
-        options = [option for p in fault.ctx.command.params for option in p.opts if option.startswith("--")]
-        # Other programs say model for the one that opdcl calls base.
-        based = "--base" if fault.option_name == "--model" and "--base" in options else ""
-        near = based or similar_option(fault.option_name, options) or similar_setting(fault.option_name)
-        return f"did you mean {near}? {help_line}" if near else help_line
+    match type(fault).__name__:
+        case "MissingParameter":
+            if example := EXAMPLES.get(command.removeprefix("opdcl ")):
+                return f"{example}  # {help_line} lists all options"
+        case "NoSuchOption":
+            if (command, fault.option_name) == ("opdcl finetune", "--data"):
+                return f"{EXAMPLES['finetune']}  # the rows come without an option"
+            if near := _option_meant(fault):
+                return f"did you mean {near}? {help_line}"
     if "No such command" in fault.format_message():
         typed = fault.format_message().split("'")[1]
         names = list(fault.ctx.command.commands)
         near = next((n for n in names if typed.startswith(n)), "") or nearest(typed, names, 0.7)
-        return f"{command} {near} --help  # did you mean {near}?" if near else help_line
+        if near:
+            return f"{command} {near} --help  # did you mean {near}?"
     return help_line
+
+
+def _option_meant(fault: Any) -> str:
+    """Return the option, or the setting, that an unknown option may mean."""
+    options = []
+    for parameter in fault.ctx.command.params:
+        options += [option for option in parameter.opts if option.startswith("--")]
+    if fault.option_name == "--model" and "--base" in options:
+        return "--base"  # other programs say model for it
+    return similar_option(fault.option_name, options) or similar_setting(fault.option_name)
 
 
 def similar_option(typed: str, options: list[str]) -> str:

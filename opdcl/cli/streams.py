@@ -39,10 +39,3 @@ def reader_is_gone() -> bool:
     poll = select.poll()
     poll.register(1, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))
-
-
-def silence(number: int) -> None:
-    """Send what is still written to a standard stream nowhere."""
-    handle = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(handle, number)
-    os.close(handle)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from opdcl.config.model import ModelConfig
 from opdcl.config.workflow import Workflow
 from opdcl.data.rows import on_hub
-from opdcl.deploy.gguf import LARGEST_GAP, compare, find_converter, to_gguf
+from opdcl.deploy.gguf import LARGEST_GAP, compare, find_converter, in_words, to_gguf
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS, parse, reachable
 from opdcl.model.adapters import find_states
@@ -65,11 +65,11 @@ def export(
     with folder_appears_whole(target) as folder:
         if format == "adapter":
             copy_adapter(adapter, folder, portable(model.id), base)
-        elif format == "merged":
-            written |= merge(base, tuned, adapter, folder, check, report)
         else:
-            merged = folder / "merged"  # inside, so that both are removed together
+            # A model to be converted is inside, so that both are removed together.
+            merged = folder / "merged" if format == "gguf" else folder
             written |= merge(base, tuned, adapter, merged, check, report)
+        if format == "gguf":
             written |= to_gguf(merged, folder, command, outtype, check, report)
             shutil.rmtree(merged)
         if format == "adapter" and run.is_run():
@@ -151,8 +151,7 @@ def merge(
 
     written = plain.model_copy(update={"id": str(target), "revision": None})
     gap = compare(as_in_the_run, lambda: load_base(written))
-    size = f"{gap['mean']:.2g} nats on average, by {gap['largest']:.2g} at most"
-    report.note(f"log-probabilities of {gap['tokens']} tokens differ from the run's model by {size}")
+    report.note(in_words(gap, " from the run's model"))
     return {"quantization_gap": gap}
 
 
@@ -171,17 +170,19 @@ def _load(base: ModelConfig, tuned: ModelConfig | None, adapter: Path, as_stored
 
 def write_readme(folder: Path, name: str, base: ModelConfig, state: str, format: str) -> None:
     """Write what a folder holds, what it was made from, and under which licence its base stands."""
-    origin = portable(base.id)
-    licence = LICENSES.get(base.id)
-    terms = f"{origin} is under {licence}." if licence else f"The licence of {origin} applies."
-    head = ["---", f"base_model: {json.dumps(origin)}", *([f"license: {licence}"] if licence else []), "---"]
-    what = "An adapter for" if format == "adapter" else "A model made of"
+    origin, licence = portable(base.id), LICENSES.get(base.id)
     which = "an adapter" if state == "adapter" else f"its {state} adapter"
-    parts = "" if format == "adapter" else f" and {which}, merged"
+    what = (
+        f"An adapter for {origin}" if format == "adapter" else f"A model made of {origin} and {which}, merged"
+    )
+    terms = f"{origin} is under {licence}." if licence else f"The licence of {origin} applies."
     if base.quantization:
         terms += f" The adapter was {UNPACKED.format(origin, base.quantization)}."
-    text = f"# {name}\n\n{what} {origin}{parts}, written by opdcl {__version__}. {terms}\n"
-    write_atomic(folder / "README.md", "\n".join(head) + f"\n\n{text}")
+    head = f"---\nbase_model: {json.dumps(origin)}\n"
+    if licence:
+        head += f"license: {licence}\n"
+    text = f"# {name}\n\n{what}, written by opdcl {__version__}. {terms}\n"
+    write_atomic(folder / "README.md", f"{head}---\n\n{text}")
 
 
 def write_card(

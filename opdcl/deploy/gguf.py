@@ -53,45 +53,46 @@ def find_converter(path: str | None) -> list[str]:
 def to_gguf(
     merged: Path, target: Path, command: list[str], outtype: str, check: bool, report: StageReport
 ) -> dict[str, Any]:
-    """Write `model.gguf`; return the outtype, the size, and the gap if it was measured."""
+    """Write `model.gguf`; return the outtype, the size, and the gap if it was measured.
+
+    Raises:
+        OpdclError: The converter failed, or wrote a model whose gap rounding does not explain.
+    """
     report.note(f"converting to {outtype}")
     file = target / "model.gguf"
-    _convert(merged, file, command, outtype)
-    gap = None
-    if check:
-        report.note("loading it back")
-        gap = measure_gap(merged, file)
-        _check_gap(gap, outtype, report)
-    return {"outtype": outtype, "bytes": file.stat().st_size, "gap": gap}
-
-
-def _convert(merged: Path, file: Path, command: list[str], outtype: str) -> None:
     words = [*command, str(merged), "--outfile", str(file), "--outtype", outtype]
     process = subprocess.run(words, capture_output=True, text=True, check=False)
     if process.returncode or not file.is_file():
         lines = [line for line in process.stderr.splitlines() if line.strip()] or ["no message"]
         hint = "a newer llama.cpp may support this model; --format merged writes the unconverted model"
         raise OpdclError(f"the converter failed: {redact(lines[-1])[:300]}", hint)
-
-
-def _check_gap(gap: dict[str, Any] | None, outtype: str, report: StageReport) -> None:
-    """Report the gap of a GGUF file; refuse one that rounding does not explain."""
+    written = {"outtype": outtype, "bytes": file.stat().st_size, "gap": None}
+    if not check:
+        return written
+    report.note("loading it back")
+    gap = measure_gap(merged, file)
     if gap is None:
         report.note("not checked: transformers cannot read GGUF files of this model type")
-        return
+        return written
     if not gap["mean"] <= LARGEST_GAP[outtype]:  # also refuses NaN
         raise OpdclError(
             f"the GGUF file is not the same model: log-probabilities differ by {gap['mean']:.4f} nats per "
             f"token; rounding explains at most {LARGEST_GAP[outtype]}",
             "another version of llama.cpp may convert it correctly",
         )
-    size = f"{gap['mean']:.2g} nats on average, by {gap['largest']:.2g} at most"
-    report.note(f"log-probabilities of {gap['tokens']} tokens differ by {size}")
+    report.note(in_words(gap))
     if not gap["same_ids"]:
         report.note(
             "the tokenizer in the GGUF file, as transformers reads it, splits the prompts differently: "
             "compare answers before you rely on it"
         )
+    return {**written, "gap": gap}
+
+
+def in_words(gap: dict[str, Any], other: str = "") -> str:
+    """Return how many tokens were compared, and how much they differ from the `other` model."""
+    size = f"{gap['mean']:.2g} nats on average, by {gap['largest']:.2g} at most"
+    return f"log-probabilities of {gap['tokens']} tokens differ{other} by {size}"
 
 
 def measure_gap(merged: Path, gguf: Path) -> dict[str, Any] | None:

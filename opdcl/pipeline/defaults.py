@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from pathlib import Path
@@ -56,13 +55,17 @@ def resolve(
 
 def _fill(workflow: Workflow, choices: dict[str, tuple[Any, str]]) -> tuple[Workflow, dict[str, str]]:
     """Return the workflow with a choice for each of these keys that is at `auto`, and its origin by key."""
-    tree = workflow.model_dump()
+    tree, origins = workflow.model_dump(), {}
     values = flatten(tree)
-    chosen = {key: choice for key, choice in choices.items() if values.get(key) == "auto"}
-    for key, (value, _) in chosen.items():
-        *sections, name = key.split(".")
-        functools.reduce(dict.__getitem__, sections, tree)[name] = value
-    return Workflow.model_validate(tree), {key: f"auto: {reason}" for key, (_, reason) in chosen.items()}
+    for key, (value, reason) in choices.items():
+        if values.get(key) == "auto":
+            *sections, name = key.split(".")
+            section = tree
+            for part in sections:
+                section = section[part]
+            section[name] = value
+            origins[key] = f"auto: {reason}"
+    return Workflow.model_validate(tree), origins
 
 
 def _two_digits(rate: float) -> float:
@@ -97,16 +100,20 @@ def with_dtype(workflow: Workflow, dtype: str, device: str) -> tuple[Workflow, d
 
 def named_after(workflow: Workflow, directory: Path) -> Workflow:
     """Return the workflow, which takes the name of its run directory if it has none of its own."""
+    if workflow.name != Workflow.model_fields["name"].default:
+        return workflow
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", directory.resolve().name).strip("-._")[:64]
-    own = workflow.name != Workflow.model_fields["name"].default
-    return workflow if own or not name else workflow.model_copy(update={"name": name})
+    return workflow.model_copy(update={"name": name}) if name else workflow
 
 
 def describe_automatic(workflow: Workflow, origins: dict[str, str]) -> str:
     """Return the automatic settings with their numbers and reasons, as one line."""
-    values = flatten(workflow.model_dump())
-    text = {k: f"{v:g}" if isinstance(v, int | float) else v for k, v in values.items() if k in origins}
-    return "; ".join(f"{key} {text[key]} ({reason})" for key, reason in origins.items())
+    values, parts = flatten(workflow.model_dump()), []
+    for key, reason in origins.items():
+        value = values[key]
+        shown = value if isinstance(value, str) else f"{value:g}"
+        parts.append(f"{key} {shown} ({reason})")
+    return "; ".join(parts)
 
 
 def text_config(model: ModelConfig) -> Any:

@@ -8,8 +8,7 @@ from typing import Any
 
 from opdcl.pipeline.forecast import forecast
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.plan import Task
-from opdcl.pipeline.preflight import checked_plan, planned_adapter, remarks, repeated_rows
+from opdcl.pipeline.preflight import checked_plan, planned_adapter, repeated_rows
 from opdcl.results.tables import Table
 
 # Characters of the rendered row that a terminal shows.
@@ -31,67 +30,52 @@ def describe(
 
     workflow, made_by = job.workflow, {} if made_by is None else made_by
     tasks = []
-    for task in checked_plan(job, force):
+    planned, notes = checked_plan(job, force)
+    for task in planned:
         origin = made_by.get(task.fingerprint) or (workflow.start if task.name == "finetune" else None)
         if task.action == "run" and origin:
             task = replace(task, action="take", why=f"from {origin}")
+        else:
+            made_by[task.fingerprint] = job.run.path.name
         tasks.append(task)
-    made_by |= {t.fingerprint: job.run.path.name for t in tasks if t.action != "take"}
     sizes = forecast(job, tasks)
-    rows = [[task.label, task.action, _size(task, sizes) + task.why] for task in tasks]
-    parameters, disk = sizes["parameters"] / 1e6, sizes["disk_bytes"] / 2**20
-    totals = f"{parameters:,.0f}M parameters; about {disk:,.0f} MiB of disk"
-    share = adapted_share(workflow.model, adapter) if (adapter := planned_adapter(workflow)) else None
-    if share:
+    rows, plan = [], []
+    for task in tasks:
+        why = task.why
+        if task.unfinished and task.name in sizes["memory_bytes"]:
+            why = f"about {sizes['memory_bytes'][task.name] / 2**30:.1f} GiB; {why}"
+        if task.unfinished and task.name in sizes["steps"]:
+            why = f"{sizes['steps'][task.name]} steps, {why}"
+        rows.append([task.label, task.action, why])
+        shown = {"stage": task.name, "state": task.state, "suite": task.suite}
+        plan.append({**shown, "action": task.action, "why": task.why})
+    totals = f"{sizes['parameters'] / 1e6:,.0f}M parameters; "
+    totals += f"about {sizes['disk_bytes'] / 2**20:,.0f} MiB of disk"
+    share = None
+    if adapter := planned_adapter(workflow):
+        share = adapted_share(workflow.model, adapter)
         totals = f"the adapter changes {share:.0%} of {totals}"
     rows.append(["machine", sizes["device"], totals])
-    plan = [
-        {"stage": t.name, "state": t.state, "suite": t.suite, "action": t.action, "why": t.why} for t in tasks
-    ]
-    learns = any(task.name == "finetune" and task.unfinished for task in tasks)
-    data = {"data": _data(job) if learns else {}, "notes": remarks(job, tasks)}
-    return rows, {"tasks": plan, **sizes, "adapted_share": share, **data}
-
-
-def _size(task: Task, sizes: dict[str, Any]) -> str:
-    """Return a task's steps and memory as text, or "" if it will not run."""
-    if not task.unfinished or task.name not in sizes["memory_bytes"]:
-        return ""
-    steps = f"{sizes['steps'][task.name]} steps, " if task.name in sizes["steps"] else ""
-    memory = sizes["memory_bytes"][task.name] / 2**30
-    return f"{steps}about {memory:.1f} GiB; "
-
-
-def data_table(plan: dict[str, Any]) -> list[Table]:
-    """Return a table of the rows to be learned with one as the model sees it; nothing without a fine-tune."""
-    data = plan["data"]
-    if not data:
-        return []
-    longest, shown = data["longest"], ""
-    for part in data["example"]["parts"]:
-        shown += f"⟦{part['text']}⟧" if part["learned"] else part["text"]
-    if len(shown) > SHOWN:
-        shown = f"{shown[: SHOWN // 2]}\n[...]\n{shown[-SHOWN // 2 :]}"
-    rows = [["rows", f"{data['used']:,} of {data['rows']:,} in {data['source']}"]]
-    if data["tokens"]:
-        learned = f"{data['tokens']:,} per epoch, of which {data['learned_tokens']:,} are learned"
-        rows += [["tokens", learned], ["longest row", f"{longest['tokens']:,} tokens, {longest['where']}"]]
-    rows.append(["duplicated rows", f"{data['duplicates']:,}"])
-    if replayed := data["replayed"]:
-        rows.append(["replayed rows", f"{replayed['rows']:,} more: base's answers to {replayed['prompts']}"])
-    if shown:
-        rows.append([f"{data['example']['where']}\nlearned: ⟦...⟧", shown])
-    return [Table("rows of the fine-tune", ["", ""], rows, "")]
+    learns = workflow.finetune and any(task.name == "finetune" and task.unfinished for task in tasks)
+    data = _data(job) if learns else {}
+    return rows, {"tasks": plan, **sizes, "adapted_share": share, "data": data, "notes": notes}
 
 
 def _data(job: Job) -> dict[str, Any]:
     """Return the figures of the fine-tune's rows and the first one as the model will see it."""
-    if not (finetune := job.workflow.finetune):
-        return {}
+    finetune, examples = job.workflow.finetune, job.examples
     rows, bad = job.sources.finetune_rows(job.workflow)
-    examples = job.examples
+    replayed, parts = None, []
+    if count := finetune.replay.count(len(examples.encoded)):
+        replayed = {"rows": count, "prompts": finetune.replay.prompts}
+    if examples.encoded:
+        first = examples.encoded[0]
+        pairs = zip(first.input_ids, first.completion_mask, strict=True)
+        for learned, part in itertools.groupby(pairs, key=lambda pair: pair[1]):
+            text = job.tokenizer.decode([token for token, _ in part])
+            parts.append({"text": text, "learned": bool(learned)})
     size, where = examples.longest
-    figures: dict[str, Any] = {
+    return {
         "source": finetune.data,
         "rows": len(rows) + len(bad),
         "used": len(examples.rows),
@@ -99,19 +83,29 @@ def _data(job: Job) -> dict[str, Any]:
         "learned_tokens": sum(sum(example.completion_mask) for example in examples.encoded),
         "longest": {"tokens": size, "where": where},
         "duplicates": len(repeated_rows(rows)),
-        "replayed": None,
-        "example": {"where": "", "parts": []},
+        "replayed": replayed,
+        "example": {"where": examples.rows[0].where if parts else "", "parts": parts},
     }
-    if count := finetune.replay.count(len(examples.encoded)):
-        figures["replayed"] = {"rows": count, "prompts": finetune.replay.prompts}
-    if examples.encoded:
-        first = examples.encoded[0]
-        pairs = zip(first.input_ids, first.completion_mask, strict=True)
-        figures["example"] = {
-            "where": examples.rows[0].where,
-            "parts": [
-                {"text": job.tokenizer.decode([token for token, _ in part]), "learned": bool(learned)}
-                for learned, part in itertools.groupby(pairs, key=lambda pair: pair[1])
-            ],
-        }
-    return figures
+
+
+def data_table(plan: dict[str, Any]) -> list[Table]:
+    """Return a table of the rows to be learned with one as the model sees it; nothing without a fine-tune."""
+    data = plan["data"]
+    if not data:
+        return []
+    rows = [["rows", f"{data['used']:,} of {data['rows']:,} in {data['source']}"]]
+    if data["tokens"]:
+        learned = f"{data['tokens']:,} per epoch, of which {data['learned_tokens']:,} are learned"
+        longest = f"{data['longest']['tokens']:,} tokens, {data['longest']['where']}"
+        rows += [["tokens", learned], ["longest row", longest]]
+    rows.append(["duplicated rows", f"{data['duplicates']:,}"])
+    if replayed := data["replayed"]:
+        rows.append(["replayed rows", f"{replayed['rows']:,} more: base's answers to {replayed['prompts']}"])
+    shown = ""
+    for part in data["example"]["parts"]:
+        shown += f"⟦{part['text']}⟧" if part["learned"] else part["text"]
+    if len(shown) > SHOWN:
+        shown = f"{shown[: SHOWN // 2]}\n[...]\n{shown[-SHOWN // 2 :]}"
+    if shown:
+        rows.append([f"{data['example']['where']}\nlearned: ⟦...⟧", shown])
+    return [Table("rows of the fine-tune", ["", ""], rows, "")]

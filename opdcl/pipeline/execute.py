@@ -1,33 +1,58 @@
-"""Execute a plan. The only place that knows the order of the stages."""
+"""Carry out a run: check, lock, do every unfinished task in the order of the plan, write the report."""
 
 from __future__ import annotations
 
 import contextlib
+import shlex
 import shutil
+import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opdcl import parallel
+from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.load import dump
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
-from opdcl.errors import GateError, InconclusiveError, Interrupted
-from opdcl.pipeline.damage import discard_damaged, forget_removed, refuse_damaged
+from opdcl.data.rows import recognised
+from opdcl.errors import GateError, InconclusiveError, Interrupted, OpdclError, UsageError
 from opdcl.pipeline.defaults import describe_automatic
 from opdcl.pipeline.job import Job, read_records
 from opdcl.pipeline.plan import Task, stage_folder
-from opdcl.pipeline.preflight import checked_plan, refuse_foreign, remarks
-from opdcl.pipeline.reuse import copy_finished, copy_manifest
-from opdcl.pipeline.session import OtherBase, Session, command_line, steps_done
+from opdcl.pipeline.preflight import checked_plan, refuse_foreign
+from opdcl.pipeline.reuse import copy_finished, take_start
 from opdcl.pipeline.trackers import Tracking, scores
-from opdcl.rundir.files import write_atomic, write_json
-from opdcl.rundir.layout import STATE_OF, RunDir
+from opdcl.rundir.environment import machine, versions
+from opdcl.rundir.files import now, write_atomic, write_json
+from opdcl.rundir.hashes import adapter_hash
+from opdcl.rundir.layout import STATE_OF, RunDir, StageDir
 from opdcl.rundir.lock import locked
-from opdcl.rundir.seals import forget, remove_unfinished, seal_new
+from opdcl.rundir.records import read_metrics
+from opdcl.rundir.seals import (
+    discard_damaged,
+    forget,
+    forget_removed,
+    refuse_damaged,
+    remove_unfinished,
+    seal_new,
+)
+from opdcl.sanitize import redact
 from opdcl.signals import as_interrupts
+from opdcl.version import __version__
+
+if TYPE_CHECKING:
+    from opdcl.model.backbone import Backbone
+
+COST_OF_DETERMINISM = {
+    "cpu": "deterministic: costs nothing here; on a CPU, runs repeat bit for bit anyway",
+    "cuda": "deterministic: slower, since sums keep their order and the fastest kernels are left out. "
+    "A kernel without a deterministic form ends the run with its name. "
+    "Results repeat only on the same kind of GPU with the same versions",
+}
 
 
 def execute(job: Job, output: Output, force: bool = False, donors: Sequence[RunDir] = ()) -> dict[str, Any]:
@@ -37,41 +62,41 @@ def execute(job: Job, output: Output, force: bool = False, donors: Sequence[RunD
     settings or data have changed.
 
     Raises:
-        UsageError: The directory holds something else, or a run with other settings.
+        UsageError: The directory holds something else, or a run with other settings or another base.
         Interrupted: The user stopped it.
         GateError: Everything ran, but a required score was missed.
     """
-    run = job.run
+    run, first = job.run, parallel.rank() == 0
     with interruptible(run), contextlib.ExitStack() as stack:
         with output.busy("checking model and data"), quiet_libraries():
-            tasks = parallel.on_first_worker(lambda: _prepare(job, output, force, donors, stack))
-        job = stack.enter_context(own(job))
-        stack.enter_context(quiet_libraries(job.run.new_log()))
-        unfinished = any(task.unfinished for task in tasks)
-        trackers = job.workflow.track if unfinished and parallel.rank() == 0 else []
-        tracked = stack.enter_context(contextlib.closing(Tracking(trackers, job.run, output.note)))
-        if unfinished:
-            from opdcl.pipeline.forecast import opening
-
-            if parallel.rank() == 0:
-                for line in (opening(job, tasks), *job.sources.recognised(), *remarks(job, tasks)):
-                    output.note(line)
-            if job.automatic:
-                output.note(describe_automatic(job.workflow, job.automatic))
-            Session(job, output, tracked).do(tasks)
+            planned, notes, manifest = parallel.on_first_worker(
+                lambda: _check_and_lock(job, output, force, stack)
+            )
+        unfinished = any(task.unfinished for task in planned)
+        stack.enter_context(quiet_libraries(run.new_log() if first else None))
+        # Before anything is written: a run whose base is another one now stays as it was.
+        backbone = _load(job, manifest, output) if unfinished else None
+        tasks = parallel.on_first_worker(lambda: _settle(job, planned, donors, output))
+        mine = stack.enter_context(_own(job))
+        trackers = job.workflow.track if unfinished and first else []
+        tracking = stack.enter_context(contextlib.closing(Tracking(trackers, run, output.note)))
+        if backbone:
+            if first:
+                _announce(job, tasks, notes, output)
+            Session(mine, backbone, manifest, output, tracking).do(tasks)
         else:
             output.note("everything is done already")
-        return parallel.on_first_worker(lambda: finish(job.workflow, run, output, tracked))
+        return parallel.on_first_worker(lambda: finish(job.workflow, run, output, tracking))
 
 
-def _prepare(
-    job: Job, output: Output, force: bool, donors: Sequence[RunDir], stack: contextlib.ExitStack
-) -> list[Task]:
-    """Check everything, lock the run directory until the stack closes, and return the tasks."""
+def _check_and_lock(
+    job: Job, output: Output, force: bool, stack: contextlib.ExitStack
+) -> tuple[list[Task], list[str], dict[str, Any]]:
+    """Check everything, lock the run directory until the stack closes; return tasks, notes and manifest."""
     run = job.run
     refuse_foreign(run)
     # Before anything is written. What `force` is to repair may be unreadable, so there it comes later.
-    before = None if force and run.is_run() else checked_plan(job, force)
+    tasks, notes = ([], []) if force and run.is_run() else checked_plan(job, force)
     if dead := stack.enter_context(locked(run, output.note)):
         output.note(f"took over the lock of process {dead.get('pid')}, which has ended")
     # Another command may have used the directory while this one was checking: only what is there now counts.
@@ -79,59 +104,221 @@ def _prepare(
         for name in discard_damaged(run):
             output.note(f"{name} has changed since it was made: what it belongs to is repeated")
     refuse_damaged(run)
-    if before is None or job.plan() != before:
-        before = checked_plan(job, force)
+    if job.plan() != tasks:
+        tasks, notes = checked_plan(job, force)
     remove_unfinished(run)
     forget_removed(run)
-    _clear_for(before, run)
-    _write_settings(job, stack)
-    for task, donor in copy_finished(job.plan(), run, donors):
-        output.note(f"{task.label}: taken from {donor.path.name}")
-    tasks = job.plan()
-    if not run.manifest.exists() and not any(task.unfinished for task in tasks):
-        copy_manifest(run, donors, command_line(run))
-    seal_new(run)
-    return tasks
+    # An attempt that produced nothing imposes no model.
+    return tasks, notes, {} if read_records(run).empty else run.read_manifest()
 
 
-def _clear_for(tasks: list[Task], run: RunDir) -> None:
-    """Remove what the tasks replace."""
-    if read_records(run).empty:  # an attempt that produced nothing imposes no model
-        forget(run, run.manifest)
-        run.manifest.unlink(missing_ok=True)
+def _load(job: Job, manifest: dict[str, Any], output: Output) -> Backbone:
+    """Return the model, check that it is the one that the run began with, and add it to the manifest."""
+    from opdcl.model.adapters import tuned_model
+    from opdcl.model.backbone import Backbone
+
+    started, config = time.perf_counter(), job.workflow.model
+    tuned = tuned_model(job.workflow.start, config)
+    with output.stage("load") as line:
+        line.note(f"{tuned.id} beside {config.id}" if tuned else config.id)
+        backbone = Backbone.load(config, tuned, job.tokenizer)
+        if parallel.worker_count() > 1:
+            part = "a part of the" if parallel.sharded() else "the whole"
+            line.note(f"{parallel.worker_count()} processes, each with {part} base")
+        if config.deterministic:
+            line.note(COST_OF_DETERMINISM[backbone.device.type])
+    base = manifest.setdefault("base", {"id": config.id, "revision": config.revision})
+    base.setdefault("parameters", backbone.causal_lm.num_parameters())
+    fingerprint = backbone.fingerprint()
+    if base.setdefault("fingerprint_before", fingerprint) != fingerprint:
+        names = f"{config.id} or {tuned.id}" if tuned else config.id
+        message = f"the weights of {names} are not those that this run began with"
+        raise UsageError(message, "restore the model, or start a new run directory")
+    manifest["device"] = machine() | {
+        "kind": str(backbone.causal_lm.device),
+        "dtype": str(backbone.causal_lm.dtype).removeprefix("torch."),
+        "processes": parallel.worker_count(),
+    }
+    manifest["seconds"] = manifest.get("seconds", 0) + time.perf_counter() - started
+    return backbone
+
+
+def _settle(job: Job, tasks: list[Task], donors: Sequence[RunDir], output: Output) -> list[Task]:
+    """Clear what the tasks replace, write the settings, copy what donors have; return what is left to do."""
+    run = job.run
+    replaced = []
     for task in tasks:
         if task.name in STATE_OF and task.action in ("run", "stale"):
-            folder = stage_folder(run, task.name).path
-            forget(run, folder)
-            shutil.rmtree(folder, ignore_errors=True)
+            replaced.append(stage_folder(run, task.name).path)
         if task.action == "stale":
-            results = run.evals / STATE_OF[task.name]
-            forget(run, results)
-            shutil.rmtree(results, ignore_errors=True)
-
-
-def _write_settings(job: Job, stack: contextlib.ExitStack) -> None:
-    """Write the settings and the rows that were given in memory; restore them if the base is another one."""
-    run = job.run
-    earlier = {file: file.read_text(encoding="utf-8") for file in (run.config, run.workflow) if file.exists()}
-
-    def restore(kind: Any, fault: BaseException | None, trace: Any) -> None:
-        if isinstance(fault, OtherBase) and earlier:
-            forget(run, run.config, run.workflow)
-            for file, text in earlier.items():
-                write_atomic(file, text)
-            seal_new(run)
-
-    stack.push(restore)
-    forget(run, run.config, run.workflow, run.data)
+            replaced.append(run.evals / STATE_OF[task.name])
+    forget(run, *replaced, run.config, run.workflow, run.data)
+    for folder in replaced:
+        shutil.rmtree(folder, ignore_errors=True)
     # First the file by which a run is recognized: after a crash here, the same command goes on.
     write_json(run.config, {"workflow": job.workflow.model_dump(), "origins": job.origins})
     write_atomic(run.workflow, dump(job.workflow))
     job.sources.save()
+    for task, donor in copy_finished(job.plan(), run, donors):
+        output.note(f"{task.label}: taken from {donor.path.name}")
     seal_new(run)
+    return job.plan()
 
 
-def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking) -> dict[str, Any]:
+def _announce(job: Job, tasks: list[Task], notes: list[str], output: Output) -> None:
+    """Say what the run works with, and what a user should know before it trains."""
+    from opdcl.pipeline.forecast import opening
+
+    output.note(opening(job, tasks))
+    for source, rows in job.sources.files.items():
+        output.note(recognised(source, rows))
+    for note in notes:
+        output.note(note)
+    if job.automatic:
+        output.note(describe_automatic(job.workflow, job.automatic))
+
+
+class Session:
+    """One worker's part of a run, in the run directory or the worker's copy of it.
+
+    It does the tasks, and keeps the manifest and the stage records.
+    """
+
+    def __init__(
+        self, job: Job, backbone: Backbone, manifest: dict[str, Any], output: Output, tracking: Tracking
+    ):
+        self.job, self.workflow, self.run = job, job.workflow, job.run
+        self.backbone, self.manifest = backbone, manifest
+        self.output, self.tracking = output, tracking
+        self._measured_state = "base"
+
+    def do(self, tasks: list[Task]) -> None:
+        """Do all tasks that the plan does not skip.
+
+        Raises:
+            OpdclError: A task failed, or the base weights changed on the way.
+        """
+        started = time.perf_counter()
+        base = self.manifest["base"]
+        self._save_manifest()
+        try:
+            for task in tasks:
+                if task.action == "skip":
+                    self.output.note(f"{task.label}: skipped, {task.why}")
+                elif task.name == "eval":
+                    self._measure(task)
+                elif task.name == "finetune" and self.workflow.finetune is None:
+                    self.output.note(f"{task.name}: taken from {self.workflow.start}")
+                    take_start(self.workflow, self.run, task, self.backbone)
+                else:
+                    self._train(task)
+                if task.name != "eval":
+                    self._save_manifest()  # it names the new adapter
+                seal_new(self.run)
+        finally:
+            # The fingerprint of a sharded base needs all workers; after an error some may have exited.
+            if not (parallel.sharded() and sys.exc_info()[0]):
+                base["fingerprint_after"] = self.backbone.fingerprint()
+            seconds = self.manifest["seconds"] + time.perf_counter() - started
+            self.manifest["seconds"] = round(seconds, 1)
+            self._save_manifest()
+        if base["fingerprint_after"] != base["fingerprint_before"]:
+            hint = "this is a defect of opdcl: please report it"
+            raise OpdclError("the base weights changed during the run", hint)
+
+    def _train(self, task: Task) -> None:
+        """Train one stage, showing its progress on the console and in the trackers."""
+        from opdcl.model.adapters import find_adapter
+        from opdcl.results.summary import start_notes
+        from opdcl.stages.finetune import finetune
+        from opdcl.stages.recover import recover
+        from opdcl.training import peak_memory, reset_peak_memory
+
+        workflow, run, backbone = self.workflow, self.run, self.backbone
+        stage = stage_folder(run, task.name)
+        earlier = stage.state() if task.action == "resume" else {}
+        cost = earlier.get("cost", {})
+        record = {
+            "stage": task.name,
+            "status": "running",
+            "fingerprint": task.fingerprint,
+            "config": getattr(workflow, task.name).model_dump(),
+            "inputs": task.inputs,
+            "started": earlier.get("started", now()),
+            "cost": cost,
+        }
+        if task.name == "finetune":
+            rows, bad = self.job.sources.finetune_rows(workflow)
+            record["rows"] = len(rows) + len(bad)
+        write_json(stage.record, record)
+        offset = steps_done(run, before=stage)
+        reset_peak_memory()
+        started = time.perf_counter()
+        try:
+            with self.output.stage(task.label, lambda: self.tracking.follow(stage, offset)) as line:
+                if task.name == "finetune":
+                    start = find_adapter(workflow.start) if workflow.start else None
+                    finetune(workflow.finetune, self.job.examples, backbone, start, stage, line)
+                else:
+                    tuned = run.adapters()["tuned"]
+                    recover(workflow.recover, self.job.recovery, backbone, tuned, stage, line)
+            self.tracking.follow(stage, offset)
+        finally:
+            steps = [row for row in read_metrics(stage.metrics) if "tokens" in row]
+            record["cost"] = {
+                "seconds": round(cost.get("seconds", 0) + time.perf_counter() - started, 1),
+                "tokens": sum(row["tokens"] for row in steps),
+                "steps": max((row["step"] for row in steps), default=0),
+                "peak_memory_bytes": max(cost.get("peak_memory_bytes", 0), peak_memory()),
+            }
+            write_json(stage.record, record)
+        record |= {"status": "done", "finished": now(), "adapter_sha256": adapter_hash(stage.adapter)}
+        write_json(stage.record, record)
+        if task.name == "recover":
+            for note in start_notes(read_metrics(stage.metrics)):
+                self.output.note(f"{task.label}: {note}")
+
+    def _measure(self, task: Task) -> None:
+        """Measure one state on one suite."""
+        from opdcl.stages.closeness import measure_closeness
+        from opdcl.stages.evaluate import evaluate
+
+        config, run, backbone = self.workflow.eval, self.run, self.backbone
+        adapter = run.adapters()[task.state] if task.state != "base" else None
+        if adapter and self._measured_state != task.state:
+            backbone.drop_adapters()
+            backbone.load_adapter(adapter, "student")
+            self._measured_state = task.state
+        forget(run, run.eval_result(task.state, task.suite), run.eval_samples(task.state, task.suite))
+        model = {"id": self.workflow.model.id, "adapter_sha256": adapter_hash(adapter) if adapter else None}
+        record = {"role": task.role, "model": model, "fingerprint": task.fingerprint}
+        measure: Any = measure_closeness
+        asked: Any = self.job.closeness
+        if task.suite != CLOSENESS:
+            measure, asked = evaluate, self.job.suite(task.suite)
+            if config.server and asked.generative:
+                model["decoded"] = "on a server"
+        with self.output.stage(task.label) as line:
+            result = measure(config, asked, backbone, task.state, run, record, line, adapter)
+            metric = result["metric"]
+            line.note(f"{metric} {result['metrics'][metric]:.3f} (n = {result['n']})")
+
+    def _save_manifest(self) -> None:
+        """Write what the run was made with: base, device, versions, commands, adapters."""
+        run = self.run
+        commands = [*self.manifest.get("commands", []), command_line(run)]
+        made_with = {"commands": [*dict.fromkeys(commands)], "opdcl": __version__, "versions": versions()}
+        self.manifest = {"created": now()} | self.manifest | made_with
+        adapters = {}
+        for state, folder in run.adapters().items():
+            digest = StageDir(folder.parent).state()["adapter_sha256"]
+            adapters[state] = {"path": str(folder.relative_to(run.path)), "sha256": digest}
+        self.manifest["adapters"] = adapters
+        forget(run, run.manifest)
+        write_json(run.manifest, self.manifest)
+
+
+def finish(workflow: Workflow, run: RunDir, output: Output, tracking: Tracking) -> dict[str, Any]:
     """Write the report, send its scores to the trackers, and check them against the gates.
 
     Raises:
@@ -150,8 +337,8 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking) -
         output.note(f"wrote {file}")
     report = run.reports[0].read_text(encoding="utf-8")
     told = {**scores(summary), "verdict": summary["verdict"], "report": report}
-    tracked.send({f"eval/{key}": value for key, value in told.items()}, steps_done(run))
-    tracked.close()
+    tracking.send({f"eval/{key}": value for key, value in told.items()}, steps_done(run))
+    tracking.close()
     for verdict in verdicts:
         output.note(f"gate {verdict['outcome']}: {verdict['sentence']}")
     try:
@@ -180,7 +367,7 @@ def interruptible(run: RunDir) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own(job: Job) -> Iterator[Job]:
+def _own(job: Job) -> Iterator[Job]:
     """Yield the job to the first worker; to each other one, the same in a temporary copy of the directory."""
     if parallel.rank() == 0:
         parallel.all_values(None)  # wait until the copies are made
@@ -191,3 +378,18 @@ def own(job: Job) -> Iterator[Job]:
         shutil.copytree(job.run.path, copy)
         parallel.all_values(None)
         yield replace(job, run=RunDir(copy))
+
+
+def steps_done(run: RunDir, before: StageDir | None = None) -> int:
+    """Return the optimizer steps of all stages, or of those before one."""
+    stages = [stage for stage in run.stages() if before is None or stage.path < before.path]
+    return sum(stage.state().get("cost", {}).get("steps", 0) for stage in stages)
+
+
+def command_line(run: RunDir) -> str:
+    """Return the command that started this process; from Python, one that continues the run."""
+    program = Path(sys.argv[0])
+    words = sys.argv[1:]
+    if program.stem != "opdcl" and program.parent.name != "opdcl":  # neither the script nor `python -m opdcl`
+        words = ["run", str(run.workflow), "-o", str(run.path)]
+    return redact(shlex.join(["opdcl", *words]))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,19 +36,6 @@ if TYPE_CHECKING:
 
 # The settings of a fine-tune on which its encoded rows depend.
 ENCODING = {"data", "max_length", "long_rows", "bad_rows", "replay"}
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """What a suite, or closeness, asks each state, in tokens.
-
-    `encoded` holds the ids of the prompts to answer, with at most `longest` tokens each; it is empty where
-    the likelihoods of given texts are compared.
-    """
-
-    lengths: list[int]
-    longest: int = 0
-    encoded: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +70,13 @@ class Job:
             domain = recover.model_copy(update={"domain": finetune.data})
             workflow = workflow.model_copy(update={"recover": domain})
         workflow, automatic = resolve_for_machine(named_after(workflow, run.path))
-        return cls(workflow, run, sources, {**(origins or {}), **automatic}, automatic)
+        return cls(
+            workflow=workflow,
+            run=run,
+            sources=sources,
+            origins={**(origins or {}), **automatic},
+            automatic=automatic,
+        )
 
     def rows(self, source: str, split: str = "train") -> list[Row]:
         """Return the checked rows of a source, read by the workflow's names of columns."""
@@ -111,22 +103,6 @@ class Job:
         """The base model's own configuration."""
         return text_config(self.workflow.model)
 
-    def check_models(self) -> list[str]:
-        """Check the files of all models that the run loads, each once; return notes.
-
-        Raises:
-            UsageError: Files are missing or damaged, or opdcl cannot use a model of this kind.
-        """
-        from opdcl.model.adapters import tuned_model
-        from opdcl.model.load import check_model
-
-        tuned = tuned_model(self.workflow.start, self.workflow.model)
-        notes: list[str] = []
-        for model in [*self.workflow.models(), *([tuned] if tuned else [])]:
-            key = "checked model", model.model_dump_json()
-            notes += self.sources.once(key, functools.partial(check_model, model))
-        return list(dict.fromkeys(notes))
-
     @property
     def context(self) -> int:
         """The length of the base model's context, in tokens."""
@@ -152,15 +128,6 @@ class Job:
         model = self.workflow.model.model_dump_json()
         return self.sources.once(("examples", config.model_dump_json(include=ENCODING), model), encode)
 
-    @property
-    def learned_rows(self) -> list[Row]:
-        """The rows that the fine-tune learns from, without those that it leaves out."""
-        config = self.workflow.finetune
-        leaves_out = config.long_rows != "refuse" or config.bad_rows == "skip"
-        if config.method == "sft" and leaves_out:
-            return self.examples.rows
-        return with_answers(self.sources.finetune_rows(self.workflow)[0], config)[0]
-
     @cached_property
     def recovery(self) -> RecoverySource:
         """The checked prompts of the recovery, and the suite of its reward.
@@ -174,12 +141,13 @@ class Job:
 
         def read(source: str, split: str = "train") -> list[Row]:
             learned = finetune and source == finetune.data and split == "train"
-            return self.learned_rows if learned else self.rows(source, split)
+            return self.examples.rows if learned else self.rows(source, split)
 
         source = read_recovery_source(recover, read, lambda suite: self.suite(suite).task)
         domain = [turn for row in source.rows["domain"] for turn in row.turns()]
-        turns = (row.turns() if row.tools else [row] for row in source.rows["general"])
-        general = [turn for of_row in turns for turn in of_row]
+        general: list[Row] = []
+        for row in source.rows["general"]:
+            general += row.turns() if row.tools else [row]
         return replace(source, rows={"general": general, "domain": domain})
 
     @cached_property
@@ -201,7 +169,10 @@ class Job:
         from opdcl.distill.prompts import encode_stream
         from opdcl.distill.schedule import STREAMS
 
-        return {s: encode_stream(config, source, s, self.tokenizer, self.context) for s in STREAMS}
+        prompts = {}
+        for stream in STREAMS:
+            prompts[stream] = encode_stream(config, source, stream, self.tokenizer, self.context)
+        return prompts
 
     @cached_property
     def closeness(self) -> list[Row]:
@@ -211,47 +182,45 @@ class Job:
             return []
         return check_prompts(self.rows(config.closeness))[: config.limit]
 
-    def measurement(self, name: str) -> Measurement:
-        """Return what a suite, or closeness, asks."""
-        suite = None if name == CLOSENESS else self.suite(name)
-        settings = self.workflow.model_dump_json(include={"model", "eval"})
-        return self.sources.once(("measurement", suite, settings), lambda: self._measurement(suite))
+    def asked(self, name: str) -> list[list[int]]:
+        """Return the token ids of the prompts of a suite, or of closeness, that each state answers.
 
-    def _measurement(self, suite: Suite | None) -> Measurement:
-        from opdcl.stages.evaluate import max_answer_tokens
-
+        It is empty where the likelihoods of given texts are compared.
+        """
         config = self.workflow.eval
-        if suite is None:
-            encoded = [encode_prompt(row, self.tokenizer, sys.maxsize) for row in self.closeness]
-            longest = config.closeness_tokens
-        elif suite.generative:
-            encoded = suite.encode(config.limit, self.tokenizer)
-            longest = max_answer_tokens(config, suite.max_tokens, 0, sys.maxsize)
-        else:
-            return Measurement([*map(len, suite.encode(config.limit, self.tokenizer))])
-        return Measurement([*map(len, encoded)], longest, encoded)
+
+        def encode() -> list[list[int]]:
+            if name == CLOSENESS:
+                return [encode_prompt(row, self.tokenizer, sys.maxsize) for row in self.closeness]
+            suite = self.suite(name)
+            return suite.encode(config.limit, self.tokenizer) if suite.generative else []
+
+        settings = self.workflow.model_dump_json(include={"model", "eval", "columns"})
+        return self.sources.once(("asked", name, settings), encode)
 
     @cached_property
     def hashes(self) -> dict[str, str]:
         """The hash of each source's content, by the name of its field."""
         from opdcl.model.adapters import start_files
 
-        workflow, recover, evaluation = self.workflow, self.workflow.recover, self.workflow.eval
+        workflow, hash_of = self.workflow, self.sources.hash_of
+        recover, evaluation = workflow.recover, workflow.eval
         fields = workflow.data_sources()
+        suites: dict[str, str] = {}
         if evaluation:
             fields |= {f"eval.data.{suite}": path for suite, path in evaluation.data.items()}
+            suites = {f"eval.suite.{suite}": suite for suite in evaluation.suites()}
+        if recover and recover.reward:
+            suites["recover.reward.suite"] = recover.reward.suite
         hashes = {key: self.sources.hash(source) for key, source in fields.items()}
         if workflow.columns:  # they decide what is read
             hashes = {key: hash_value([value, workflow.columns]) for key, value in hashes.items()}
         for key, place in workflow.adapters().items():
-            hashes[key] = self.sources.hash_of(start_files(place, may_be_model=key == "start"))
-        suites = {f"eval.suite.{suite}": suite for suite in evaluation.suites()} if evaluation else {}
-        if recover and recover.reward:
-            suites["recover.reward.suite"] = recover.reward.suite
+            hashes[key] = hash_of(start_files(place, may_be_model=key == "start"))
         for key, suite in suites.items():
             if shipped := shipped_suites().get(suite):
                 files = sorted(p for p in shipped.parent.iterdir() if p.is_file())
-                hashes[key] = self.sources.hash_of([*files, Path(scoring.__file__)])
+                hashes[key] = hash_of([*files, Path(scoring.__file__)])
         return hashes
 
     def check_rows(self) -> None:
@@ -260,15 +229,13 @@ class Job:
         Raises:
             UsageError: A source is missing or malformed, or a row lacks what its stage needs.
         """
-        finetune, recover, evaluation = self.workflow.finetune, self.workflow.recover, self.workflow.eval
-        if finetune:
-            with_answers(self.sources.finetune_rows(self.workflow)[0], finetune)
-        if recover:
+        if self.workflow.recover:
             _ = self.recovery
-        for suite, path in (evaluation.data if evaluation else {}).items():
-            if path not in self.sources.given and not os.path.exists(path):
-                raise UsageError(f"eval.data.{suite}: {path} does not exist", f"--data {suite}=PATH")
-        _ = self.closeness
+        if evaluation := self.workflow.eval:
+            _ = self.closeness
+            for suite, path in evaluation.data.items():
+                if path not in self.sources.given and not os.path.exists(path):
+                    raise UsageError(f"eval.data.{suite}: {path} does not exist", f"--data {suite}=PATH")
 
     def plan(self) -> list[Task]:
         """Return what there is to do in the run directory, as it is now."""
@@ -277,17 +244,22 @@ class Job:
 
 def read_records(run: RunDir) -> Records:
     """Read what a run directory holds: stage records with the hashes of their adapters, and results."""
-    stages = {}
+    stages, results = {}, {}
     for name in STAGE_NUMBERS:
         stage = stage_folder(run, name)
-        weights, state = stage.adapter / ADAPTER, stage.state()
-        needed = ["fingerprint", "adapter_sha256"] if stage.is_done() else ["fingerprint"] if state else []
-        if missing := [key for key in needed if not state.get(key)]:
-            raise UsageError(f"{stage.record} is damaged: it has no {missing[0]}", RESTORE)
+        state = stage.state()
+        if not state:
+            continue
+        needed = ["fingerprint", "adapter_sha256"] if stage.is_done() else ["fingerprint"]
+        for key in needed:
+            if not state.get(key):
+                raise UsageError(f"{stage.record} is damaged: it has no {key}", RESTORE)
         if stage.is_done():
-            stages[name] = StageRecord(state, file_hash(weights) if weights.is_file() else None)
-        elif state:
+            weights = stage.adapter / ADAPTER
+            stages[name] = StageRecord(state, weights=file_hash(weights) if weights.is_file() else None)
+        else:
             checkpoint = stage.last_checkpoint()
             stages[name] = StageRecord(state, checkpoint=checkpoint.name if checkpoint else None)
-    files = run.evals.glob("*/*.json")
-    return Records(stages, {(f.parent.name, f.stem): read_result(f).get("fingerprint") for f in files})
+    for file in run.evals.glob("*/*.json"):
+        results[file.parent.name, file.stem] = read_result(file).get("fingerprint")
+    return Records(stages, results)

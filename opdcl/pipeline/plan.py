@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from opdcl.config.evaluate import CLOSENESS
@@ -79,11 +79,12 @@ def stage_folder(run: RunDir, name: str) -> StageDir:
 
 def make_plan(workflow: Workflow, hashes: dict[str, str], records: Records) -> list[Task]:
     """Return all tasks in order; `hashes` has the hash of each data source by its key, as `finetune.data`."""
-    training = [
-        Task(name, *_training_action(records.stages.get(name), inputs), hash_value(inputs), inputs=inputs)
-        for name, inputs in _stage_inputs(workflow, hashes, records).items()
-    ]
-    return training + _eval_tasks(workflow, hashes, records, {t.name: t.fingerprint for t in training})
+    tasks, fingerprints = [], {}
+    for name, inputs in _stage_inputs(workflow, hashes, records).items():
+        action, why = _training_action(records.stages.get(name), inputs)
+        fingerprints[name] = hash_value(inputs)
+        tasks.append(Task(name, action, why, fingerprints[name], inputs=inputs))
+    return tasks + _eval_tasks(workflow, hashes, records, fingerprints)
 
 
 def _stage_inputs(workflow: Workflow, hashes: dict[str, str], records: Records) -> dict[str, dict[str, Any]]:
@@ -149,14 +150,13 @@ def _eval_tasks(
             if suite == CLOSENESS:
                 contents = [hashes.get("eval.closeness"), str(config.closeness_tokens)]
             fingerprint = hash_value([weights, suite, role, how, *contents])
-            action: Action = "run"
-            why = "not measured"
+            task = Task("eval", "run", "not measured", fingerprint, state=state, suite=suite, role=role)
             if (state, suite) in records.results:
-                same = records.results[state, suite] == fingerprint
-                action, why = (
-                    ("skip", "done") if same else ("run", "the model, suite or decoding has changed")
-                )
-            tasks.append(Task("eval", action, why, fingerprint, state, suite, role))
+                if records.results[state, suite] == fingerprint:
+                    task = replace(task, action="skip", why="done")
+                else:
+                    task = replace(task, why="the model, suite or decoding has changed")
+            tasks.append(task)
     return tasks
 
 

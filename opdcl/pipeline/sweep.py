@@ -48,17 +48,21 @@ def expand(flow: Workflow, out: Path) -> dict[str, Workflow]:
     return runs
 
 
-def _resolve(value: Any, earlier: dict[str, str], arm: str) -> Any:
-    """Replace each `arm:NAME` that stands for an adapter by that arm's run directory."""
-    if isinstance(value, dict):
-        nested = {k: v for k, v in value.items() if isinstance(v, dict) or k in ("start", "adapter")}
-        return value | {k: _resolve(v, earlier, arm) for k, v in nested.items()}
-    if not (isinstance(value, str) and value.startswith(REFERENCE)):
-        return value
-    if (name := value.removeprefix(REFERENCE)) not in earlier:
-        known = f"an earlier arm: {', '.join(earlier)}" if earlier else "the first arm has none before it"
-        raise UsageError(f"arms.{arm}: {value} names no earlier arm", known)
-    return earlier[name]
+def _resolve(tree: dict[str, Any], earlier: dict[str, str], arm: str) -> dict[str, Any]:
+    """Replace each `arm:NAME` that stands for an adapter by that arm's run directory, at every depth."""
+    resolved = dict(tree)
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            resolved[key] = _resolve(value, earlier, arm)
+        elif key in ("start", "adapter") and isinstance(value, str) and value.startswith(REFERENCE):
+            name = value.removeprefix(REFERENCE)
+            if name not in earlier:
+                known = (
+                    f"an earlier arm: {', '.join(earlier)}" if earlier else "the first arm has none before it"
+                )
+                raise UsageError(f"arms.{arm}: {value} names no earlier arm", known)
+            resolved[key] = earlier[name]
+    return resolved
 
 
 def _merge(tree: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +83,8 @@ def _needs(workflow: Workflow, out: Path) -> list[Path]:
 
 def _other_runs(out: Path, runs: dict[str, Workflow]) -> list[RunDir]:
     """Return the runs that other recipes have made in the same folder: their results can be reused too."""
-    return [RunDir(p) for p in sorted(out.glob("*")) if p.name not in runs and RunDir(p).is_run()]
+    found = [RunDir(path) for path in sorted(out.glob("*")) if path.name not in runs]
+    return [run for run in found if run.is_run()]
 
 
 def describe_all(
@@ -90,10 +95,13 @@ def describe_all(
 
     rows, plans = [], []
     runs = expand(flow, out)
-    made_by = {f: donor.path.name for donor in _other_runs(out, runs) for f in outcomes(donor)}
+    made_by: dict[str, str] = {}
+    for donor in _other_runs(out, runs):
+        made_by |= dict.fromkeys(outcomes(donor), donor.path.name)
     for name, workflow in runs.items():
-        needs = _needs(workflow, out)
-        if waiting := [p.name for p in needs if p.name in runs and not RunDir(p).last_stage()]:
+        needs = [path for path in _needs(workflow, out) if path.name in runs]
+        waiting = [path.name for path in needs if not RunDir(path).last_stage()]
+        if waiting:
             why = f"after {' and '.join(waiting)}"
             rows.append([name, "all stages", "run", why])
             plans.append({"run": name, "tasks": [], "why": why})
@@ -119,45 +127,53 @@ def execute_all(
         GateError, InconclusiveError: All are compared, and some arm missed a gate or left one undecided.
     """
     from opdcl.pipeline.execute import execute
-    from opdcl.results.compare import compare, refuse_folder, write
+    from opdcl.results.compare import refuse_folder
 
     parallel.on_first_worker(lambda: refuse_folder(out))
     runs = expand(flow, out)
+    donors = _other_runs(out, runs)
     finished: list[RunDir] = []
-    others = _other_runs(out, runs)
-    failed: set[str] = set()
-    unmet: dict[str, GateError | InconclusiveError] = {}
+    failed: list[str] = []
+    missed: list[str] = []
+    undecided: list[str] = []
     for number, (name, workflow) in enumerate(runs.items(), 1):
         run = RunDir(out / name)
         output.note(f"{name}: run {number} of {len(runs)}")
         try:
-            if lost := next((p.name for p in _needs(workflow, out) if p.name in failed), None):
-                raise OpdclError(f"{name} needs {lost}, which failed")
-            execute(Job.of(workflow, run, sources, origins), output, force, [*finished, *others])
-            finished.append(run)
-        except (GateError, InconclusiveError) as fault:
-            output.error(fault)
-            finished.append(run)
-            unmet[name] = fault
+            for needed in _needs(workflow, out):
+                if needed.name in failed:
+                    raise OpdclError(f"{name} needs {needed.name}, which failed")
+            execute(Job.of(workflow, run, sources, origins), output, force, [*finished, *donors])
         except (UsageError, Interrupted):
             raise
+        except (GateError, InconclusiveError) as fault:
+            output.error(fault)
+            (missed if isinstance(fault, GateError) else undecided).append(name)
         except OpdclError as fault:
             output.error(fault)
-            failed.add(name)
-    comparison = parallel.on_first_worker(lambda: compare(finished)) if len(finished) > 1 else {}
-    for file in parallel.on_first_worker(lambda: list(write(comparison, out))) if comparison else ():
-        output.note(f"wrote {file}")
-    _refuse_success(list(runs), failed, unmet, out)
+            failed.append(name)
+            continue
+        finished.append(run)
+
+    comparison: dict[str, Any] = {}
+    if len(finished) > 1:
+        comparison, files = parallel.on_first_worker(lambda: _compared(finished, out))
+        for file in files:
+            output.note(f"wrote {file}")
+    if failed:
+        message = f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}"
+        raise OpdclError(message, f"the others are in {out}")
+    if missed:
+        raise GateError(f"{len(missed)} of {len(runs)} runs missed a gate: {', '.join(missed)}", f"see {out}")
+    if undecided:
+        message = f"{len(undecided)} of {len(runs)} runs left a gate undecided: {', '.join(undecided)}"
+        raise InconclusiveError(message, f"see {out}")
     return comparison
 
 
-def _refuse_success(
-    runs: list[str], failed: set[str], unmet: dict[str, GateError | InconclusiveError], out: Path
-) -> None:
-    """Raise the error of a sweep in which some runs failed, or missed a gate, or left one undecided."""
-    if failed:
-        names = ", ".join(name for name in runs if name in failed)
-        raise OpdclError(f"{len(failed)} of {len(runs)} runs failed: {names}", f"the others are in {out}")
-    for kind, did in ((GateError, "missed a gate"), (InconclusiveError, "left a gate undecided")):
-        if those := [name for name, fault in unmet.items() if isinstance(fault, kind)]:
-            raise kind(f"{len(those)} of {len(runs)} runs {did}: {', '.join(those)}", f"see {out}")
+def _compared(runs: list[RunDir], out: Path) -> tuple[dict[str, Any], list[Path]]:
+    """Compare runs; return the comparison and the files that it was written to."""
+    from opdcl.results.compare import compare, write
+
+    comparison = compare(runs)
+    return comparison, list(write(comparison, out))

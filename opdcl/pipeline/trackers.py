@@ -6,21 +6,19 @@ tracker that fails is dropped, and the run continues.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from opdcl.errors import EnvironmentFault
 from opdcl.results.status import STATES
 from opdcl.rundir.files import read_json, read_new_rows, write_json
 from opdcl.rundir.layout import RunDir, StageDir
-
-if TYPE_CHECKING:
-    from opdcl.training import StageReport
 
 logger = logging.getLogger(__name__)
 
@@ -29,82 +27,60 @@ GLOBAL_STEP = "train/global_step"
 
 
 class Tracking:
-    """The open trackers of one run, if any. Failures are reported to `note`."""
+    """The open trackers of one run, if any. `note` is told of those that fail."""
 
     def __init__(self, names: Sequence[str], run: RunDir, note: Callable[[str], None]):
-        self._note = note
-        self._file = run.path / "tracking.json"
+        self._note, self._file = note, run.path / "tracking.json"
         # The id names this run in a tracker across interruptions; `sent` counts rows by stage.
         self._record: dict[str, Any] = {"id": uuid.uuid4().hex[:8], "sent": {}}
         if self._file.exists():
             self._record |= read_json(self._file)
-        self._trackers: dict[str, Any] = dict.fromkeys(names)
-        self._each(lambda name: self._start(name, run))
+        # Of each stage the bytes of metrics.jsonl that were read, and the rows in them.
+        self._read: dict[Path, tuple[int, int]] = {}
+        self._trackers: dict[str, Any] = {}
+        for name in names:
+            with self._dropped_if_it_fails(name):
+                self._trackers[name] = _start(name, run, self._record)
+                write_json(self._file, self._record)
 
-    def send_row(self, stage: str, number: int, values: dict[str, float], step: int) -> None:
-        """Send a stage's row of this number, counted from 1, unless an earlier process has sent it."""
-        if self._trackers and number > self._record["sent"].get(stage, 0):
-            self.send({f"train/{stage}/{key}": value for key, value in values.items()}, step)
-            self._record["sent"][stage] = number
-            write_json(self._file, self._record)
+    def follow(self, stage: StageDir, offset: int) -> None:
+        """Send the metrics that a stage has written since the last call; `offset` is added to their steps."""
+        if not self._trackers:
+            return
+        place, count = self._read.get(stage.path, (0, 0))
+        place, rows = read_new_rows(stage.metrics, place)
+        name = stage.path.name.split("-", 1)[1]
+        for row in rows:
+            count += 1
+            if count > self._record["sent"].get(name, 0):  # else an earlier process has sent it
+                values = {f"train/{name}/{key}": value for key, value in _numbers(row).items()}
+                self.send(values, offset + row["step"])
+                self._record["sent"][name] = count
+                write_json(self._file, self._record)
+        self._read[stage.path] = place, count
 
     def send(self, values: dict[str, Any], step: int) -> None:
         """Send numbers and texts."""
-        self._each(lambda name: _log(self._trackers[name], values, step))
+        for name in list(self._trackers):
+            with self._dropped_if_it_fails(name):
+                _log(self._trackers[name], values, step)
 
     def close(self) -> None:
         """Close all trackers."""
-        self._each(lambda name: self._trackers[name].finish())
+        for name in list(self._trackers):
+            with self._dropped_if_it_fails(name):
+                self._trackers[name].finish()
         self._trackers.clear()
 
-    def _start(self, name: str, run: RunDir) -> None:
-        tracker = self._trackers[name] = _tracker(name, run, self._record)
-        tracker.start()
-        if name == "wandb":
-            tracker.tracker.define_metric("*", step_metric=GLOBAL_STEP)
-        if name == "mlflow":
-            self._record["mlflow"] = tracker.tracker.info.run_id
-        write_json(self._file, self._record)
-
-    def _each(self, act: Callable[[str], None]) -> None:
-        """Do something with every tracker, and drop those that fail."""
-        for name in list(self._trackers):
-            try:
-                act(name)
-            except Exception as fault:  # each tracker has exceptions of its own
-                logger.exception("tracker %s", name)
-                reason = f"{type(fault).__name__}: {str(fault)[:200]}"
-                self._note(f"tracker {name} failed and is dropped: {reason}")
-                del self._trackers[name]
-
-
-@dataclass
-class TrackedReport:
-    """A stage's report that also sends the stage's metrics; `offset` is added to their steps."""
-
-    report: StageReport
-    tracking: Tracking
-    stage: StageDir
-    offset: int
-    place: int = 0
-    """The bytes of metrics.jsonl that were read."""
-    rows: int = 0
-    """The rows in them."""
-
-    def progress(self, done: int, total: int, **values: float | str) -> None:
-        self.report.progress(done, total, **values)
-        self.follow()
-
-    def note(self, text: str) -> None:
-        self.report.note(text)
-
-    def follow(self) -> None:
-        """Send the metrics that the stage has written since the last call."""
-        self.place, rows = read_new_rows(self.stage.metrics, self.place)
-        for row in rows:
-            self.rows += 1
-            name = self.stage.path.name.split("-", 1)[1]
-            self.tracking.send_row(name, self.rows, _numbers(row), self.offset + row["step"])
+    @contextlib.contextmanager
+    def _dropped_if_it_fails(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as fault:  # each tracker has exceptions of its own
+            logger.exception("tracker %s", name)
+            reason = f"{type(fault).__name__}: {str(fault)[:200]}"
+            self._note(f"tracker {name} failed and is dropped: {reason}")
+            self._trackers.pop(name, None)
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -116,28 +92,42 @@ def check_trackers(names: Sequence[str]) -> None:
 
 def scores(summary: dict[str, Any]) -> dict[str, float]:
     """Return the scores of a run's summary by `suite/state`, and R and D if they are known."""
-    pairs = [(name, suite, state) for name, suite in summary["suites"].items() for state in STATES]
-    values = {f"{name}/{state}": suite[state]["value"] for name, suite, state in pairs if suite[state]}
-    return values | {key: summary[key]["value"] for key in ("recovery", "domain_retention") if summary[key]}
+    values: dict[str, float] = {}
+    for name, suite in summary["suites"].items():
+        for state in STATES:
+            if suite[state]:
+                values[f"{name}/{state}"] = suite[state]["value"]
+    for key in ("recovery", "domain_retention"):
+        if summary[key]:
+            values[key] = summary[key]["value"]
+    return values
 
 
-def _tracker(name: str, run: RunDir, record: dict[str, Any]) -> Any:
-    """Return one of accelerate's trackers, not started. It continues the run that has the record's ids."""
+def _start(name: str, run: RunDir, record: dict[str, Any]) -> Any:
+    """Start one of accelerate's trackers. It continues the run that has the record's ids."""
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     PartialState(cpu=True)  # without it accelerate's trackers refuse to log
     folder, title = str(run.path / "tracking"), f"{run.path.resolve().name}-{record['id']}"
-    named = {"name": title, "resume": "allow"}
-    # What accelerate calls `run_name` is the project, or TensorBoard's folder.
-    options: dict[str, dict[str, Any]] = {
-        "tensorboard": {"run_name": "tensorboard", "logging_dir": folder},
-        "wandb": {"run_name": os.environ.get("WANDB_PROJECT", "opdcl"), "id": record["id"], **named},
-        "trackio": {"run_name": "opdcl", **named},
-        "mlflow": {"experiment_name": "opdcl", "run_name": title, "run_id": record.get("mlflow")},
-    }
-    options["wandb"] |= {"dir": folder, "settings": {"console": "off"}}  # what it would show stays here
-    return LOGGER_TYPE_TO_CLASS[name](**options[name])
+    options: dict[str, Any]
+    match name:  # what accelerate calls `run_name` is the project, or TensorBoard's folder
+        case "tensorboard":
+            options = {"run_name": "tensorboard", "logging_dir": folder}
+        case "mlflow":
+            options = {"experiment_name": "opdcl", "run_name": title, "run_id": record.get("mlflow")}
+        case _:
+            options = {"run_name": "opdcl", "name": title, "resume": "allow"}
+    if name == "wandb":
+        options |= {"run_name": os.environ.get("WANDB_PROJECT", "opdcl"), "id": record["id"], "dir": folder}
+        options["settings"] = {"console": "off"}  # what it would show stays here
+    tracker = LOGGER_TYPE_TO_CLASS[name](**options)
+    tracker.start()
+    if name == "wandb":
+        tracker.tracker.define_metric("*", step_metric=GLOBAL_STEP)
+    if name == "mlflow":
+        record["mlflow"] = tracker.tracker.info.run_id
+    return tracker
 
 
 def _log(tracker: Any, values: dict[str, Any], step: int) -> None:
@@ -157,9 +147,9 @@ def _log(tracker: Any, values: dict[str, Any], step: int) -> None:
 
 def _numbers(row: dict[str, Any]) -> dict[str, float]:
     """Return the numbers of a row of metrics, with those of its validation and, at step 0, of base."""
-    flat = dict(row)
-    for part in ("validation", "base"):
-        for key, value in row.get(part, {}).items():
-            flat[f"{part}/{key}"] = value
-    del flat["step"]
-    return {key: float(value) for key, value in flat.items() if isinstance(value, int | float)}
+    numbers = {}
+    for part in ("", "validation", "base"):
+        for key, value in (row.get(part, {}) if part else row).items():
+            if isinstance(value, int | float) and key != "step":
+                numbers[f"{part}/{key}".lstrip("/")] = float(value)
+    return numbers

@@ -123,38 +123,38 @@ class RunDir:
 
     def adapter_damage(self) -> dict[str, str]:
         """Return state -> problem for finished adapters that are not those which their stages recorded."""
-        problems = {}
+        problems: dict[str, str] = {}
         for state, folder in self.adapters().items():
             try:
-                hashes = self._recorded_hashes(folder)
+                for file, digest in self._recorded_hashes(folder).items():
+                    if problem := check(file, digest):
+                        problems.setdefault(state, f"{file} {problem} since its stage recorded it")
             except UsageError as fault:
                 problems[state] = fault.message
-                continue
-            for file, digest in hashes.items():
-                if problem := check(file, digest):
-                    problems[state] = f"{file} {problem} since its stage recorded it"
-                    break
         return problems
 
     def _recorded_hashes(self, adapter: Path) -> dict[Path, str]:
         """Return the hashes of an adapter's files: of the weights from its stage, of all from the seal."""
-        hashes = {}
-        if weights := StageDir(adapter.parent).state().get("adapter_sha256"):
-            hashes[adapter / ADAPTER] = str(weights)
+        weights = StageDir(adapter.parent).state().get("adapter_sha256")
+        hashes = {adapter / ADAPTER: str(weights)} if weights else {}
         if self.seal.exists():
-            sealed = {self.path / name: digest for name, digest in read_seal(self.path).items()}
-            hashes |= {file: digest for file, digest in sealed.items() if file.parent == adapter}
+            for name, digest in read_seal(self.path).items():
+                if (self.path / name).parent == adapter:
+                    hashes[self.path / name] = digest
         return hashes
 
     def intact_adapters(self) -> dict[str, Path]:
         """Return `adapters`; raise a UsageError if one, or the run's settings, are not those recorded."""
         problems = list(self.adapter_damage().values())
-        recorded = read_seal(self.path).get(self.config.name) if self.seal.exists() and not problems else None
-        if recorded and (problem := check(self.config, recorded)):
-            problems.append(f"{self.config} {problem} since opdcl wrote it")
-        for problem in problems:
-            hint = "restore the file from a copy, or repeat the stage: "
-            raise UsageError(problem, f"{hint}opdcl run {self.workflow} -o {self.path} --force")
+        if self.seal.exists() and not problems:
+            recorded = read_seal(self.path).get(self.config.name)
+            if recorded and (problem := check(self.config, recorded)):
+                problems.append(f"{self.config} {problem} since opdcl wrote it")
+        if problems:
+            hint = (
+                f"restore the file from a copy, or repeat the stage: opdcl run {self.workflow} -o {self.path}"
+            )
+            raise UsageError(problems[0], f"{hint} --force")
         return self.adapters()
 
     def eval_result(self, state: str, suite: str) -> Path:

@@ -1,7 +1,8 @@
 """Seal a run: the hash of each file is recorded once, by the call that completed it, and only compared later.
 
-A call that is about to change a file forgets its hash first, so a crash in between leaves a file without a
-hash, never one with a wrong hash. The next call seals it.
+A file that has changed since is refused; `--force` repeats the stage or the result that it belongs to. A call
+that is about to change a file forgets its hash first, so a crash in between leaves a file without a hash,
+never one with a wrong hash. The next call seals it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from opdcl.errors import UsageError
 from opdcl.rundir.files import UNFINISHED
 from opdcl.rundir.hashes import check, flushed_hash, read_seal, write_seal
-from opdcl.rundir.layout import RunDir, StageDir
+from opdcl.rundir.layout import STATE_OF, RunDir, StageDir
 
 
 def final_files(run: RunDir) -> list[Path]:
@@ -27,7 +28,7 @@ def final_files(run: RunDir) -> list[Path]:
     for stage in run.stages():
         if is_done(stage):
             files += (file for file in stage.path.rglob("*") if stage.trainer not in file.parents)
-    return sorted(file for file in files if file.is_file() and not _is_temporary(file, run))
+    return sorted(file for file in files if file.is_file() and "/." not in f"/{_name(run, file)}")
 
 
 def is_done(stage: StageDir) -> bool:
@@ -41,9 +42,13 @@ def is_done(stage: StageDir) -> bool:
 def seal_new(run: RunDir) -> None:
     """Record the hashes of the final files that have none yet."""
     hashes = read_seal(run.path) if run.seal.exists() else {}
-    new = [file for file in final_files(run) if _name(run, file) not in hashes]
-    if new or not run.seal.exists():
-        write_seal(run.path, hashes | {_name(run, file): flushed_hash(file) for file in new})
+    known = len(hashes)
+    for file in final_files(run):
+        name = _name(run, file)
+        if name not in hashes:
+            hashes[name] = flushed_hash(file)
+    if len(hashes) > known or not run.seal.exists():
+        write_seal(run.path, hashes)
 
 
 def forget(run: RunDir, *places: Path) -> None:
@@ -80,8 +85,82 @@ def changes(run: RunDir) -> dict[str, str]:
 def unsealed(run: RunDir) -> list[str]:
     """Return the names of final files without a hash."""
     hashes = read_seal(run.path)
-    names = [_name(run, file) for file in final_files(run)]
+    names = (_name(run, file) for file in final_files(run))
     return [name for name in names if name not in hashes]
+
+
+def refuse_damaged(run: RunDir) -> None:
+    """Refuse a run of which a sealed file has changed: sealed again, the change would count as a result.
+
+    Raises:
+        UsageError: A file has changed or is missing, or there is no seal that could tell.
+    """
+    found = {name: problem for name, problem in changes(run).items() if not _was_deleted(run, name)}
+    if found:
+        name, problem = next(iter(found.items()))
+        others = f", as {len(found) - 1} other files have" if len(found) > 1 else ""
+        message = f"{run.path / name} {problem} since opdcl wrote it{others}"
+        raise UsageError(message, "restore from a copy, or --force repeats the stages and results concerned")
+    if not run.seal.exists() and _has_finished(run):
+        message = f"{run.seal} is missing, so nothing shows that what is finished is unchanged"
+        raise UsageError(message, "restore it from a copy, or --force repeats them")
+
+
+def discard_damaged(run: RunDir) -> list[str]:
+    """Remove the stages and results whose files have changed, so that they are made again; name the files."""
+    names: list[str] = []
+    try:
+        names = [name for name in changes(run) if not _was_deleted(run, name)]
+        sealed = run.seal.exists()
+    except UsageError:
+        sealed = False
+    if not sealed:  # nothing can be told from damage
+        if _has_finished(run):
+            names = [_name(run, file) for file in final_files(run)]
+        run.seal.unlink(missing_ok=True)
+    for name in names:
+        _remove(run, name)
+    return names
+
+
+def forget_removed(run: RunDir) -> None:
+    """Forget the hashes of stages and results that were deleted: they are made again."""
+    for name in changes(run):
+        if _was_deleted(run, name):
+            _remove(run, name)
+
+
+def _has_finished(run: RunDir) -> bool:
+    return any(map(is_done, run.stages())) or any(run.evals.glob("*/*.json"))
+
+
+def _belongings(run: RunDir, name: str) -> list[Path]:
+    """Return what has to be made again if a file has changed: first the stage, result or file itself."""
+    top, *inner = Path(name).parts
+    if top == "stages":
+        stage = run.path / top / inner[0]
+        state = STATE_OF.get(inner[0].split("-", 1)[-1])
+        return [stage, run.evals / state] if state else [stage]
+    if top == "evals":
+        suite = inner[-1].removesuffix(".samples.jsonl").removesuffix(".json")
+        return [run.eval_result(inner[0], suite), run.eval_samples(inner[0], suite)]
+    return [run.path / name]
+
+
+def _was_deleted(run: RunDir, name: str) -> bool:
+    """Return whether a sealed file belongs to a stage or a result that somebody has deleted."""
+    return name.startswith(("stages/", "evals/")) and not _belongings(run, name)[0].exists()
+
+
+def _remove(run: RunDir, name: str) -> None:
+    places = _belongings(run, name)
+    forget(run, *places)
+    for place in places:
+        if place.is_dir():
+            shutil.rmtree(place, ignore_errors=True)
+        # The settings are written anew by every command; without them, this is no run.
+        elif place not in (run.config, run.workflow):
+            place.unlink(missing_ok=True)
 
 
 def remove_unfinished(run: RunDir) -> None:
@@ -97,13 +176,12 @@ def remove_unfinished(run: RunDir) -> None:
 
 
 def _problems(run: RunDir, hashes: dict[str, str]) -> dict[str, str]:
-    checked = ((name, check(run.path / name, digest)) for name, digest in sorted(hashes.items()))
-    return {name: problem for name, problem in checked if problem}
+    problems = {}
+    for name, digest in sorted(hashes.items()):
+        if problem := check(run.path / name, digest):
+            problems[name] = problem
+    return problems
 
 
 def _name(run: RunDir, file: Path) -> str:
     return file.relative_to(run.path).as_posix()
-
-
-def _is_temporary(file: Path, run: RunDir) -> bool:
-    return any(part.startswith(".") for part in file.relative_to(run.path).parts)

@@ -318,7 +318,7 @@ def test_prevention_and_cure_side_by_side(folder, tmp_path):
         YAML().dump(smoke, file)
     done = opdcl("run", "forgetting.yaml", "small.yaml", "-o", "forgetting", cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("a placebo, which wins nothing back") == 2
+    assert done.stderr.count("a placebo, which recovers nothing") == 2
     made = folder / "forgetting"
     found = json.loads((made / "compare.json").read_text())
     assert [arm["name"] for arm in found["arms"]] == [f"{name}-1" for name in FORGETTING]

@@ -69,17 +69,6 @@ def test_the_report_of_a_run_with_a_damaged_adapter_says_so(finished, tmp_path):
         assert "has changed since its stage recorded it" in (tmp_path / "run" / name).read_text()
 
 
-def test_verify_ends_with_a_summary(finished, tmp_path):
-    intact = opdcl("verify", finished, cwd=tmp_path)
-    assert intact.returncode == 0
-    assert intact.stdout.splitlines()[-1].startswith("all ")
-    shutil.copytree(finished, tmp_path / "run")
-    change(tmp_path / "run" / ADAPTER)
-    damaged = opdcl("verify", "run", cwd=tmp_path)
-    assert damaged.returncode == 1
-    assert " checks failed" in damaged.stderr
-
-
 def test_the_repair_that_the_error_names_works(finished, project, tmp_path):
     shutil.copytree(finished, project / "hurt")
     change(project / "hurt" / ADAPTER)

@@ -103,15 +103,6 @@ def test_a_changed_stage_of_a_run_is_not_sent_to_a_directory_that_its_command_ca
     )
 
 
-def test_a_dry_run_writes_nothing(project):
-    dry = opdcl("run", "tiny.yaml", "-o", "dry", "--dry-run", "--json", cwd=project)
-    assert dry.returncode == 0, dry.stderr
-    plan = json.loads(dry.stdout)
-    assert plan["steps"] == {"finetune": 12, "recover": 8}
-    assert plan["memory_bytes"]["recover"] > 0
-    assert not (project / "dry").exists()
-
-
 # Ctrl-C, and what a terminal sends that is lost: each in one of the stages.
 @pytest.mark.parametrize(
     ("stage", "marker", "number"),
@@ -167,69 +158,6 @@ def test_an_interrupt_during_evaluation_keeps_what_was_scored(finished, project)
         assert rows[0].read_text() == rows[1].read_text()
 
 
-def test_each_verb_works_alone(project, tiny_model):
-    out = project / "verbs"
-    settings = [
-        "--set",
-        "finetune.lora.r=4",
-        "--set",
-        "finetune.batch_size=4",
-        "--set",
-        "model.dtype=float32",
-    ]
-    steps = [
-        ["finetune", "--base", tiny_model, "rows.jsonl", "-o", out, "--epochs", "1", *settings],
-        [
-            "recover",
-            out,
-            "--prompts",
-            "prompts.jsonl",
-            "--steps",
-            "4",
-            "--set",
-            "recover.rollouts=2",
-            "--set",
-            "recover.max_new_tokens=6",
-            "--set",
-            "recover.validation_prompts=2",
-        ],
-        [
-            "eval",
-            out,
-            "--retention",
-            "instructions",
-            "--domain",
-            "rows.jsonl",
-            "--limit",
-            "4",
-            "--set",
-            "eval.max_new_tokens=8",
-        ],
-    ]
-    for arguments in steps:
-        done = opdcl(*arguments, cwd=project)
-        assert done.returncode == 0, done.stderr
-    summary = json.loads(opdcl("report", out, "--json", cwd=project).stdout)
-    assert set(summary["suites"]) == {"instructions", "rows"}
-    asked = opdcl("chat", out, "Hello", "--json", "--max-new-tokens", "4", cwd=project)
-    assert set(json.loads(asked.stdout)["answers"]) == {"base", "tuned", "recovered"}
-
-
-def test_two_files_of_the_same_name_are_both_measured(finished, tmp_path):
-    shutil.copytree(finished, tmp_path / "run")
-    for subject, answer in (("legal", "Code 7"), ("medical", "Code 8")):
-        (tmp_path / subject).mkdir()
-        row = {"question": f"What is the {subject} code?", "answer": answer}
-        (tmp_path / subject / "test.jsonl").write_text(json.dumps(row) + "\n")
-    domain = ["--domain", "legal/test.jsonl", "--domain", "medical/test.jsonl"]
-    done = opdcl("eval", "run", *domain, "--set", "eval.retention=[]", "--json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert {"legal-test", "medical-test"} <= set(json.loads(done.stdout)["suites"])
-    for subject in ("legal", "medical"):
-        samples = (tmp_path / f"run/evals/recovered/{subject}-test.samples.jsonl").read_text()
-        assert json.loads(samples)["prompt"] == f"What is the {subject} code?"
-
-
 def test_a_file_with_the_name_of_a_measured_suite_does_not_replace_its_results(finished, tmp_path):
     (tmp_path / "questions.jsonl").write_text('{"question": "Who?", "answer": "Nobody"}\n')
     before = (finished / "evals" / "recovered" / "questions.json").read_bytes()
@@ -279,49 +207,6 @@ def test_bad_input_is_refused_before_anything_is_written(project, settings, word
     assert "hint:" in refused.stderr
     assert "Traceback" not in refused.stderr
     assert not (project / "refused").exists()
-
-
-def test_a_prompt_longer_than_the_context_names_its_line(project):
-    (project / "long.jsonl").write_text(
-        '{"prompt": "short"}\n' + json.dumps({"prompt": "word " * 600}) + "\n"
-    )
-    refused = opdcl("run", "tiny.yaml", "-o", "long", "--set", "recover.general=long.jsonl", cwd=project)
-    assert refused.returncode == 2, refused.stderr
-    assert "long.jsonl:2" in refused.stderr
-
-
-def test_a_model_without_a_chat_template_is_refused(project, tiny_model):
-    bare = project / "bare"
-    shutil.copytree(tiny_model, bare)
-    (bare / "chat_template.jinja").unlink()
-    settings = json.loads((bare / "tokenizer_config.json").read_text())
-    settings.pop("chat_template", None)
-    (bare / "tokenizer_config.json").write_text(json.dumps(settings))
-    refused = opdcl("run", "tiny.yaml", "-o", "templateless", "--base", bare, cwd=project)
-    assert refused.returncode == 2, refused.stderr
-    assert "chat template" in refused.stderr
-
-
-def test_verify_finds_changed_files(finished, project):
-    clean = opdcl("verify", "whole", "--json", cwd=project)
-    assert clean.returncode == 0, clean.stderr
-    assert all(check["ok"] for check in json.loads(clean.stdout))
-    shutil.copytree(finished, project / "touched")
-    samples = project / "touched" / "evals" / "recovered" / "instructions.samples.jsonl"
-    samples.write_text(samples.read_text().replace('"response": "', '"response": "better ', 1))
-    adapter = project / "touched" / "stages" / "02-recover" / "adapter" / "adapter_model.safetensors"
-    adapter.write_bytes(
-        (finished / "stages" / "01-finetune" / "adapter" / "adapter_model.safetensors").read_bytes()
-    )
-    touched = opdcl("verify", "touched", "--json", cwd=project)
-    assert touched.returncode == 1
-    bad = {check["what"] for check in json.loads(touched.stdout) if not check["ok"]}
-    assert {
-        "evals/recovered/instructions.samples.jsonl",
-        "adapter of 02-recover",
-        "result recovered/instructions",
-    } <= bad
-    assert not any(what.startswith(("evals/base", "evals/tuned", "stages/01")) for what in bad)
 
 
 def test_a_truncated_checkpoint_falls_back_to_the_one_before(finished, project):

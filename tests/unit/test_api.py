@@ -155,33 +155,20 @@ def test_wrong_rows_are_named(tmp_path, monkeypatch, rows, message):
     assert [*tmp_path.iterdir()] == []
 
 
-@pytest.mark.parametrize(
-    ("files", "names"),
-    [
-        (["legal/test.jsonl"], ["test"]),
-        (
-            ["legal/test.jsonl", "medical/test.jsonl", "legal/other.csv"],
-            ["legal-test", "medical-test", "other"],
-        ),
-        (["a b/x/test.jsonl", "a c/x/test.jsonl"], ["a-b-x-test", "a-c-x-test"]),
-        (["legal/test.jsonl", "./legal/test.jsonl"], ["test"]),
-    ],
-)
-def test_files_of_the_same_name_are_suites_of_their_own(tmp_path, monkeypatch, files, names):
+def test_a_suite_has_the_name_of_its_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for file in files:
+    for file in ("legal/test.jsonl", "other.csv.gz"):
         write_atomic(tmp_path / file, "")
-    suites, data = question_suites(files, None)
-    assert suites == names
-    wanted = dict.fromkeys(str(tmp_path / file) for file in files)
-    assert data == dict(zip(names, wanted, strict=True))
+    suites, data = question_suites(["legal/test.jsonl", "./legal/test.jsonl", "other.csv.gz", "ifeval"], None)
+    assert suites == ["test", "other", "ifeval"]
+    assert data == {"test": str(tmp_path / "legal/test.jsonl"), "other": str(tmp_path / "other.csv.gz")}
 
 
 @pytest.mark.parametrize(
     ("suites", "data"),
     [
         (["legal/test.jsonl", "legal/test.csv"], None),
-        (["legal/test.jsonl", "medical/test.jsonl", "legal-test.jsonl"], None),
+        (["legal/test.jsonl", "medical/test.jsonl"], None),
         (["legal/test.jsonl", "test"], None),
         (["legal/test.jsonl"], {"test": "medical/test.jsonl"}),
         (["legal/test.jsonl"], {"test": IN_MEMORY}),
@@ -191,7 +178,7 @@ def test_suites_that_would_have_the_same_name_are_refused(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     for file in [suite for suite in suites if "." in suite]:
         write_atomic(tmp_path / file, "")
-    with pytest.raises(UsageError, match=r"legal/test\.\w+ .*would be the same suite") as fault:
+    with pytest.raises(UsageError, match=r"test\.\w+ and another would be the same suite 'test'") as fault:
         question_suites(suites, data)
     assert "--data NAME=PATH" in fault.value.hint
 

@@ -6,12 +6,10 @@ import pytest
 from helpers.tiny import make_mixture, make_project
 
 from opdcl.config.load import load
-from opdcl.config.model import ModelConfig
-from opdcl.pipeline import forecast
 from opdcl.pipeline.dry_run import data_table, describe
-from opdcl.pipeline.forecast import opening
+from opdcl.pipeline.forecast import opening, size_of
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.preflight import remarks
+from opdcl.pipeline.preflight import checked_plan
 from opdcl.rundir.layout import RunDir
 
 
@@ -92,7 +90,7 @@ def test_an_unguarded_domain_is_said_before_training(plan, tmp_path):
     assert any("no prompts guard the domain" in note and "--domain" in note for note in unguarded)
     assert not any("warning" in note for note in plan()["notes"])
     one_sided = plan("recover.general=null", "recover.general_per_domain=0")["notes"]
-    assert any("wins nothing back" in note for note in one_sided)
+    assert any("is not recovered" in note for note in one_sided)
 
 
 def test_a_file_alone_is_said_where_shipped_prompts_could_be_mixed_in(plan, tmp_path):
@@ -111,7 +109,7 @@ def test_a_file_alone_is_said_where_shipped_prompts_could_be_mixed_in(plan, tmp_
 
 def test_the_opening_names_model_rows_device_stages_and_directory(plan, tmp_path):
     job = Job.of(load(["tiny.yaml"])[0], RunDir(tmp_path / "run"))
-    tasks = job.plan()
+    tasks, notes = checked_plan(job)
     line = opening(job, tasks)
     for words in (
         str(job.workflow.model.id),
@@ -123,7 +121,7 @@ def test_the_opening_names_model_rows_device_stages_and_directory(plan, tmp_path
         assert words in line
     for words in ("recover (8 steps)", "9 measurements", str(job.run.path)):
         assert words in line
-    (alone,) = remarks(job, tasks)
+    (alone,) = notes
     assert alone.startswith("general prompts: your file alone")
 
 
@@ -142,7 +140,6 @@ def test_a_mixture_is_counted_with_all_its_experts(tiny_model, tmp_path):
     from transformers import AutoModelForCausalLM
 
     folder = make_mixture(tmp_path / "mixture", tiny_model, "olmoe")
-    shape = forecast._shape(ModelConfig(id=str(folder), dtype="float32"), "cpu")
     model = AutoModelForCausalLM.from_pretrained(folder)
     matrices = {key: p.numel() for key, p in model.named_parameters() if p.ndim > 1 and "mlp.gate" not in key}
-    assert shape.parameters == sum(matrices.values())
+    assert size_of(model.config, "float32", "cpu", rank=32).parameters == sum(matrices.values())

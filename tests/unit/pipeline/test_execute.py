@@ -15,10 +15,9 @@ from opdcl.console import Output
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.pipeline.defaults import resolve_for_machine, with_dtype
-from opdcl.pipeline.execute import execute
+from opdcl.pipeline.execute import command_line, execute
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import stage_folder
-from opdcl.pipeline.session import command_line
 from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import RunDir
@@ -107,7 +106,7 @@ def test_a_run_without_stages_keeps_its_precision_too(tmp_path, tiny_model):
     result = {"metric": "acc", "metrics": {"acc": 0.5}, "n": 2, "fingerprint": "of another time"}
     write_json(run.eval_result("base", "instructions"), result)
     seal_new(run)
-    with pytest.raises(UsageError, match="begun in float16") as caught:
+    with pytest.raises(UsageError, match="started in float16") as caught:
         execute(Job.of(workflow, run), Output("quiet"))
     assert "--set model.dtype=float16" in caught.value.hint
 

@@ -6,9 +6,9 @@ from transformers import DynamicCache, LlamaConfig, Qwen3Config
 
 from opdcl.config.finetune import LoraSection
 from opdcl.model import llama_pass
-from opdcl.model.architecture import architecture
 from opdcl.model.backbone import Backbone
-from opdcl.pipeline.forecast import _Shape
+from opdcl.pipeline import forecast
+from opdcl.pipeline.forecast import size_of
 
 
 def of_shape(kind, vocabulary, hidden, inner, layers, heads, keys, tied=True):
@@ -23,13 +23,6 @@ SHAPES = {
     "8B": of_shape(Qwen3Config, 151_936, 4096, 12_288, 36, 32, 8, tied=False),
 }
 TOKENS, RANK = 512, 32
-
-
-def shape_of(config, dtype, device, packed=False):
-    tied = config.tie_word_embeddings
-    return _Shape(
-        architecture(config), config.hidden_size, config.intermediate_size, tied, dtype, device, None, packed
-    )
 
 
 class Kernel(torch.autograd.Function):
@@ -81,7 +74,7 @@ def test_parameters_are_counted_to_a_hundredth(name):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(SHAPES[name])
     true = sum(p.numel() for p in model.parameters())
-    assert shape_of(SHAPES[name], "bfloat16", "cuda").parameters == pytest.approx(true, rel=0.01)
+    assert size_of(SHAPES[name], "bfloat16", "cpu", RANK).parameters == pytest.approx(true, rel=0.01)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -91,7 +84,7 @@ def test_activations_are_within_a_fifth_of_what_is_kept_for_the_gradient(monkeyp
     config = SHAPES[name]
     one, three = (counted(config, layers, getattr(torch, dtype)) for layers in (1, 3))
     per_token = (three - one) / 2 / TOKENS * config.num_hidden_layers
-    assert shape_of(config, dtype, "cuda").activations(RANK) == pytest.approx(per_token, rel=0.2)
+    assert size_of(config, dtype, "cpu", RANK).trained_token == pytest.approx(per_token, rel=0.2)
 
 
 @pytest.fixture
@@ -100,7 +93,8 @@ def as_on_a_gpu(monkeypatch):
         return Kernel.apply(True, query, key, value)
 
     monkeypatch.setattr("opdcl.model.fused_lora._is_plain", lambda layer, x: True)
-    monkeypatch.setattr(llama_pass, "attends_within_rows", lambda *given: True)
+    for module in (llama_pass, forecast):
+        monkeypatch.setattr(module, "attends_within_rows", lambda *given: True)
     monkeypatch.setattr(llama_pass, "rms_norm", lambda x, norm: Kernel.apply(False, x))
     monkeypatch.setattr(llama_pass, "varlen_attn", attention)
 
@@ -116,9 +110,9 @@ def test_packed_rows_keep_what_the_forecast_says_for_a_gpu(monkeypatch, as_on_a_
     config = SHAPES[name]
     wide, layers = config.hidden_size >= llama_pass.WIDE, config.num_hidden_layers
     kept = of_a_layer(config)
-    monkeypatch.setattr(llama_pass, "WIDE", 10_000)
+    monkeypatch.setattr(llama_pass, "WIDE", 10_000)  # the forecast keeps its own
     inside = of_a_layer(config)
     # A wide layer keeps its input, and while it is computed again, what is inside.
     assert kept == (2 * config.hidden_size if wide else inside)
-    ours = shape_of(config, "bfloat16", "cuda", packed=True).activations(RANK)
+    ours = size_of(config, "bfloat16", "cuda", RANK).trained_token
     assert ours == pytest.approx(kept * layers + inside * wide, rel=0.2)

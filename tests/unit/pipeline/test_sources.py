@@ -171,7 +171,7 @@ def test_recovery_practises_every_answer_of_a_conversation_about_the_domain(proj
         (turns, "two"),
         ([{"role": "user", "content": "3?"}], "three"),
     ]
-    assert len(job.learned_rows) == 2
+    assert len(job.examples.rows) == 2
 
 
 def test_prompts_to_replay_are_part_of_the_fine_tune(project):

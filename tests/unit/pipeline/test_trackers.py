@@ -3,9 +3,8 @@
 import json
 
 import pytest
-from helpers.recovering import Silent
 
-from opdcl.pipeline.trackers import TrackedReport, Tracking
+from opdcl.pipeline.trackers import Tracking
 from opdcl.rundir.files import write_atomic
 from opdcl.rundir.layout import RunDir
 
@@ -36,22 +35,16 @@ def scalars(folder, tag):
     return [(event.step, round(event.value, 4)) for event in events(folder).Scalars(tag)]
 
 
-def following(names, run, note, offset=0):
-    """Return trackers, and the report of a stage that they follow."""
-    trackers = Tracking(names, run, note)
-    return trackers, TrackedReport(Silent(), trackers, run.stage(2, "recover"), offset)
-
-
 def test_a_run_that_resumes_from_an_older_checkpoint_sends_each_step_once(run):
     notes = []
-    write_metrics(run, 1, 2, 3)
-    trackers, report = following(["tensorboard"], run, notes.append, 100)
-    report.progress(3, 4)
+    stage = write_metrics(run, 1, 2, 3)
+    trackers = Tracking(["tensorboard"], run, notes.append)
+    trackers.follow(stage, 100)
     trackers.close()
-    trackers, report = following(["tensorboard"], run, notes.append, 100)
+    trackers = Tracking(["tensorboard"], run, notes.append)
     for steps in ([1, 2], [1, 2, 3], [1, 2, 3, 4]):  # step 3 was logged after the last checkpoint
         write_metrics(run, *steps)
-        report.progress(steps[-1], 4)
+        trackers.follow(stage, 100)
     trackers.send({"eval/suite/recovered": 0.75, "eval/verdict": "recovered"}, 104)
     trackers.close()
     folder = run.path / "tracking" / "tensorboard"
@@ -62,11 +55,12 @@ def test_a_run_that_resumes_from_an_older_checkpoint_sends_each_step_once(run):
 
 
 def test_what_is_sent_is_numbers_with_those_of_base_from_the_start(run):
-    trackers, report = following(["tensorboard"], run, pytest.fail, 100)
+    trackers = Tracking(["tensorboard"], run, pytest.fail)
     start = {"step": 0, "validation": {"general_kl": 0.5}, "base": {"general_kl": 0.0, "tokens": 80}}
     row = start | {"start": {"scale": 0.5}, "author": "base"}
-    write_atomic(report.stage.metrics, json.dumps(row) + "\n")
-    report.follow()
+    stage = run.stage(2, "recover")
+    write_atomic(stage.metrics, json.dumps(row) + "\n")
+    trackers.follow(stage, 100)
     trackers.close()
     found = events(run.path / "tracking" / "tensorboard")
     names = ("validation/general_kl", "base/general_kl", "base/tokens")
@@ -77,18 +71,19 @@ def test_what_is_sent_is_numbers_with_those_of_base_from_the_start(run):
 
 def test_metrics_that_were_read_are_not_read_again(run):
     """Otherwise each step of a long stage would cost more than the one before."""
-    trackers, report = following(["tensorboard"], run, pytest.fail)
-    metrics = write_metrics(run, 1, 2).metrics
-    report.follow()
+    trackers = Tracking(["tensorboard"], run, pytest.fail)
+    stage = write_metrics(run, 1, 2)
+    metrics = stage.metrics
+    trackers.follow(stage, 0)
     read = metrics.stat().st_size
     with open(metrics, "r+b") as file:
         file.write(b"x" * (read - 1))  # who reads this again, fails
         file.seek(read)
         file.write(b'{"step": 3, "loss": 0.3}\n{"step": 4, "lo')
-    report.follow()
+    trackers.follow(stage, 0)
     with open(metrics, "ab") as file:
         file.write(b'ss": 0.4}\n')
-    report.follow()
+    trackers.follow(stage, 0)
     trackers.close()
     loss = scalars(run.path / "tracking" / "tensorboard", "train/recover/loss")
     assert loss == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
@@ -98,9 +93,8 @@ def test_a_tracker_that_cannot_start_is_dropped_with_one_note(run):
     notes = []
     run.path.mkdir()
     (run.path / "tracking").write_text("a file where a folder should be")
-    trackers, report = following(["tensorboard"], run, notes.append)
-    write_metrics(run, 1, 2)
-    report.follow()
+    trackers = Tracking(["tensorboard"], run, notes.append)
+    trackers.follow(write_metrics(run, 1, 2), 0)
     trackers.close()
     assert len(notes) == 1
     assert notes[0].startswith("tracker tensorboard failed and is dropped: ")
@@ -113,10 +107,9 @@ def test_a_tracker_that_fails_later_is_dropped_with_one_note(run, monkeypatch):
         raise OSError("disk full")
 
     notes = []
-    trackers, report = following(["tensorboard"], run, notes.append)
+    trackers = Tracking(["tensorboard"], run, notes.append)
     monkeypatch.setattr(TensorBoardTracker, "log", fail)
-    write_metrics(run, 1, 2)
-    report.follow()
+    trackers.follow(write_metrics(run, 1, 2), 0)
     trackers.send({"eval/suite/recovered": 0.75}, 2)
     trackers.close()
     assert notes == ["tracker tensorboard failed and is dropped: OSError: disk full"]
