@@ -196,7 +196,7 @@ def test_an_exported_model_loads_and_equals_the_adapter(finished, project):
         (["--set", "eval.retention=[nonsense_suite]"], "unknown suite 'nonsense_suite'"),
         (["--base", "someone/never-there"], "never-there"),
         (["--base", "no/such/folder"], "neither a folder nor a hub id"),
-        (["--set", "finetune.optimizer.weight_decai=1"], "weight_decai"),
+        (["--set", "finetune.weight_decai=1"], "weight_decai"),
         (["--set", "finetune.data=gone.jsonl"], "gone.jsonl"),
     ],
 )

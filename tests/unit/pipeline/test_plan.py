@@ -140,7 +140,7 @@ def test_a_stopped_stage_with_other_settings_is_stale_not_resumed(run):
         ("recover", {"server": {"url": "http://one/v1"}, "lmbda": 1.0}, "recover", {"server", "lmbda"}),
         ("finetune", {"epochs": 9}, "finetune", {"epochs"}),
         ("finetune", {"lora": {"r": 4}}, "finetune", {"lora"}),
-        ("finetune", {"optimizer": {"weight_decay": 0.1}}, "finetune", {"optimizer"}),
+        ("finetune", {"weight_decay": 0.1}, "finetune", {"weight_decay"}),
         ("finetune", {"replay": {"share": 0.2}}, "finetune", {"replay"}),
         ("finetune", {"replay": {"share": 0.1}}, "finetune", {"replay"}),
         ("model", {"id": "another"}, "finetune", {"model"}),
