@@ -244,7 +244,7 @@ def whole_kl(backbone: Backbone, adapter: Path, texts: list[Rollout]) -> np.ndar
     for text in texts:
         tokens = torch.tensor(text.completion_ids)
         sides = student.states([text]), student.head_VH, base.distribution([text])
-        losses = token_losses(*sides, tokens, torch.zeros(len(tokens)), 1.0, LossSection())
+        losses = token_losses(*sides, tokens, torch.zeros(len(tokens)), LossSection())
         found.append(float(losses.kl.mean()))
     backbone.drop_adapters()
     return np.array(found)

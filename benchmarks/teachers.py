@@ -122,7 +122,7 @@ def graded(student: Teacher, teacher: Teacher, rollouts: list[Rollout], shown: l
     """Compare the two, the teacher on the same completions, `shown` with what it sees."""
     tokens = torch.tensor([t for r in rollouts for t in r.completion_ids])
     sides = student.states(rollouts), student.head_VH, teacher.distribution(shown)
-    return token_losses(*sides, tokens, torch.zeros(len(tokens)), 1.0, LossSection())
+    return token_losses(*sides, tokens, torch.zeros(len(tokens)), LossSection())
 
 
 def loss(teacher: Teacher, gold: list[Rollout]) -> float:

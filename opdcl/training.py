@@ -21,7 +21,6 @@ from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import folder_appears_whole, write_atomic
 from opdcl.rundir.hashes import SEAL, damage
 from opdcl.rundir.layout import StageDir
-from opdcl.rundir.records import read_metrics
 from opdcl.signals import ending
 
 # The folder of a checkpoint that holds copies of metrics, samples and the best adapter so far.
@@ -158,14 +157,6 @@ def last_checkpoint(out: StageDir, report: StageReport) -> Path | None:
 def steps_done(checkpoint: Path | None) -> int:
     """Return how many steps were done when a checkpoint was saved."""
     return int(checkpoint.name.rsplit("-", 1)[1]) if checkpoint else 0
-
-
-def why_stopped(out: StageDir) -> str:
-    """Return why a stage stopped before its last step, by its metrics, or ""."""
-    for row in read_metrics(out.metrics):
-        if "stopped" in row:
-            return str(row["stopped"])
-    return ""
 
 
 def keep_records(out: StageDir, checkpoint: Path) -> None:

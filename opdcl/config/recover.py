@@ -23,19 +23,6 @@ class OnPolicySection(Section):
     reverse: Share = 0.25
     """Share of reverse KL in a loss that is forward KL otherwise. It penalizes what the student writes and
     base would not."""
-    max_new_tokens: Positive | None = None
-    """Maximum length of the student's general completions, in tokens. Default: `recover.max_new_tokens`."""
-    temperature: Annotated[float, Field(gt=0, le=100)] = 1.0
-    """Temperature at which the student samples. Teachers write, and loss and held-out KL are taken, at 1."""
-
-
-class UntilSection(Section):
-    """Early stopping by held-out KL. With none of these set, recovery runs all its steps."""
-
-    retention: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Stop once this share of the initial general KL is gone, if 95 % of the domain is kept."""
-    patience: Positive | None = None
-    """Stop after this many consecutive validations without a better adapter."""
 
 
 class RewardSection(Section):
@@ -48,9 +35,6 @@ class RewardSection(Section):
     """Which of the suite's scores to use. Default: its first."""
     group: Annotated[int, Field(ge=2, le=10_000, strict=True)] = 8
     """Completions per prompt that are compared with each other."""
-    oversample: Annotated[float, Field(ge=1, le=100)] = 1.0
-    """Sample this many times `rollouts`, and train on the groups whose rewards differ most (arXiv
-    2503.14476)."""
     teacher: Weight = 0.1
     """Weight of the teacher's loss on the same tokens, as a dense signal."""
     weight: Weight = 1.0
@@ -67,7 +51,7 @@ MOST_COMPLETIONS = 2_000_000
 # The largest domain step that was measured has this many times the rows of a general one.
 MOST_DOMAIN_ROWS = 6
 
-ON_POLICY = "on_policy.domain on_policy.reverse on_policy.max_new_tokens on_policy.temperature"
+ON_POLICY = "on_policy.domain on_policy.reverse"
 
 # Method -> settings without effect, and why.
 UNUSED_BY = {
@@ -173,8 +157,6 @@ class RecoverConfig(Section):
     health: bool = True
     """Watch the validations: halt if held-out KL rises far above the start's; if the student's own answers
     go wrong, halve the learning rate once, then halt. When false, only what is not finite halts the run."""
-    until: UntilSection = UntilSection()
-    """When to stop before the last step."""
     validate_every: Positive = 12
     """Steps between measurements of held-out KL."""
     validation_prompts: Positive = 16
@@ -200,10 +182,6 @@ class RecoverConfig(Section):
             raise PydanticCustomError("source", "{reason}", context)
         if self.general is None and not self.reward and (self.general_per_domain or self.method == "general"):
             raise ValueError("without general prompts use method alternating and general_per_domain 0")
-        if self.server and self.on_policy.temperature != 1:
-            raise ValueError(
-                "a server returns log-probabilities at temperature 1: remove on_policy.temperature or server"
-            )
         for name, teacher in self.teachers.items():
             self._check_teacher(name, teacher)
         if self.reward:
@@ -213,13 +191,11 @@ class RecoverConfig(Section):
     def _check_size(self) -> None:
         """Refuse more completions than can be planned in reasonable time."""
         in_general = 1 if self.rollouts == "auto" else self.rollouts
-        of_step = max(
-            in_general * (self.reward.oversample if self.reward else 1), self.domain_rollouts or in_general
-        )
+        of_step = max(in_general, self.domain_rollouts or in_general)
         if self.steps * of_step > MOST_COMPLETIONS:
             raise ValueError(
                 f"{self.steps} steps of {of_step:g} completions are more than {MOST_COMPLETIONS} in all: "
-                "lower steps, rollouts or reward.oversample"
+                "lower steps or rollouts"
             )
 
     def _check_names(self) -> None:
@@ -278,10 +254,10 @@ class RecoverConfig(Section):
             raise ValueError("general: the shares of different sources must be above 0 and add up to 1")
         return {source: rest / equal_parts if share is None else share for source, share in named.items()}
 
-    def limit(self, stream: Literal["general", "domain"], on_policy: bool = False) -> int:
+    def limit(self, stream: Literal["general", "domain"]) -> int:
         """Return the maximum length of a stream's completions, in tokens."""
-        own = self.on_policy.max_new_tokens if on_policy and stream == "general" else None
-        return own or (self.domain_max_new_tokens if stream == "domain" else None) or self.max_new_tokens
+        own = self.domain_max_new_tokens if stream == "domain" else None
+        return own or self.max_new_tokens
 
     def completions(self, stream: Literal["general", "domain"]) -> int:
         """Return the number of completions that a step of a stream learns from; `rollouts` is a number."""

@@ -158,7 +158,6 @@ class Grader:
             teacher,
             answer_ids(_sequences(batch), student.states_NH.device),
             sampler_N,
-            self.config.on_policy.temperature,
             self.config.loss,
             reward=self.config.reward,
             advantage_N=advantage_N,

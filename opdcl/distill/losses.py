@@ -40,7 +40,7 @@ class TokenLosses(NamedTuple):
     student_entropy: torch.Tensor
     teacher_entropy: torch.Tensor
     logprob: torch.Tensor
-    """The student's log-probability of the token itself, at the sampling temperature."""
+    """The student's log-probability of the token itself."""
 
 
 def forward_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
@@ -105,14 +105,11 @@ def group_advantages(rewards: list[float], group: int) -> list[float]:
 
 
 @torch.no_grad()
-def token_logprobs(
-    distribution: TeacherDistribution, token_N: torch.Tensor, rows: int, temperature: float
-) -> torch.Tensor:
+def token_logprobs(distribution: TeacherDistribution, token_N: torch.Tensor, rows: int) -> torch.Tensor:
     """Return the log-probability of each token under the distribution at its position, `(N,)`."""
     logprob_N = torch.empty(len(token_N), device=token_N.device)
     for part in cut(token_N):
-        log_NV = tempered(distribution.log_probs(part, rows), temperature)
-        logprob_N[part] = _of_tokens(log_NV, token_N[part])
+        logprob_N[part] = _of_tokens(distribution.log_probs(part, rows), token_N[part])
     return logprob_N
 
 
@@ -186,7 +183,7 @@ class _TokenLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, student_NH, weight_VH, teacher, token_N, temperature, reverse, cost):
+    def forward(ctx, student_NH, weight_VH, teacher, token_N, reverse, cost):
         student = HiddenStates(student_NH, weight_VH)
         grad_NH = torch.empty_like(student_NH)
         count = len(student_NH)
@@ -200,7 +197,7 @@ class _TokenLoss(torch.autograd.Function):
                 log_p, log_q = student_NV[start : start + size], teacher_NV[start : start + size]
                 at = slice(part.start + start, part.start + start + len(log_p))
                 p = log_p.exp()
-                found.logprob[at] = _of_tokens(tempered(log_p, temperature), token_N[at])
+                found.logprob[at] = _of_tokens(log_p, token_N[at])
                 found.student_entropy[at] = -(p * log_p).sum(-1)
                 found.teacher_entropy[at] = teacher.entropy(at, log_q)
                 if cost:
@@ -218,7 +215,7 @@ class _TokenLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss_N, *_):
         (grad_NH,) = ctx.saved_tensors
-        return grad_NH * grad_loss_N[:, None].to(grad_NH.dtype), *[None] * 6
+        return grad_NH * grad_loss_N[:, None].to(grad_NH.dtype), *[None] * 5
 
 
 def token_losses(
@@ -227,7 +224,6 @@ def token_losses(
     teacher: TeacherDistribution,
     token_N: torch.Tensor,
     sampler_N: torch.Tensor,
-    temperature: float,
     loss: LossSection,
     reward: RewardSection | None = None,
     advantage_N: torch.Tensor | None = None,
@@ -241,8 +237,6 @@ def token_losses(
         teacher: The teacher's distributions at the same N positions.
         token_N: The tokens that the states predict.
         sampler_N: Their log-probabilities at sampling time; only `policy_gradient` and a reward read them.
-        temperature: At which the tokens were sampled. Only `logprob` and a reward's ratio are taken at it;
-            losses, KL and entropies are those of the models themselves, at temperature 1.
         loss: The divergence and its parameters.
         reward: How a reward is weighed against the teacher's loss. It acts only together with `advantage_N`.
         advantage_N: The reward's advantage of each token.
@@ -262,9 +256,7 @@ def token_losses(
         return (1 - reverse) * forward_kl(log_p, log_q) + reverse * reverse_kl(log_p, log_q)
 
     def rewarded_cost(log_p: torch.Tensor, log_q: torch.Tensor, part: slice) -> torch.Tensor:
-        surrogate_N = clipped_gradient(
-            tempered(log_p, temperature), token_N[part], sampler_N[part], advantage_N[part]
-        )
+        surrogate_N = clipped_gradient(log_p, token_N[part], sampler_N[part], advantage_N[part])
         return reward.weight * surrogate_N + reward.teacher * teacher_cost(log_p, log_q, part)
 
     if loss.kind == "reverse_kl":
@@ -276,13 +268,8 @@ def token_losses(
     with torch.autocast(student_NH.device.type, enabled=False):
         weight_VH = weight_VH.detach()[: shared_rows(weight_VH, teacher)]
         student_NH = student_NH.to(weight_VH.dtype)
-        inputs = student_NH, weight_VH, teacher, token_N, temperature, reverse, cost
+        inputs = student_NH, weight_VH, teacher, token_N, reverse, cost
         return TokenLosses(*_TokenLoss.apply(*inputs))
-
-
-def tempered(log_NV: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return log-probabilities as they are at a sampling temperature, given those at 1."""
-    return log_NV if temperature == 1 else (log_NV / temperature).log_softmax(-1)
 
 
 def _of_tokens(log_NV: torch.Tensor, token_N: torch.Tensor) -> torch.Tensor:

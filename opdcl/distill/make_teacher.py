@@ -80,7 +80,7 @@ def reach_own_model(config: ServerSection, backbone: Backbone, notify: Notify) -
     server_N = server.grade(prompt_ids, completion_ids).get().logprob_N
     base = Teacher(backbone, "base").distribution([Rollout(Prompt(prompt_ids), completion_ids)])
     token_N = torch.tensor(completion_ids, device=backbone.device)
-    base_N = token_logprobs(base, token_N, len(backbone.head_VH), 1.0)
+    base_N = token_logprobs(base, token_N, len(backbone.head_VH))
     gap = float((base_N.cpu() - server_N).abs().mean())
     if gap > SAME_MODEL:
         server.close()

@@ -99,7 +99,7 @@ def encode_stream(
     Raises:
         UsageError: A prompt leaves no room for an answer, or there is only one prompt.
     """
-    room = context_length - max(config.limit(stream), config.limit(stream, on_policy=True))
+    room = context_length - config.limit(stream)
 
     def encode(rows: list[Row]) -> list[Prompt]:
         prompts: list[Prompt] = []

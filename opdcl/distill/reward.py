@@ -10,7 +10,6 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from statistics import pvariance
 from typing import TYPE_CHECKING, Any
 
 from opdcl.config.recover import RewardSection
@@ -48,11 +47,8 @@ class Reward:
         """Return the score of each completion, as an evaluation of the suite would score it."""
         return [self._score(r) for r in rollouts]
 
-    def select(self, rollouts: list[Rollout], keep: int) -> list[Rollout]:
-        """Score all completions, set their advantages, and return the `keep` whose groups' rewards vary most.
-
-        A group with equal rewards has nothing to teach (DAPO, arXiv 2503.14476, section 3.2).
-        """
+    def judge(self, rollouts: list[Rollout]) -> None:
+        """Score all completions, group after group, and set their advantages and demonstrations."""
         from opdcl.distill.losses import group_advantages  # it loads torch
 
         size = self.config.group
@@ -60,15 +56,8 @@ class Reward:
         advantages = group_advantages(rewards, size)
         for rollout, reward, advantage in zip(rollouts, rewards, advantages, strict=True):
             rollout.reward, rollout.advantage = reward, advantage
-            rollout.step_reward = sum(rewards) / len(rewards)
-        starts = range(0, len(rollouts), size)
-        by_variance = sorted(starts, key=lambda i: pvariance(rewards[i : i + size]), reverse=True)
-        selected: list[Rollout] = []
-        for start in sorted(by_variance[: keep // size]):
-            group = rollouts[start : start + size]
-            self._demonstrate(group)
-            selected += group
-        return selected
+        for start in range(0, len(rollouts), size):
+            self._demonstrate(rollouts[start : start + size])
 
     def _demonstrate(self, group: list[Rollout]) -> None:
         """Show each completion's teacher the best one of its group, if better (SDPO, arXiv 2601.20802).

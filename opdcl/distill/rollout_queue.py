@@ -98,8 +98,7 @@ class RolloutQueue:
             partial = {"unfinished": resumed, "max_unfinished": most}
         rollouts = self.student.complete(
             self._prompts(batch),
-            max_new_tokens=self.config.limit(stream, on_policy=True),
-            temperature=self.config.on_policy.temperature,
+            max_new_tokens=self.config.limit(stream),
             seed=seed,
             on_finished=self._grade_ahead(stream),
             **partial,
@@ -120,7 +119,7 @@ class RolloutQueue:
             if step.on_policy:
                 of_step = [r for r in of_step if self._is_done(r, step.stream)]
             if self._is_rewarded(step.stream):
-                of_step = self.reward.select(of_step, step.keep)
+                self.reward.judge(of_step)
             self._ahead[i] = of_step
 
     def _prompts(self, batch: list[int]) -> list[Prompt]:
@@ -135,7 +134,7 @@ class RolloutQueue:
 
     def _is_done(self, rollout: Rollout, stream: Stream) -> bool:
         """Return whether a completion of the student has ended or reached the maximum length."""
-        return rollout.finished or len(rollout.completion_ids) >= self.config.limit(stream, on_policy=True)
+        return rollout.finished or len(rollout.completion_ids) >= self.config.limit(stream)
 
     def _max_unfinished(self, stream: Stream, batch: list[int]) -> int:
         """Return how many completions of these steps may stay unfinished: a sixteenth, never all of a step.

@@ -25,7 +25,7 @@ STREAMS: tuple[Stream, ...] = ("general", "domain")
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step, which learns from `keep` completions of the prompts with these indices.
+    """One optimizer step, which learns from completions of the prompts with these indices.
 
     The student completes them if `on_policy`, else the teacher.
     """
@@ -33,7 +33,6 @@ class Step:
     stream: Stream
     prompts: tuple[int, ...]
     on_policy: bool
-    keep: int
 
 
 def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
@@ -50,10 +49,9 @@ def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
         size = config.completions(stream)
         reward = config.reward if stream == "general" else None
         group = reward.group if reward else 1
-        count = math.ceil(size * (reward.oversample if reward else 1))
-        drawn = [next(draws[stream]) for _ in range(count // group)]
+        drawn = [next(draws[stream]) for _ in range(size // group)]
         prompts = tuple(prompt for prompt in drawn for _ in range(group))
-        steps.append(Step(stream, prompts, next(by_student[stream]), size))
+        steps.append(Step(stream, prompts, next(by_student[stream])))
     return steps
 
 

@@ -170,7 +170,7 @@ class RemoteTeacher(Teacher):
 
     def complete(self, prompts: Sequence[Prompt], **options: Any) -> list[Rollout]:
         def request() -> list[Rollout]:
-            return self.server.complete(prompts, eos_ids=self.backbone.eos_ids, temperature=1.0, **options)
+            return self.server.complete(prompts, eos_ids=self.backbone.eos_ids, **options)
 
         return parallel.on_first_worker(request)
 

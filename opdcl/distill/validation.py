@@ -33,9 +33,6 @@ SAMPLES_PER_MEASUREMENT = 8
 # A KL as a share: of tuned's general KL the part recovered, of the domain the part kept (base keeps none).
 SHARES = {"general_kl": "general_recovered", "domain_kl": "domain_kept"}
 
-# Share of the domain that has to be kept where `until.retention` stops the run: 1 is tuned, 0 is base.
-DOMAIN_FLOOR = 0.95
-
 # Measures a stream's progress where its own teacher changes from step to step.
 FROZEN: dict[Stream, State] = {"general": "base", "domain": "tuned"}
 
@@ -51,7 +48,6 @@ class Measurements:
     base: KL = field(default_factory=dict)
     start: KL = field(default_factory=dict)
     lowest_score: float = math.inf
-    since_lowest: int = 0
 
     @classmethod
     def restore(cls, rows: list[dict], score: Callable[[KL], float]) -> Measurements:
@@ -67,7 +63,6 @@ class Measurements:
         return restored
 
     def add(self, score: float) -> None:
-        self.since_lowest = 0 if score < self.lowest_score else self.since_lowest + 1
         self.lowest_score = min(self.lowest_score, score)
 
     def shares(self, kl: KL) -> KL:
@@ -124,25 +119,18 @@ class Validation:
             self._start()
         self.measurements = Measurements.restore(read_metrics(self.out.metrics), self._score)
 
-    def after_step(self, step: int, optimizer: StudentOptimizer) -> str:
-        """Measure if it is time; return why the recovery may stop after this step, or "".
+    def after_step(self, step: int, optimizer: StudentOptimizer) -> None:
+        """Measure if it is time, and keep the adapter if it is no worse.
 
         Raises:
             OpdclError: The KL has drifted, or the student writes badly for the second time.
         """
-        is_last = step == self.config.steps
-        if step % self.config.validate_every and not is_last:
-            return ""
+        if step % self.config.validate_every and step < self.config.steps:
+            return
         kl = self._measure(step)
         if self.config.health:
             self._judge(step, kl, optimizer)
         self._keep_samples(step)
-        reason = self._reason_to_stop(kl)
-        if is_last or not reason:
-            return ""
-        self.log.write({"step": step, "stopped": reason})
-        self.log.report.note(f"step {step}: stopping early: {reason}")
-        return reason
 
     def keep_start(self) -> None:
         """Keep the start as the recovered adapter, without training: the rival that costs nothing."""
@@ -194,8 +182,8 @@ class Validation:
         if not prompts:
             return {}
         # As a teacher does: at temperature 1, and up to the length of base's answers.
-        limit, seed = self.config.limit("general", on_policy=False), self.config.seed + 8
-        rollouts = self.queue.student.complete(prompts, max_new_tokens=limit, temperature=1.0, seed=seed)
+        limit, seed = self.config.limit("general"), self.config.seed + 8
+        rollouts = self.queue.student.complete(prompts, max_new_tokens=limit, seed=seed)
         graded = self.grader.grade(rollouts, self._frozen_teachers("general"))
         sums = self.grader.measure(graded)
         return {"own_kl": sums["kl"] / sums["tokens"], **_own(rollouts)}
@@ -254,17 +242,6 @@ class Validation:
         if "own_kl" in kl:
             own, base, tuned = (_writing(x) for x in (kl, first.base, first.tuned))
             self.health.on_writing(step, own, base, tuned, optimizer)
-
-    def _reason_to_stop(self, kl: KL) -> str:
-        """Return why recovery may end after a measurement, or ""."""
-        until = self.config.until
-        general, domain = kl.get("general_recovered", 0.0), kl.get("domain_kept", 1.0)
-        if until.retention and general >= until.retention and domain >= DOMAIN_FLOOR:
-            return f"{general:.0%} of the general KL is recovered, and {domain:.0%} of the domain is kept"
-        since = self.measurements.since_lowest
-        if until.patience and since >= until.patience:
-            return f"no better adapter in {since} validations"
-        return ""
 
     def _keep_if_good(self, step: int, score: float) -> bool:
         """Save the adapter if no earlier one is better, or with `keep: last`; return whether it did."""

@@ -311,7 +311,6 @@ def _recovery_notes(run: RunDir) -> list[str]:
             f"{sum(rewards[:fifth]) / fifth:.3f} over the first {fifth} steps with a reward and "
             f"{sum(rewards[-fifth:]) / fifth:.3f} over the last {fifth}."
         )
-    notes += [f"Recovery stopped after step {r['step']}: {r['stopped']}." for r in rows if "stopped" in r]
     notes += _validation_notes(rows)
     fresh = [row for row in rows if "mismatch" in row]
     mismatched = sum(row["mismatch"] * row["tokens"] for row in fresh)

@@ -40,7 +40,7 @@ class Rollout:
     `completion_ids` ends with an end-of-sequence id if and only if `finished`; `logprobs` holds the sampler's
     log-probability (nats, at the sampling temperature) of each of its tokens and is empty under greedy
     decoding. `reward` is the suite scorer's, `advantage` its distance from the group's mean in standard
-    deviations, `step_reward` the mean over all completions sampled for the step, including discarded ones.
+    deviations.
     """
 
     prompt: Prompt
@@ -49,7 +49,6 @@ class Rollout:
     finished: bool = False
     reward: float | None = None
     advantage: float = 0.0
-    step_reward: float = 0.0
 
     @property
     def prompt_ids(self) -> list[int]:

@@ -102,7 +102,7 @@ class Server:
         prompts: Sequence[Prompt],
         max_new_tokens: int,
         eos_ids: Ids,
-        temperature: float,
+        temperature: float = 1.0,
         seed: int = 0,
         model: str | None = None,
         on_finished: Callable[[list[Rollout]], None] | None = None,

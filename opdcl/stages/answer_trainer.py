@@ -265,7 +265,6 @@ class AnswerTrainer(SFTTrainer):
             HiddenStates(base_NH[is_replayed_N], head_VH.detach()),
             targets_N[is_replayed_N],
             sampler_N=torch.zeros_like(base_NH[is_replayed_N, 0]),
-            temperature=1.0,
             loss=LossSection(kind="forward_kl"),
         ).loss.sum()
         return imitation + divergence

@@ -108,6 +108,6 @@ def _sums(backbone: Backbone, model: Any, rows: Sequences) -> list[float]:
     head_VH = backbone.head_of("base")
     tokens_N = answer_ids(rows, model.device)
     states = HiddenStates(answer_states(model, rows), head_VH)
-    logprobs_N = token_logprobs(states, tokens_N, len(head_VH), 1.0)
+    logprobs_N = token_logprobs(states, tokens_N, len(head_VH))
     lengths = [sum(answer) for _, answer in rows]
     return [float(part.sum()) for part in logprobs_N.split(lengths)]

@@ -39,15 +39,7 @@ from opdcl.rundir.hashes import SEAL, damage
 from opdcl.rundir.layout import StageDir
 from opdcl.sampling.rollout import Prompt
 from opdcl.sampling.sample import pick_engine
-from opdcl.training import (
-    Interruption,
-    StageLog,
-    StageReport,
-    is_finite,
-    last_checkpoint,
-    steps_done,
-    why_stopped,
-)
+from opdcl.training import Interruption, StageLog, StageReport, is_finite, last_checkpoint, steps_done
 
 
 @dataclass
@@ -108,9 +100,6 @@ def learn(recovery: Recovery) -> None:
     checkpoints = Checkpoints(recovery.backbone, optimizer, recovery.queue, moving, recovery.out)
     checkpoint = last_checkpoint(recovery.out, report)
     done = steps_done(checkpoint)
-    if reason := why_stopped(recovery.out):
-        report.note(f"stopped early at step {done}: {reason}")
-        return
     if checkpoint:
         report.note(f"resuming from step {done} of {config.steps}")
         checkpoints.restore(checkpoint)
@@ -122,7 +111,7 @@ def learn(recovery: Recovery) -> None:
             values, tokens = take_step(recovery, optimizer, step)
             for teacher in recovery.grader.all_teachers:
                 teacher.after_step()
-            reason = recovery.validation.after_step(step, optimizer)
+            recovery.validation.after_step(step, optimizer)
             if values:
                 log.step(step, values, tokens, time.perf_counter() - started)
             is_interrupted = parallel.any_worker(interruption.came)
@@ -130,8 +119,6 @@ def learn(recovery: Recovery) -> None:
                 checkpoints.save(step)
             if is_interrupted and step < config.steps:
                 raise Interrupted(f"interrupted at step {step} of {config.steps}; checkpoint saved")
-            if reason:
-                break
     if interruption.came:
         raise KeyboardInterrupt  # it came in the last step; the stages after this one must not start
 
@@ -167,8 +154,8 @@ def step_metrics(batch: StepRollouts, sums: Sums) -> dict[str, float]:
     if batch.fresh:
         metrics["mismatch"] = sums["mismatched"] / tokens
     if rollouts[0].reward is not None:
-        # Over all completions sampled, and the share whose group is tied: they carry no signal.
-        metrics["reward"] = rollouts[0].step_reward
+        metrics["reward"] = sum(r.reward or 0.0 for r in rollouts) / len(rollouts)
+        # The share whose group is tied, and carries no signal.
         metrics["reward_tied"] = sum(not r.advantage for r in rollouts) / len(rollouts)
     metrics |= kl_by_route(sums)
     metrics["kl"] = sums["kl"] / tokens

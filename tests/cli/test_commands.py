@@ -119,7 +119,7 @@ def test_config_show_names_the_origin_of_each_value(opdcl):
         line.split()[0]: line.strip().split(maxsplit=2) for line in opdcl(*args).splitlines() if line.strip()
     }
     assert rows["recover.steps"][1:] == ["7", "--set"]
-    assert rows["recover.on_policy.temperature"][1:] == ["1.0", "default"]
+    assert rows["recover.on_policy.reverse"][1:] == ["0.25", "default"]
     assert rows["finetune.data"][1] == "handbook/quick"
     assert "quickstart.yaml:" in rows["finetune.data"][2]
     result = json.loads(opdcl(*args, "--json"))

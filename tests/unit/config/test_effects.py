@@ -73,12 +73,8 @@ REWARD = {"reward": {"suite": "instructions_train"}, "keep": "last", "lmbda": 1.
         ({"recover": {"general": None, "general_per_domain": 0, "lmbda": 0.3}}, "recover.lmbda"),
         ({"recover": {"method": "general", "general_per_domain": 3}}, "recover.general_per_domain"),
         ({"recover": {"server": SERVER, "lmbda": 0}}, "recover.server"),
-        ({"recover": {"lmbda": 0, "on_policy": {"temperature": 0.7}}}, "recover.on_policy.temperature"),
         ({"recover": {"lmbda": 0, "on_policy": {"domain": True}}}, "recover.on_policy.domain"),
-        (
-            {"recover": {"method": "replay", "on_policy": {"max_new_tokens": 9}}},
-            "recover.on_policy.max_new_tokens",
-        ),
+        ({"recover": {"method": "replay", "on_policy": {"reverse": 0.5}}}, "recover.on_policy.reverse"),
         (
             {"recover": {"loss": {"kind": "reverse_kl"}, "on_policy": {"reverse": 0.5}}},
             "recover.on_policy.reverse",

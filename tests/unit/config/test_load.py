@@ -50,7 +50,7 @@ def test_each_source_overrides_the_one_before_and_leaves_the_rest(write):
     )
     recover = flow.recover
     assert (recover.steps, recover.rollouts, recover.seed, recover.max_new_tokens) == (1, 2, 3, 4)
-    assert recover.on_policy.temperature == 1.0
+    assert recover.on_policy.reverse == 0.25
     assert origins["recover.steps"] == f"{first}:2"
     assert origins["recover.rollouts"] == f"{second}:2"
     assert origins["recover.seed"] == "--set"
@@ -139,7 +139,7 @@ def test_a_key_of_another_section_is_suggested_in_full(override, meant):
         ("recover.teachers.tuned.kind=base", "teachers.tuned: tuned is built in"),
         ("recover.teachers.a.kind=none", "recover.teachers.a.kind: must be 'base', 'tuned'"),
         ("finetune.lora.target_modules=3", "must be text or a list"),
-        ("recover.on_policy.temperature=.inf", "must be a finite number"),
+        ("recover.on_policy.reverse=.inf", "must be a finite number"),
         ("seeds=[1, -2]", "seeds.1: must be at least 0"),
     ],
 )
@@ -378,7 +378,7 @@ def test_every_field_is_described_once():
         ("finetune:\n  data: 2026-01-02\n", "write it in quotes"),
         ("recover: {steps: true}\n", "recover.steps"),
         ("recover: {steps: '3'}\n", "recover.steps"),
-        ("recover: {on_policy: {temperature: .inf}}\n", "recover.on_policy.temperature"),
+        ("recover: {on_policy: {reverse: .inf}}\n", "recover.on_policy.reverse"),
     ],
 )
 def test_yaml_features_that_a_workflow_does_not_need_are_refused(write, text, said):

@@ -58,16 +58,16 @@ def log_distributions(trainer, state):
 
 def test_a_step_logs_means_per_token_and_per_completion():
     rollouts = [
-        Rollout(Prompt([1]), [7, 7, 7, 7, 7, 7], [], False, reward=0.5, advantage=0.0, step_reward=0.75),
-        Rollout(Prompt([1]), [5, 6], [], True, reward=1.0, advantage=1.0, step_reward=0.75),
-        Rollout(Prompt([1]), [8], [], True, reward=0.7, advantage=-1.0, step_reward=0.75),
+        Rollout(Prompt([1]), [7, 7, 7, 7, 7, 7], [], False, reward=0.5, advantage=0.0),
+        Rollout(Prompt([1]), [5, 6], [], True, reward=1.0, advantage=1.0),
+        Rollout(Prompt([1]), [8], [], True, reward=0.7, advantage=-1.0),
     ]
     sums = {"kl": 4.5, "student_entropy": 18.0, "teacher_entropy": 2.25, "mismatched": 1, "tokens": 9}
     sums |= {"kl/a": 3.0, "tokens/a": 6}
     metrics = step_metrics(StepRollouts(rollouts, True, "student"), sums)
     assert metrics == {
         "mismatch": 1 / 9,
-        "reward": 0.75,
+        "reward": pytest.approx(2.2 / 3),
         "reward_tied": 1 / 3,
         "kl/a": 0.5,
         "kl": 0.5,

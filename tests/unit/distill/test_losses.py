@@ -16,21 +16,19 @@ V, H = 37, 8
 DIVERGENCES = ["reverse_kl", "forward_kl", "top_k"]
 
 
-def reverse_kl(student, teacher, weight, temperature=1.0):
-    return graded(student, teacher, weight, temperature, kind="reverse_kl").loss
+def reverse_kl(student, teacher, weight):
+    return graded(student, teacher, weight, kind="reverse_kl").loss
 
 
 def of_kind(kind):
     return {"kind": kind, "k": 5} if kind == "top_k" else {"kind": kind}
 
 
-def graded(student, teacher, weight, temperature=1.0, tokens=None, sampler=None, **loss):
+def graded(student, teacher, weight, tokens=None, sampler=None, **loss):
     n = len(student)
     tokens = torch.zeros(n, dtype=torch.long) if tokens is None else tokens
     sampler = torch.zeros(n) if sampler is None else sampler
-    return token_losses(
-        student, weight, HiddenStates(teacher, weight), tokens, sampler, temperature, LossSection(**loss)
-    )
+    return token_losses(student, weight, HiddenStates(teacher, weight), tokens, sampler, LossSection(**loss))
 
 
 def naive_distributions(student, teacher, weight):
@@ -60,11 +58,8 @@ def naive_loss(kind, p, q, k=5):
     return naive_kl(*([*(x[i] for i in top), 1 - sum(x[i] for i in top)] for x in (p, q)))
 
 
-def reference(kind, student, teacher, weight, temperature, tokens, sampler, advantage):
-    """Return a loss of plain float64 torch whose gradient autograd computes through the softmax itself.
-
-    Losses are between the models themselves; only the reward's ratio is between sampling policies.
-    """
+def reference(kind, student, teacher, weight, tokens, sampler, advantage):
+    """Return a loss of plain float64 torch whose gradient autograd computes through the softmax itself."""
     log_p, log_q = ((x @ weight.T).log_softmax(-1) for x in (student, teacher))
     p, q, rows = log_p.exp(), log_q.exp(), torch.arange(len(student))
     token_p, token_q = log_p[rows, tokens], log_q[rows, tokens]
@@ -84,8 +79,7 @@ def reference(kind, student, teacher, weight, temperature, tokens, sampler, adva
         case "cross_entropy":
             return -token_p
         case "reward":
-            policy = ((student @ weight.T) / temperature).log_softmax(-1)[rows, tokens]
-            ratio = (policy - sampler).exp()
+            ratio = (token_p - sampler).exp()
             surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
             return -0.5 * surrogate + 0.3 * (p * (log_p - log_q)).sum(-1)
 
@@ -98,22 +92,22 @@ def tensors(n, seed=0):
 @pytest.mark.parametrize(
     "kind", ["reverse_kl", "forward_kl", "mixed", "top_k", "policy_gradient", "cross_entropy", "reward"]
 )
-def test_loss_gradient_and_kl_equal_an_independent_reference_when_sampled_at_temperature_0_7(kind):
+def test_loss_gradient_and_kl_equal_an_independent_reference(kind):
     student, teacher, weight = (x.double() for x in tensors(CHUNK + 9))
     tokens = torch.arange(len(student)) % V
     # Shifts keep the ratio away from the clip bounds, where the reward's gradient jumps.
     shift = torch.tensor([-0.5, -0.1, 0.1, 0.5]).double().repeat(len(student))[: len(student)]
-    sampler = (student @ weight.T / 0.7).log_softmax(-1)[torch.arange(len(student)), tokens] + shift
+    sampler = (student @ weight.T).log_softmax(-1)[torch.arange(len(student)), tokens] + shift
     advantage = torch.tensor([1.0, -1.0, 0.4]).double().repeat(len(student))[: len(student)]
     section = LossSection(**of_kind({"reward": "reverse_kl", "mixed": "forward_kl"}.get(kind, kind)))
     reverse = 0.3 if kind == "mixed" else 0.0
     reward = RewardSection(suite="handbook", weight=0.5, teacher=0.3) if kind == "reward" else None
     ours, plain = (student.clone().requires_grad_() for _ in range(2))
     q = HiddenStates(teacher, weight)
-    result = token_losses(ours, weight, q, tokens, sampler, 0.7, section, reward, advantage, reverse)
-    expected = reference(kind, plain, teacher, weight, 0.7, tokens, sampler, advantage)
+    result = token_losses(ours, weight, q, tokens, sampler, section, reward, advantage, reverse)
+    expected = reference(kind, plain, teacher, weight, tokens, sampler, advantage)
     torch.testing.assert_close(result.loss.detach().double(), expected.detach(), atol=1e-5, rtol=1e-4)
-    kl = reference("reverse_kl", student, teacher, weight, 0.7, tokens, sampler, advantage)
+    kl = reference("reverse_kl", student, teacher, weight, tokens, sampler, advantage)
     torch.testing.assert_close(result.kl.double(), kl, atol=1e-5, rtol=1e-4)
     # Unequal weights, as truncated completions have.
     scale = torch.linspace(0.5, 1.5, len(student)).double()
@@ -124,10 +118,9 @@ def test_loss_gradient_and_kl_equal_an_independent_reference_when_sampled_at_tem
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
-def test_every_divergence_equals_its_definition_at_any_sampling_temperature(kind, temperature):
+def test_every_divergence_equals_its_definition(kind):
     student, teacher, weight = tensors(9)
-    loss = graded(student, teacher, weight, temperature, **of_kind(kind)).loss
+    loss = graded(student, teacher, weight, **of_kind(kind)).loss
     pairs = naive_distributions(student, teacher, weight)
     expected = torch.tensor([naive_loss(kind, p, q) for p, q in pairs])
     torch.testing.assert_close(loss, expected, atol=2e-5, rtol=1e-4)
@@ -174,12 +167,12 @@ def test_chunks_do_not_change_the_result():
     torch.testing.assert_close(whole, parts)
 
 
-def test_logprob_is_that_of_the_token_at_the_sampling_temperature():
+def test_logprob_is_that_of_the_token():
     student, teacher, weight = tensors(CHUNK + 5)
     tokens = torch.arange(len(student)) % V
-    expected = torch.log_softmax(student @ weight.T / 1.3, -1)[torch.arange(len(student)), tokens]
+    expected = torch.log_softmax(student @ weight.T, -1)[torch.arange(len(student)), tokens]
     torch.testing.assert_close(
-        graded(student, teacher, weight, 1.3, tokens).logprob, expected, atol=1e-5, rtol=1e-5
+        graded(student, teacher, weight, tokens).logprob, expected, atol=1e-5, rtol=1e-5
     )
 
 

@@ -41,7 +41,7 @@ def no_best(stage):
 @pytest.mark.parametrize("lost", [empty, missing, without_validations, cut_off, other_best, no_best])
 def test_what_decides_is_in_the_checkpoint(backbone, tuned, lost):
     # The adapter before the first step stays the best one, so it is not written again.
-    config = short_recovery(tuned, lmbda=1.0, save_steps=2, until={"patience": 3})
+    config = short_recovery(tuned, lmbda=1.0, save_steps=2)
     whole, resumed = whole_and_resumed(backbone, tuned, config, 5, lost)
     best = [(stage.best / "adapter_model.safetensors").read_bytes() for stage in (whole, resumed)]
     assert best[0] == best[1]

@@ -195,7 +195,7 @@ def test_the_teacher_weighs_in_beside_the_reward():
         states = student.clone().requires_grad_()
         reward = RewardSection(suite="x", teacher=weight)
         found = token_losses(
-            states, head, HiddenStates(teacher, head), token, sampler, 1.0, LossSection(), reward, advantage
+            states, head, HiddenStates(teacher, head), token, sampler, LossSection(), reward, advantage
         ).loss
         found.sum().backward()
         return found.detach(), states.grad
@@ -205,7 +205,7 @@ def test_the_teacher_weighs_in_beside_the_reward():
     both, both_slope = loss(0.3, advantage)
     torch.testing.assert_close(both, alone + 0.3 * dense)
     torch.testing.assert_close(both_slope, slope + 0.3 * dense_slope, atol=1e-5, rtol=1e-4)
-    plain = token_losses(student, head, HiddenStates(teacher, head), token, sampler, 1.0, LossSection())
+    plain = token_losses(student, head, HiddenStates(teacher, head), token, sampler, LossSection())
     torch.testing.assert_close(dense, plain.loss)
 
 
@@ -246,7 +246,7 @@ def test_the_student_writes_more_of_what_is_rewarded(backbone, tuned):
     means = []
     for step in range(20):
         written = trainer.queue.student.complete(prompts, max_new_tokens=2, seed=step)
-        reward.select(written, len(written))
+        reward.judge(written)
         means.append(sum(r.reward for r in written) / len(written))
         trainer.model.zero_grad()
         trainer.grader.learn(written, "general", fresh=True)
@@ -256,13 +256,7 @@ def test_the_student_writes_more_of_what_is_rewarded(backbone, tuned):
 
 @pytest.mark.parametrize(
     "extra",
-    [
-        {},
-        {
-            "reward": REWARDED | {"oversample": 2.0},
-            **taught({"kind": "ema", "context": "{prompt} {answer} {feedback}"}, "general"),
-        },
-    ],
+    [{}, {**taught({"kind": "ema", "context": "{prompt} {answer} {feedback}"}, "general")}],
     ids=["base", "shown the best"],
 )
 def test_a_rewarded_recovery_resumes_to_the_same_bits(backbone, tuned, extra):
@@ -388,17 +382,6 @@ def test_two_documents_that_ask_the_same_are_refused(monkeypatch):
     monkeypatch.setattr(type(task), "eval_docs", property(lambda self: documents))
     with pytest.raises(UsageError, match="documents 0 and 2 of instructions_train ask the same"):
         reward_rows(RewardSection(**REWARDED), task)
-
-
-def test_of_more_groups_than_a_step_keeps_the_divided_ones_are_kept(backbone):
-    rewards = [1, 1, 1, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 1]
-    fixed = type("Fixed", (Reward,), {"__call__": lambda self, rollouts: [float(x) for x in rewards]})
-    reward = make_reward(backbone, kind=fixed)
-    rollouts = [Rollout(Prompt([1, 520, 3690, 198, 60 + i // GROUP]), [5], [-1.0]) for i in range(4 * GROUP)]
-    selected = reward.select(rollouts, 2 * GROUP)
-    assert selected == rollouts[GROUP : 2 * GROUP] + rollouts[3 * GROUP :]
-    assert {r.step_reward for r in selected} == {sum(rewards) / len(rewards)}  # the logged mean is over all
-    assert all(r.advantage for r in selected)
 
 
 def test_the_group_stands_together_in_the_schedule():

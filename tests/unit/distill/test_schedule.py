@@ -35,15 +35,15 @@ def test_each_stream_goes_through_all_its_prompts_before_it_repeats_one():
 
 def test_domain_steps_have_a_size_of_their_own():
     steps = schedule(steps=4, general_per_domain=1, domain_rollouts=2)
-    assert [(len(s.prompts), s.keep) for s in steps] == [(4, 4), (2, 2)] * 2
-    assert {(len(s.prompts), s.keep) for s in schedule(steps=4)} == {(4, 4)}
+    assert [len(s.prompts) for s in steps] == [4, 2] * 2
+    assert {len(s.prompts) for s in schedule(steps=4)} == {4}
 
 
 @pytest.mark.parametrize(("general", "domain", "rows"), [(64, 64, 4), (64, 16, 16), (64, 4, 24), (16, 64, 4)])
 def test_a_domain_step_of_short_answers_has_more_rows(general, domain, rows):
     """It has the tokens of a general step, but no more than six times its rows, and no fewer than those."""
     steps = schedule(steps=2, max_new_tokens=general, domain_max_new_tokens=domain)
-    assert [(len(s.prompts), s.keep) for s in steps] == [(4, 4), (rows, rows)]
+    assert [len(s.prompts) for s in steps] == [4, rows]
 
 
 def test_the_seed_orders_the_prompts():
@@ -94,13 +94,6 @@ def test_the_student_writes_domain_answers_only_if_asked_to():
 
 def test_in_imitation_the_teachers_write():
     assert turns(steps=8, method="replay") == "tttt"
-
-
-def test_whole_groups_of_rewarded_completions_are_drawn_in_excess():
-    reward = {"suite": "instructions_train", "group": 2, "oversample": 1.5}
-    steps = schedule(steps=6, general_per_domain=2, lmbda=1.0, reward=reward, keep="last")
-    assert [len(s.prompts) for s in steps] == [6, 6, 4, 6, 6, 4]
-    assert {s.keep for s in steps} == {4}
 
 
 def test_a_rewarded_prompt_is_completed_by_a_whole_group():

@@ -90,7 +90,6 @@ def test_a_wider_model_grades_with_its_own_logits(adapted, tmp_path):
         wide.distribution(ROLLOUTS),
         tokens,
         torch.zeros(len(tokens)),
-        1.0,
         LossSection(),
     )
     expected = []
@@ -248,7 +247,7 @@ def test_rows_beyond_the_shared_vocabulary_do_not_count():
     tokens = torch.randint(9, (5,))
     padded = torch.cat([weight, torch.randn(3, 6)])
     same, other = (
-        token_losses(student, weight, HiddenStates(teacher, w), tokens, torch.zeros(5), 1.0, LossSection()).kl
+        token_losses(student, weight, HiddenStates(teacher, w), tokens, torch.zeros(5), LossSection()).kl
         for w in (weight, padded)
     )
     torch.testing.assert_close(same, other)

@@ -82,7 +82,7 @@ def test_loss_and_gradient_equal_those_of_the_same_model_locally(backbone, elsew
         results = []
         for distribution in (local.distribution(ROLLOUTS), remote.distribution(ROLLOUTS)):
             states = student.clone().requires_grad_()
-            losses = token_losses(states, head, distribution, tokens, sampler, 1.0, LossSection(**loss))
+            losses = token_losses(states, head, distribution, tokens, sampler, LossSection(**loss))
             losses.loss.sum().backward()
             results.append((losses.loss.detach(), states.grad, losses.logprob))
         remote.close()
@@ -254,11 +254,6 @@ def test_a_server_with_another_model_is_refused(backbone, elsewhere):
             reach_own_model(config, backbone, print)
 
 
-def test_a_server_is_refused_at_another_temperature_than_1():
-    with pytest.raises(ValueError, match="temperature"):
-        RecoverConfig(server={"url": "http://127.0.0.1:1/v1"}, on_policy={"temperature": 0.7})
-
-
 def test_close_ends_pending_requests(backbone, elsewhere, impatient):
     impatient(patience=600)
     with serving(elsewhere) as server:
@@ -348,7 +343,6 @@ def test_another_tokenizer_or_an_ambiguous_model_is_refused(backbone, elsewhere)
         ({"loss": {"kind": "top_k", "k": 21}}, False),
         ({"loss": {"kind": "top_k", "k": 20}}, True),
         ({"loss": {"kind": "policy_gradient"}}, True),
-        ({"loss": {"kind": "policy_gradient"}, "on_policy": {"temperature": 0.7}}, True),
     ],
 )
 def test_a_loss_that_needs_more_than_a_server_returns_is_refused(settings, supported):
@@ -376,7 +370,7 @@ def test_its_completions_have_the_local_models_log_probabilities(backbone, elsew
     local = Teacher(backbone, "base").distribution(rollouts)
     tokens = tokens_of(rollouts)
     server_N = torch.tensor([x for r in rollouts for x in r.logprobs])
-    local_N = token_logprobs(local, tokens, len(local.head_VH), 1.0)
+    local_N = token_logprobs(local, tokens, len(local.head_VH))
     torch.testing.assert_close(local_N, server_N, atol=1e-4, rtol=1e-4)
     assert [r.prompt for r in rollouts] == prompts
     assert all(r.finished == (r.completion_ids[-1] in backbone.eos_ids) for r in rollouts)
@@ -450,7 +444,7 @@ def test_a_server_samples_the_student_with_its_current_adapter(backbone, tuned, 
     assert sorted(r.prompt_ids for r in ended) == sorted(p.ids for p in prompts)
     assert [r.completion_ids for r in first] != [r.completion_ids for r in second]
     tokens = tokens_of(second)
-    local_N = token_logprobs(local.distribution(second), tokens, len(local.head_VH), 1.0)
+    local_N = token_logprobs(local.distribution(second), tokens, len(local.head_VH))
     server_N = torch.tensor([x for r in second for x in r.logprobs])
     torch.testing.assert_close(local_N, server_N, atol=1e-4, rtol=1e-4)
 
