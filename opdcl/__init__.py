@@ -3,12 +3,13 @@
 import os
 from typing import Any
 
-from opdcl.api import chat, compare, evaluate, export, finetune, recover, report, run, verify
+from opdcl.api import chat, chat_page, compare, evaluate, export, finetune, recover, report, run, verify
 from opdcl.version import __version__
 
 __all__ = [
     "__version__",
     "chat",
+    "chat_page",
     "compare",
     "evaluate",
     "export",

@@ -19,6 +19,7 @@ from opdcl.errors import UsageError, translate
 
 if TYPE_CHECKING:
     from opdcl.console import Output
+    from opdcl.deploy.browser import ChatServer
     from opdcl.outcomes import Comparison, Outcome, Plan, Result, Verification
 
 # What takes time to import is imported by the verb that needs it.
@@ -302,6 +303,36 @@ def chat(
             yield Outcome(prompt, [table], {"prompt": prompt, "answers": texts})
 
     return turns()
+
+
+def chat_page(
+    source: PathLike, max_new_tokens: int = 200, temperature: float = 0.0, trust_remote_code: bool = False
+) -> "ChatServer":
+    """Load the models and return a server at 127.0.0.1 whose page shows their answers side by side.
+
+    Args:
+        source: Run directory, adapter folder, or Hub id of an adapter.
+        max_new_tokens: Longest answer, in tokens.
+        temperature: 0 takes the likeliest token; above, answers are sampled.
+        trust_remote_code: Run Python code that comes with the base model. A run cannot allow that itself.
+
+    Raises: UsageError: there is no such run or adapter, or the temperature is below 0.
+    Example:
+        with opdcl.chat_page("runs/mine") as server:
+            print(server.url)
+            server.serve_forever()
+    """
+    from opdcl.console import quiet_libraries
+    from opdcl.model.adapters import find_states
+
+    if temperature < 0:
+        raise UsageError(f"temperature {temperature} is below 0", "0 takes the likeliest token each time")
+    base, tuned, adapters = find_states(str(source), trust_remote_code)
+    with _output(False).busy("loading the model"), quiet_libraries():
+        from opdcl.deploy.browser import ChatServer
+        from opdcl.deploy.chat import Chat
+
+        return ChatServer(Chat(base, adapters, tuned), max_new_tokens, temperature)
 
 
 def export(

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import sys
+import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -126,6 +127,25 @@ Mode = Literal["human", "json", "quiet"]
 # Without a terminal: seconds between two lines of progress, and the width of a table in characters.
 LINE_EVERY, PIPE_WIDTH = 15, 10_000
 
+# Longer lines of prose are hard to read, however wide the terminal is.
+PROSE_WIDTH = 100
+
+# Lines that begin so hold a command or a path, which must stay whole to be copied.
+TO_COPY = ("next: ", "hint: ", "report: ", "wrote ", " ")
+
+
+def wrapped(text: str, console: Console) -> str:
+    """Return a text whose lines of prose break at words on a terminal; a pipe gets it as it is."""
+    if not console.is_terminal:
+        return text
+    width = min(console.width, PROSE_WIDTH)
+    lines = []
+    for line in text.split("\n"):
+        if not line.startswith(TO_COPY):
+            line = textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+        lines.append(line)
+    return "\n".join(lines)
+
 
 class Output:
     """Print results, notes, progress and errors. Of several workers only the first one prints."""
@@ -159,7 +179,7 @@ class Output:
             document = json.dumps(data, indent=2, ensure_ascii=escape, allow_nan=False)
             self._out.file.write(harmless_json(document) + "\n")
         else:
-            self._out.print(harmless(human), markup=False)
+            self._out.print(wrapped(harmless(human), self._out), markup=False)
 
     def table(self, title: str, columns: list[str], rows: list[list[str]], data: Any) -> None:
         """Print a table for people, or `data` as JSON."""
@@ -198,7 +218,7 @@ class Output:
             self.note(f"note: {note}")
 
     def _say(self, text: str, style: str | None = None) -> None:
-        self._err.print(harmless(redact(text)), markup=False, style=style)
+        self._err.print(wrapped(harmless(redact(text)), self._err), markup=False, style=style)
 
     @contextlib.contextmanager
     def busy(self, text: str) -> Iterator[Callable[[str | Callable[[], str]], None]]:

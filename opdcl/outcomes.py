@@ -174,8 +174,8 @@ class Verification(Outcome):
 
     def __init__(self, findings: Sequence[Finding]):
         self.failed = [f.what for f in findings if not f.ok]
-        rows = [[f.what, "ok" if f.ok else "BAD", f.finding] for f in findings]
-        table = Table("", ["what", "", "finding"], rows, "")
+        rows = [[f.what, f.finding] for f in findings if not f.ok]
+        tables = [Table("", ["what is wrong", "finding"], rows, "")] if rows else []
         bad, total = len(self.failed), len(findings)
         sentence = f"{bad} of {total} checks failed" if bad else f"all {total} checks hold"
-        super().__init__(sentence, [table], [vars(f) for f in findings])
+        super().__init__(sentence, tables, [vars(f) for f in findings])

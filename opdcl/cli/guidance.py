@@ -30,6 +30,17 @@ EXAMPLES = {
 }
 
 
+# What other programs call a command.
+SYNONYMS = {
+    "train": "finetune",
+    "tune": "finetune",
+    "sft": "finetune",
+    "evaluate": "eval",
+    "test": "eval",
+    "ask": "chat",
+}
+
+
 def describe_commands(group: typer.Typer, prefix: str = "") -> None:
     """Give each command its first sentence as its summary, whatever the width, and its example."""
     for info in group.registered_commands:
@@ -55,8 +66,14 @@ def hint_for(fault: Any) -> str:
             if near := _option_meant(fault):
                 return f"did you mean {near}? {help_line}"
     if "No such command" in fault.format_message():
+        from opdcl.config.shipped import workflow_files
+
         typed = fault.format_message().split("'")[1]
         names = list(fault.ctx.command.commands)
+        if typed in workflow_files():
+            return f"opdcl run {typed}"
+        if meant := SYNONYMS.get(typed.lower().replace("-", "")):
+            return f"{EXAMPLES[meant]}  # did you mean {meant}?"
         near = next((n for n in names if typed.startswith(n)), "") or nearest(typed, names, 0.7)
         if near:
             return f"{command} {near} --help  # did you mean {near}?"

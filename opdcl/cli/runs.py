@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
+import webbrowser
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from typer import Argument, Option
@@ -18,6 +20,9 @@ from opdcl.cli import screen
 from opdcl.cli.screen import lead, show, start
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
 
+if TYPE_CHECKING:
+    from opdcl.deploy.browser import ChatServer
+
 
 def report(
     run_dir: opt.RunDir,
@@ -25,8 +30,10 @@ def report(
         Path | None, Option(metavar="FILE", help="Judge the stored scores by a YAML file's `gates`.")
     ] = None,
     format: Annotated[
-        str, Option(help="report, or pr: Markdown for a pull request, on standard output.")
+        Literal["report", "pr"],
+        Option(help="report, or pr: Markdown for a pull request, on standard output."),
     ] = "report",
+    open: Annotated[bool, Option("--open", help="Open report.html in a browser.")] = False,
     json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -36,8 +43,6 @@ def report(
     fault, such as an adapter that has changed, is named, and the exit code is 1.
     """
     start(json, quiet)
-    if format not in ("report", "pr"):
-        raise UsageError(f"--format {format} is neither report nor pr", "--format pr")
     outcome = api.report(run_dir, format == "report" and not gates, quiet or json, gates or "")
     if format == "pr":
         text = outcome.pull_request()
@@ -46,6 +51,8 @@ def report(
     else:
         outcome.notes += [f"gate {v['outcome']}: {v['sentence']}" for v in outcome.summary.get("gates", [])]
         show(outcome)
+    if open:
+        webbrowser.open(outcome.report.resolve().as_uri())
     outcome.refuse()
 
 
@@ -100,12 +107,20 @@ def chat(
     temperature: Annotated[
         float, Option(min=0, help="0 takes the likeliest token; above, answers are sampled.")
     ] = 0.0,
+    browser: Annotated[
+        bool, Option("--browser", help="Ask on a page of this machine, where the answers stand side by side.")
+    ] = False,
     trust_remote_code: opt.TrustRemoteCode = False,
     offline: opt.Offline = False,
     json: opt.Json = False,
 ) -> None:
     """Ask base, tuned and recovered the same prompt. Each prompt stands alone: there is no memory."""
     start(json)
+    if browser:
+        if prompts or system:
+            raise UsageError("the page asks for prompt and system prompt", "opdcl chat RUN --browser")
+        _serve_page(api.chat_page(source, max_new_tokens, temperature, trust_remote_code))
+        return
     turns = api.chat(
         source,
         [" ".join(prompts)] if prompts else _typed_lines(),
@@ -128,6 +143,15 @@ def chat(
     lead("export", source, "-o", "my-model")
 
 
+def _serve_page(server: ChatServer) -> None:
+    """Open the page, and answer until Ctrl-C."""
+    screen.output.result(server.url, {"url": server.url})
+    screen.output.note("Ctrl-C ends.")
+    webbrowser.open(server.url)
+    with contextlib.suppress(KeyboardInterrupt), server:
+        server.serve_forever()
+
+
 def _typed_lines() -> Iterator[str]:
     """Yield the prompts that are typed or piped, line by line, without empty lines."""
     for line in iter(screen.output.ask, ""):
@@ -139,12 +163,17 @@ def export(
     source: opt.RunOrAdapter,
     out: opt.Folder,
     state: Annotated[
-        str | None, Option(help="Adapter: tuned or recovered. Default: the last one of the run.")
+        Literal["tuned", "recovered"] | None,
+        Option(help="Adapter: tuned or recovered. Default: the last one of the run."),
     ] = None,
     format: Annotated[
-        str, Option(help="merged (safetensors that any loader reads), adapter, or gguf (llama.cpp, Ollama).")
+        Literal["merged", "adapter", "gguf"],
+        Option(help="merged (safetensors that any loader reads), adapter, or gguf (llama.cpp, Ollama)."),
     ] = "merged",
-    outtype: Annotated[str, Option(help="Number format of a GGUF file: f32, f16, bf16 or q8_0.")] = "f16",
+    outtype: Annotated[
+        Literal["f32", "f16", "bf16", "q8_0"],
+        Option(help="Number format of a GGUF file: f32, f16, bf16 or q8_0."),
+    ] = "f16",
     converter: Annotated[
         str | None,
         Option(help="llama.cpp's convert_hf_to_gguf.py. Default: the one in $LLAMA_CPP, or on the path."),

@@ -56,6 +56,9 @@ def load(
     """
     tree: dict[str, Any] = {}
     origins: dict[str, str] = {}
+    for override in overrides:  # a forgotten = makes the value look like the name of a workflow
+        if "=" not in override:
+            raise UsageError(f"--set {override!r} is not KEY=VALUE", f"--set {override}=VALUE")
     for source in sources:
         file = find_workflow(source)
         _merge(tree, origins, _read(file), file)

@@ -7,10 +7,25 @@ from pathlib import Path
 
 from opdcl.errors import UsageError, nearest
 
+# The recipes that most users need, in this order.
+FIRST = (
+    "quickstart",
+    "own-data",
+    "repair",
+    "handbook",
+    "qwen3-1.7b-24gb",
+    "qwen3-8b-80gb",
+    "recover-thinking",
+)
+
 SHIPPED_DATA = (
     *("handbook", "handbook/staff", "handbook/site", "handbook/quick"),
     *("everyday", "requests", "requests_quick"),
 )
+
+
+# How the names of files with rows end.
+ROW_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
 
 
 def package_folder(name: str) -> Path:
@@ -20,8 +35,10 @@ def package_folder(name: str) -> Path:
 
 
 def workflow_files() -> dict[str, Path]:
-    """Return the shipped recipes, name -> file."""
-    return {p.stem: p for p in sorted(package_folder("workflows").glob("*.yaml"))}
+    """Return the shipped recipes, name -> file, in the order of use: first steps, own work, comparisons."""
+    files = sorted(package_folder("workflows").glob("*.yaml"))
+    files.sort(key=lambda file: (FIRST.index(file.stem) if file.stem in FIRST else len(FIRST), file.stem))
+    return {file.stem: file for file in files}
 
 
 def shipped_suites() -> dict[str, Path]:
@@ -32,6 +49,8 @@ def shipped_suites() -> dict[str, Path]:
 def find_workflow(source: str) -> Path:
     path = Path(source)
     if os.path.isfile(path):  # Path.is_file raises on names that no file can have
+        if path.suffix.lower() in ROW_FILES:
+            raise UsageError(f"{source} holds rows, not a workflow", f"opdcl finetune {source} -o runs/mine")
         return path
     shipped = workflow_files()
     if source in shipped:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from opdcl.config.model import ModelConfig
+from opdcl.config.shipped import ROW_FILES
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS, Repository, holds, parse, snapshot
 from opdcl.model.adapter_files import checked_settings, copied_weights
@@ -117,6 +118,9 @@ def _on_hub(place: str) -> Repository | None:
 
 
 def _not_found(place: str, path: Path) -> UsageError:
+    if path.suffix.lower() in ROW_FILES and path.is_file():
+        hint = f"opdcl finetune {place} -o runs/mine  # then: opdcl recover runs/mine; opdcl eval runs/mine"
+        return UsageError(f"{place} holds rows, not an adapter", hint)
     hint = "name a run (opdcl finetune makes one), an adapter folder, or a Hub id: owner/name[@revision]"
     if (path / "adapter_model.bin").is_file():
         hint = "load it with peft and save it again: save_pretrained writes safetensors"

@@ -176,6 +176,8 @@ def open_run(path: Path) -> RunDir:
         kind = next((kind for file, kind in OTHER_FOLDERS.items() if (path / file).is_file()), None)
         problem = f"{path} is {kind}, not a run directory" if kind else f"{path} is not a run directory"
         hint = "opdcl finetune ROWS -o RUN makes a run directory"
+        if inside := next((parent for parent in path.parents if RunDir(parent).is_run()), None):
+            hint = f"name the run itself: {inside}"
         if kind:
             tuned = f"{path} --base BASE" if kind == OTHER_FOLDERS["config.json"] else path
             repair = f"opdcl recover {tuned} --domain PROMPTS"
