@@ -147,10 +147,10 @@ def _sweep(
     if comparison:
         return Comparison(comparison, path)
     # One arm with one seed has nothing to be compared with.
-    from opdcl.results.summary import summarise
+    from opdcl.results.summary import Results
 
     only = open_run(path / next(iter(expand(flow, path))))
-    return Result(only.path, summarise(only))
+    return Result(only.path, Results(only).summary)
 
 
 def _refuse_another_file(run: RunDir, settings: dict[str, Any], flags: dict[str, Any]) -> None:

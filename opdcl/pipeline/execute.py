@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opdcl import parallel
 from opdcl.config.load import dump
@@ -29,8 +29,11 @@ from opdcl.rundir.lock import locked
 from opdcl.rundir.seals import forget, remove_unfinished, seal_new
 from opdcl.signals import as_interrupts
 
+if TYPE_CHECKING:
+    from opdcl.results.result_types import Summary
 
-def execute(job: Job, output: Output, force: bool = False, donors: Sequence[RunDir] = ()) -> dict[str, Any]:
+
+def execute(job: Job, output: Output, force: bool = False, donors: Sequence[RunDir] = ()) -> Summary:
     """Carry out the plan, write the report and return its summary.
 
     Results that a donor has finished with the same settings and data are copied. `force` redoes stages whose
@@ -131,7 +134,7 @@ def _write_settings(job: Job, stack: contextlib.ExitStack) -> None:
     seal_new(run)
 
 
-def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking) -> dict[str, Any]:
+def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking) -> Summary:
     """Write the report, send its scores to the trackers, and check them against the gates.
 
     Raises:
@@ -139,17 +142,18 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking) -
         InconclusiveError: The scores do not decide a gate.
     """
     from opdcl.results import gates
+    from opdcl.results.plain import as_json
     from opdcl.results.report import write
     from opdcl.results.summary import Results
 
     results = Results(run)
     summary = results.summary
-    verdicts = gates.judge(workflow.gates.model_dump(), summary, results.suites)
+    verdicts = gates.judge(workflow.gates.model_dump(), results)
     seal_new(run)
     for file in write(results):
         output.note(f"wrote {file}")
     report = run.reports[0].read_text(encoding="utf-8")
-    told = {**scores(summary), "verdict": summary["verdict"], "report": report}
+    told = {**scores(as_json(summary)), "verdict": summary.verdict, "report": report}
     tracked.send({f"eval/{key}": value for key, value in told.items()}, steps_done(run))
     tracked.close()
     for verdict in verdicts:
@@ -158,8 +162,8 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracked: Tracking) -
         gates.refuse(verdicts, f"opdcl report {run.path}")
     except (GateError, InconclusiveError):
         # The result itself is not shown then, but what speaks against it must be.
-        output.remarks(summary["faults"], [n for n in summary["notes"] if n not in summary["faults"]])
-        output.note(summary["verdict"])
+        output.remarks(summary.faults, [note for note in summary.notes if note not in summary.faults])
+        output.note(summary.verdict)
         raise
     return summary
 

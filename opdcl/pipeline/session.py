@@ -79,7 +79,7 @@ class Session:
             raise OpdclError("the base weights changed during the run", hint)
 
     def _train(self, task: Task) -> None:
-        from opdcl.results.summary import start_notes
+        from opdcl.results.notes import start_notes
         from opdcl.training import peak_memory, reset_peak_memory
 
         _ = self.backbone  # loading it is no part of the stage's cost

@@ -10,7 +10,7 @@ the same seed.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opdcl import parallel
 from opdcl.config.load import flatten, validate
@@ -21,6 +21,9 @@ from opdcl.pipeline.job import Job
 from opdcl.pipeline.reuse import outcomes
 from opdcl.pipeline.sources import Sources
 from opdcl.rundir.layout import RunDir
+
+if TYPE_CHECKING:
+    from opdcl.results.compare import Compared
 
 REFERENCE = "arm:"
 
@@ -106,8 +109,8 @@ def describe_all(
 
 def execute_all(
     flow: Workflow, origins: dict[str, str], out: Path, sources: Sources, output: Output, force: bool = False
-) -> dict[str, Any]:
-    """Run every arm with every seed, then compare them; return the comparison.
+) -> Compared | None:
+    """Run every arm with every seed, then compare them; return the comparison, or None of a single run.
 
     An arm that fails does not stop the others. One that misses a gate is finished: it is compared, and other
     arms may continue it.
@@ -144,7 +147,7 @@ def execute_all(
         except OpdclError as fault:
             output.error(fault)
             failed.add(name)
-    comparison = parallel.on_first_worker(lambda: compare(finished)) if len(finished) > 1 else {}
+    comparison = parallel.on_first_worker(lambda: compare(finished)) if len(finished) > 1 else None
     for file in parallel.on_first_worker(lambda: list(write(comparison, out))) if comparison else ():
         output.note(f"wrote {file}")
     _refuse_success(list(runs), failed, unmet, out)
