@@ -249,8 +249,12 @@ def _minus(one: Arm, other: Arm, headline: Mapping[str, Suite]) -> ByRole:
 
 def _further(arms: list[Arm]) -> list[Further]:
     """Return every further suite that all finished runs answered on the same prompts."""
-    finished = [arm for arm in arms if not any(member.missing for member in arm.pooled)]
-    members = [member for arm in finished for member in arm.pooled]
+    finished: list[Arm] = []
+    members: list[Member] = []
+    for arm in arms:
+        if not any(member.missing for member in arm.pooled):
+            finished.append(arm)
+            members += arm.pooled
     found = []
     for suite in members[0].suites if members else ():
         if members[0].headline.get(suite.role) is suite:

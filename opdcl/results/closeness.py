@@ -115,7 +115,10 @@ def summarise(suites: Sequence[Suite]) -> Closeness | None:
 
 def values(suites: Sequence[Suite], state: str, name: str = "distance") -> np.ndarray:
     """Return a state's `(S, N)` numbers in nats per token: its distance, or one direction of it."""
-    return stacked([[row["scores"][name] for row in suite.rows[state]] for suite in suites])
+    columns = []
+    for suite in suites:
+        columns.append([row["scores"][name] for row in suite.rows[state]])
+    return stacked(columns)
 
 
 def _estimates(suites: Sequence[Suite], state: str) -> dict[str, Estimate]:

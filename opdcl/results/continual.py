@@ -271,7 +271,9 @@ def _chains(steps: list[Arm]) -> list[Chain]:
 def _figures(chain: Chain, seeds: Sequence[str], suites: dict[str, Suite]) -> tuple[Figure, Figure, Figure]:
     """Return average, forgetting and backward transfer; empty where one is not measured."""
     # The runs of each step, one per seed.
-    runs_of = [[chain.lines[seed][step] for seed in seeds] for step in range(len(chain.steps))]
+    runs_of = []
+    for step in range(len(chain.steps)):
+        runs_of.append([chain.lines[seed][step] for seed in seeds])
     last = runs_of[-1]
     learned_at = {name: step for step, name in enumerate(chain.learned)}
     average: Figure = {}

@@ -176,7 +176,10 @@ def _as_list(score: Any) -> list[Any]:
 
 
 def _parts(scores: Iterable[Any]) -> list[list[float]]:
-    return [[float(part) for part in _as_list(score)] for score in scores]
+    parts = []
+    for score in scores:
+        parts.append([float(part) for part in _as_list(score)])
+    return parts
 
 
 def _weighted(parts: list[list[float]]) -> np.ndarray:
@@ -232,13 +235,16 @@ def load_suite(run: RunDir, name: str, role: str) -> Suite:
         problem = f"{' and '.join(results)} have no prompt in common, so they cannot be compared"
         raise UsageError(f"suite {name}: {problem}", f"opdcl eval {run.path} --force")
     order = sorted(shared, key=lambda key: (str(type(key[0])), *key))
+    paired = {}
+    for state, by_prompt in answers.items():
+        paired[state] = [by_prompt[key] for key in order]
     first = next(iter(results.values()))
     return Suite(
         name=name,
         role=str(first.get("role", role)),
         metric=first["metric"],
         results=results,
-        rows={state: [by_prompt[key] for key in order] for state, by_prompt in answers.items()},
+        rows=paired,
         unpaired=len(set.union(*asked)) - len(shared),
         faults=faults,
     )

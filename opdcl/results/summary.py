@@ -204,12 +204,15 @@ def _ceiling(suites: list[Suite], recover: dict[str, Any]) -> dict[str, Ceiling]
 
 def _cost(run: RunDir, suites: list[Suite]) -> dict[str, dict[str, float]]:
     """Return seconds, tokens and peak memory per stage; empty if a stage is not finished."""
-    spent = {name: [run.stage_record(name).get("cost")] for name in ("finetune", "recover")}
-    spent["eval"] = [result.get("cost") for suite in suites for result in suite.results.values()]
-    return {name: _total([cost for cost in costs if cost]) for name, costs in spent.items()}
+    costs = {}
+    for stage in ("finetune", "recover"):
+        costs[stage] = _total([run.stage_record(stage).get("cost")])
+    results = [result for suite in suites for result in suite.results.values()]
+    return costs | {"eval": _total([result.get("cost") for result in results])}
 
 
-def _total(costs: list[dict[str, float]]) -> dict[str, float]:
+def _total(found: list[dict[str, float] | None]) -> dict[str, float]:
+    costs = [cost for cost in found if cost]
     if not costs:
         return {}
     return {
