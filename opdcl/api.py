@@ -317,6 +317,7 @@ def chat_page(
         temperature: 0 takes the likeliest token; above, answers are sampled.
         trust_remote_code: Run Python code that comes with the base model. A run cannot allow that itself.
 
+    Returns: The server, which answers one prompt after the other; `url` is its page.
     Raises: UsageError: there is no such run or adapter, or the temperature is below 0.
     Example:
         with opdcl.chat_page("runs/mine") as server:

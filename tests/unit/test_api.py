@@ -64,7 +64,7 @@ def test_an_unknown_argument_is_refused(rows):
 
 
 def test_completion_shows_exactly_the_verbs():
-    verbs = "chat compare evaluate export finetune recover report run verify"
+    verbs = "chat chat_page compare evaluate export finetune recover report run verify"
     assert " ".join(dir(opdcl)) == verbs
     with pytest.raises(AttributeError, match=r"did you mean opdcl\.evaluate\?"):
         _ = opdcl.eval

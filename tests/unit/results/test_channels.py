@@ -41,7 +41,16 @@ def flawed(run, tmp_path) -> RunDir:
     rows[3]["scores"][next(iter(rows[3]["scores"]))] = math.nan
     write(run.eval_samples("recovered", "neighbours"), rows)
     steps = [{"step": step, "validation": {"general_kl": 0.1, "best": step == 0}} for step in (0, 8)]
-    write(run.stage(2, "recover").metrics, [*steps, {"step": 8, "stopped": "no better adapter"}])
+    write(
+        run.stage(2, "recover").metrics,
+        [
+            *steps,
+            {
+                "step": 8,
+                "health": {"sign": "repetition", "value": 0.5, "bound": 0.2, "action": "rate halved"},
+            },
+        ],
+    )
     return run
 
 
@@ -130,11 +139,16 @@ def test_a_run_that_does_not_meet_its_gate_says_what_its_report_says(flawed, cap
 
 
 def test_a_sound_run_has_notes_on_the_terminal_and_exit_code_0(run):
-    write(run.stage(2, "recover").metrics, [{"step": 8, "stopped": "no better adapter"}])
+    write(
+        run.stage(2, "recover").metrics,
+        [{"step": 8, "health": {"sign": "repetition", "value": 0.5, "bound": 0.2, "action": "rate halved"}}],
+    )
     result = opdcl("report", run.path)
     assert result.returncode == 0
     assert "fault: " not in result.stderr
-    assert "note: Recovery stopped after step 8: no better adapter." in result.stderr
+    assert (
+        "note: Recovery, step 8: repetition was 0.5, beyond its limit of 0.2; rate halved." in result.stderr
+    )
 
 
 @pytest.mark.parametrize("option", [(), ("--json",), ("--quiet",)])

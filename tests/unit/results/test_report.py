@@ -98,7 +98,10 @@ def test_low_scores_get_a_shorter_axis_that_is_named(run):
 
 
 def test_a_note_is_no_fault(run):
-    write(run.stage(2, "recover").metrics, [{"step": 8, "stopped": "no better adapter"}])
+    write(
+        run.stage(2, "recover").metrics,
+        [{"step": 8, "health": {"sign": "repetition", "value": 0.5, "bound": 0.2, "action": "rate halved"}}],
+    )
     html = pages(run)["report.html"]
     assert summarise(run)["notes"]
     assert 'aria-label="Notes"' in html
