@@ -31,6 +31,7 @@ from opdcl.distill.losses import forward_kl, reverse_kl
 from opdcl.model.backbone import Backbone
 from opdcl.results import closeness as results
 from opdcl.results.intervals import ratio
+from opdcl.results.plain import as_json
 from opdcl.rundir.layout import RunDir
 from opdcl.stages import answers, closeness
 
@@ -278,9 +279,9 @@ def numbers(run: RunDir, tuned: RunDir) -> dict:
     state = "base" if run is tuned else "recovered"
     suite, reference = results.load(run), results.load(tuned)
     summary = results.summarise([suite])
-    row = dict(summary[state])
+    row = as_json(summary.states[state])
     if state == "base":
-        return row | {"floor": summary["floor"]}
+        return row | {"floor": summary.floor}
     near, far = (results.values([s], state) for s in (suite, reference))
     floor = suite.floor_values()
     starts = {"C": far if floor is None or floor.mean() >= far.mean() else floor, "C from tuned": far}

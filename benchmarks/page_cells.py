@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from opdcl.results.format import SCORE, interval
-from opdcl.results.intervals import TWO_SIDED, student
+from opdcl.results.intervals import TWO_SIDED, Estimate, student
 
 HERE = Path(__file__).parent
 
@@ -36,12 +36,16 @@ def suite_words(name: str, metric: str | None, first: bool = False) -> str:
     return f"`{name}`" + ", version 2" * (name.startswith("instructions") and metric != "passed")
 
 
+def from_json(estimate: dict[str, float]) -> Estimate:
+    return Estimate(estimate["value"], estimate["low"], estimate["high"])
+
+
 def score(estimate: dict[str, float] | None) -> str:
-    return interval(estimate, SCORE) if estimate else ""
+    return interval(from_json(estimate), SCORE) if estimate else ""
 
 
 def ratio(estimate: dict[str, float] | None) -> str:
-    return interval(estimate) if estimate else ""
+    return interval(from_json(estimate)) if estimate else ""
 
 
 def unbroken(rows: list[list[str]], left: int) -> list[list[str]]:

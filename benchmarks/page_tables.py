@@ -9,7 +9,7 @@ from typing import Any
 from arm_tables import FORGETTING, SOURCES, controls, each_seed, families, reached, rivals, starts
 from page_cells import HERE, NOT_MEASURED, ratio, read, rows_of, score, seeds_of, suite_words, unbroken
 
-from opdcl.results.format import SCORE, interval, percent
+from opdcl.results.format import percent
 from opdcl.results.status import STATES
 
 
@@ -54,7 +54,7 @@ def endings() -> str:
         for how in ("sampled", "greedy"):
             length, ends, again = (row[how][key] for key in ("tokens", "ended", "repetition"))
             cells += [f"{length['value']:.0f} [{length['low']:.0f}, {length['high']:.0f}]"]
-            cells += [interval(ends, SCORE), percent(again["value"])]
+            cells += [score(ends), percent(again["value"])]
         rows.append([name, *cells])
     columns = [
         "model",

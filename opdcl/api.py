@@ -203,7 +203,8 @@ def report(path: PathLike, update: bool = False, quiet: bool = False, gates: Pat
 
     directory = open_run(Path(path))
     if gates:
-        return Result(directory.path, judge_again(directory, Path(gates)))
+        summary, verdicts = judge_again(directory, Path(gates))
+        return Result(directory.path, summary, verdicts)
     results, output = Results(directory), _output(quiet)
     try:
         for file in write(results) if update else ():
@@ -234,10 +235,10 @@ def compare(
     folder = as_folder(out) if out else None
     if folder:
         refuse_folder(folder)
-    data = compare([open_run(Path(path)) for path in strings(paths)])
-    for file in write(data, folder) if folder else ():
+    comparison = compare([open_run(Path(path)) for path in strings(paths)])
+    for file in write(comparison, folder) if folder else ():
         _output(quiet).note(f"wrote {file}")
-    return Comparison(data, folder)
+    return Comparison(comparison, folder)
 
 
 def verify(path: PathLike) -> "Verification":
@@ -316,6 +317,7 @@ def chat_page(
         temperature: 0 takes the likeliest token; above, answers are sampled.
         trust_remote_code: Run Python code that comes with the base model. A run cannot allow that itself.
 
+    Returns: The server, which answers one prompt after the other; `url` is its page.
     Raises: UsageError: there is no such run or adapter, or the temperature is below 0.
     Example:
         with opdcl.chat_page("runs/mine") as server:

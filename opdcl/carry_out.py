@@ -92,10 +92,10 @@ def _carry_out(
     if comparison := execute_all(flow, origins, path, sources, output, force):
         return Comparison(comparison, path)
     # One arm with one seed has nothing to be compared with.
-    from opdcl.results.summary import summarise
+    from opdcl.results.summary import Results
 
     only = path / next(iter(expand(flow, path)))
-    return Result(only, summarise(RunDir(only)))
+    return Result(only, Results(RunDir(only)).summary)
 
 
 def _describe(

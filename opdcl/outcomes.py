@@ -7,14 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opdcl.errors import OpdclError
 from opdcl.results.status import STATES
-from opdcl.results.tables import Table, view
+from opdcl.results.tables import Table
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.verify import Finding, verify
 from opdcl.sanitize import harmless
+
+if TYPE_CHECKING:
+    from opdcl.results.compare import Compared
+    from opdcl.results.result_types import Summary
 
 
 @dataclass(repr=False)
@@ -36,7 +40,7 @@ class Outcome:
         self.remarks = [remark for remark in self.remarks if remark not in self.faults]
 
     def __repr__(self) -> str:
-        return f"<opdcl: {self.sentence}>"
+        return f"<opdcl: {harmless(self.sentence)}>"
 
     def _repr_html_(self) -> str:
         parts = [f"<p><strong>Fault:</strong> {_html(fault)}</p>" for fault in self.faults]
@@ -75,27 +79,32 @@ class Plan(Outcome):
 class Result(Outcome):
     """The results so far of the run in `path`; `summary` has the keys of `opdcl report RUN --json`."""
 
-    def __init__(self, path: Path, summary: dict[str, Any]):
+    def __init__(self, path: Path, results: Summary, gates: Sequence[dict[str, str]] = ()):
+        from opdcl.results.plain import as_json
         from opdcl.results.report_tables import terminal_rows
 
-        self.path, self.summary = path, summary
-        rows = terminal_rows(summary)
+        self.path, self.gates = path, [*gates]
+        self._results = results
+        self.summary: dict[str, Any] = as_json(results)
+        if gates:
+            self.summary["gates"] = self.gates
+        rows = terminal_rows(results)
         tables = [Table("", ["suite", "n", "floor", *STATES], rows, "")] if rows else []
         notes = [f"report: {self.report}", f"next: {self._next()}"]
         super().__init__(
-            sentence=summary["verdict"],
+            sentence=results.verdict,
             tables=tables,
-            data=summary,
+            data=self.summary,
             notes=notes,
-            faults=summary["faults"],
-            remarks=summary["notes"],
+            faults=results.faults,
+            remarks=results.notes,
         )
 
     def pull_request(self) -> str:
         """Return the results as about thirty lines of Markdown: faults, verdict, gates, table, prompts."""
         from opdcl.results.report import pull_request
 
-        return pull_request(RunDir(self.path), self.summary)
+        return pull_request(RunDir(self.path), self._results, self.gates)
 
     def refuse(self) -> None:
         """Raise the error of the gates that are not met, or of the faults.
@@ -105,7 +114,7 @@ class Result(Outcome):
         """
         from opdcl.results.gates import refuse
 
-        refuse(self.summary.get("gates", []), f"opdcl report {self.path}")
+        refuse(self.gates, f"opdcl report {self.path}")
         super().refuse()
 
     def _remedy(self) -> str:
@@ -129,7 +138,7 @@ class Result(Outcome):
             # An adapter made elsewhere brings no prompts of its domain.
             made_elsewhere = settings.get("start") and not settings.get("finetune")
             return f"opdcl recover {place}{' --domain PROMPTS.jsonl' if made_elsewhere else ''}"
-        measured = any(suite["recovered"] for suite in self.summary["suites"].values())
+        measured = any("recovered" in suite.states for suite in self._results.suites.values())
         return f"opdcl chat {place}" if measured else f"opdcl eval {place} --domain TEST.jsonl"
 
     @property
@@ -146,9 +155,11 @@ class Result(Outcome):
 class Comparison(Outcome):
     """Runs side by side; `data` has the keys of compare.json, and `path` is the folder it is in, if any."""
 
-    def __init__(self, data: dict[str, Any], path: Path | None = None):
+    def __init__(self, comparison: Compared, path: Path | None = None):
+        from opdcl.results.compare import plain, view
+
         self.path = path
-        page = view(data)
+        page = view(comparison)
         scores, *others = page.tables
         # A status takes several lines, so that the table fits a terminal of 80 columns.
         rows = scores.rows
@@ -158,10 +169,10 @@ class Comparison(Outcome):
         super().__init__(
             sentence=page.finding,
             tables=tables,
-            data=data,
+            data=plain(comparison),
             notes=[page.lead],
-            faults=data["faults"],
-            remarks=data["notes"],
+            faults=comparison.faults,
+            remarks=comparison.notes,
         )
 
     def runs(self) -> list[Path]:

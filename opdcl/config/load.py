@@ -58,7 +58,7 @@ def load(
     origins: dict[str, str] = {}
     for override in overrides:  # a forgotten = makes the value look like the name of a workflow
         if "=" not in override:
-            raise UsageError(f"--set {override!r} is not KEY=VALUE", f"--set {override}=VALUE")
+            raise UsageError(f"--set {override!r} is not KEY=VALUE", "--set recover.steps=60")
     for source in sources:
         file = find_workflow(source)
         _merge(tree, origins, _read(file), file)

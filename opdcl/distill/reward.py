@@ -12,13 +12,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from opdcl.config.recover import RewardSection
+from opdcl.config.recover import RecoverConfig, RewardSection
 from opdcl.data.chat import answer_text, encode_prompt
 from opdcl.data.formats import PACKED_ROW, Row
 from opdcl.errors import UsageError
 from opdcl.sampling.rollout import Rollout
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from opdcl.model.backbone import Backbone
 
 
@@ -152,6 +154,27 @@ def reward_rows(config: RewardSection, task: Any) -> list[Row]:
             raise UsageError(message, "keep one of them: an answer must have one score")
         rows.append(row)
     return rows
+
+
+def count_short_of_room(
+    config: RecoverConfig, rows: list[Row], tokenizer: PreTrainedTokenizerBase, room: int
+) -> int:
+    """Return how many prompts have too little room for the longest demonstration in a context of `room`.
+
+    Raises:
+        UsageError: No prompt has room for any.
+    """
+    context, longest = config.teacher_of("general").context, config.max_new_tokens
+    if not (config.reward and context):
+        return 0
+    left = []
+    for row in rows:
+        shown = encode_prompt(row.with_context(context, ""), tokenizer, sys.maxsize)
+        left.append(room - len(shown) - longest)  # the graded completion also takes context
+    if max(left) <= 0:
+        message = f"the context of recover.general_teacher leaves no room for an answer within {room} tokens"
+        raise UsageError(message, "shorten it, or lower recover.max_new_tokens")
+    return sum(one < longest for one in left)
 
 
 def _check_task(config: RewardSection, task: Any) -> None:

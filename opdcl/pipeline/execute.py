@@ -46,6 +46,7 @@ from opdcl.version import __version__
 
 if TYPE_CHECKING:
     from opdcl.model.backbone import Backbone
+    from opdcl.results.result_types import Summary
 
 COST_OF_DETERMINISM = {
     "cpu": "deterministic: costs nothing here; on a CPU, runs repeat bit for bit anyway",
@@ -55,7 +56,7 @@ COST_OF_DETERMINISM = {
 }
 
 
-def execute(job: Job, output: Output, force: bool = False, donors: Sequence[RunDir] = ()) -> dict[str, Any]:
+def execute(job: Job, output: Output, force: bool = False, donors: Sequence[RunDir] = ()) -> Summary:
     """Carry out the plan, write the report and return its summary.
 
     Results that a donor has finished with the same settings and data are copied. `force` redoes stages whose
@@ -229,7 +230,7 @@ class Session:
     def _train(self, task: Task) -> None:
         """Train one stage, showing its progress on the console and in the trackers."""
         from opdcl.model.adapters import find_adapter
-        from opdcl.results.summary import start_notes
+        from opdcl.results.notes import start_notes
         from opdcl.stages.finetune import finetune
         from opdcl.stages.recover import recover
         from opdcl.training import peak_memory, reset_peak_memory
@@ -318,7 +319,7 @@ class Session:
         write_json(run.manifest, self.manifest)
 
 
-def finish(workflow: Workflow, run: RunDir, output: Output, tracking: Tracking) -> dict[str, Any]:
+def finish(workflow: Workflow, run: RunDir, output: Output, tracking: Tracking) -> Summary:
     """Write the report, send its scores to the trackers, and check them against the gates.
 
     Raises:
@@ -326,17 +327,18 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracking: Tracking) 
         InconclusiveError: The scores do not decide a gate.
     """
     from opdcl.results import gates
+    from opdcl.results.plain import as_json
     from opdcl.results.report import write
     from opdcl.results.summary import Results
 
     results = Results(run)
     summary = results.summary
-    verdicts = gates.judge(workflow.gates.model_dump(), summary, results.suites)
+    verdicts = gates.judge(workflow.gates.model_dump(), results)
     seal_new(run)
     for file in write(results):
         output.note(f"wrote {file}")
     report = run.reports[0].read_text(encoding="utf-8")
-    told = {**scores(summary), "verdict": summary["verdict"], "report": report}
+    told = {**scores(as_json(summary)), "verdict": summary.verdict, "report": report}
     tracking.send({f"eval/{key}": value for key, value in told.items()}, steps_done(run))
     tracking.close()
     for verdict in verdicts:
@@ -345,8 +347,8 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracking: Tracking) 
         gates.refuse(verdicts, f"opdcl report {run.path}")
     except (GateError, InconclusiveError):
         # The result itself is not shown then, but what speaks against it must be.
-        output.remarks(summary["faults"], [n for n in summary["notes"] if n not in summary["faults"]])
-        output.note(summary["verdict"])
+        output.remarks(summary.faults, [note for note in summary.notes if note not in summary.faults])
+        output.note(summary.verdict)
         raise
     return summary
 

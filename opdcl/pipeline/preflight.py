@@ -218,6 +218,7 @@ def _check_finetune(job: Job) -> list[str]:
 def _check_recovery(job: Job) -> list[str]:
     """Check that there is an adapter to recover, its teachers and every prompt; return notes on prompts."""
     from opdcl.distill.mixture import SHIPPED
+    from opdcl.distill.reward import count_short_of_room
     from opdcl.model.compatibility import check_same_tokenizer
 
     workflow, run, config = job.workflow, job.run, job.workflow.recover
@@ -229,6 +230,9 @@ def _check_recovery(job: Job) -> list[str]:
     _check_turn_end(job)
     _check_prompts(job, config, job.recovery)
     prompts, teacher, notes = job.recovery.rows, config.teacher_of("general"), []
+    if short := count_short_of_room(config, prompts["general"], job.tokenizer, job.context):
+        lost = "the teacher does not see a demonstration that does not fit"
+        notes.append(f"{short} of {len(prompts['general'])} prompts may have too little room: {lost}")
     if teacher.begins_as_tuned:
         notes.append("warning: recover.general_teacher is tuned: a placebo, which recovers nothing")
     # A teacher with a context is shown each prompt's answer, and shipped prompts have none.

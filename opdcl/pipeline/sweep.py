@@ -10,7 +10,7 @@ the same seed.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opdcl import parallel
 from opdcl.config.load import flatten, validate
@@ -21,6 +21,9 @@ from opdcl.pipeline.job import Job
 from opdcl.pipeline.reuse import outcomes
 from opdcl.pipeline.sources import Sources
 from opdcl.rundir.layout import RunDir
+
+if TYPE_CHECKING:
+    from opdcl.results.compare import Compared
 
 REFERENCE = "arm:"
 
@@ -114,8 +117,8 @@ def describe_all(
 
 def execute_all(
     flow: Workflow, origins: dict[str, str], out: Path, sources: Sources, output: Output, force: bool = False
-) -> dict[str, Any]:
-    """Run every arm with every seed, then compare them; return the comparison.
+) -> Compared | None:
+    """Run every arm with every seed, then compare them; return the comparison, or None of a single run.
 
     An arm that fails does not stop the others. One that misses a gate is finished: it is compared, and other
     arms may continue it.
@@ -155,7 +158,7 @@ def execute_all(
             continue
         finished.append(run)
 
-    comparison: dict[str, Any] = {}
+    comparison: Compared | None = None
     if len(finished) > 1:
         comparison, files = parallel.on_first_worker(lambda: _compared(finished, out))
         for file in files:
@@ -171,7 +174,7 @@ def execute_all(
     return comparison
 
 
-def _compared(runs: list[RunDir], out: Path) -> tuple[dict[str, Any], list[Path]]:
+def _compared(runs: list[RunDir], out: Path) -> tuple[Compared, list[Path]]:
     """Compare runs; return the comparison and the files that it was written to."""
     from opdcl.results.compare import compare, write
 

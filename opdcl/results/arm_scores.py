@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,74 +19,212 @@ from opdcl.results.arms import (
     notes_of_runs,
     seed_notes,
 )
+from opdcl.results.closeness import Closeness
+from opdcl.results.intervals import Estimate
+from opdcl.results.plain import ByRole, ByState
 from opdcl.results.scores import Suite, states_of
+from opdcl.results.stats import Findings
 from opdcl.results.status import HEADLINE_ROLES, STATES
-from opdcl.results.verdict import writing_sentences
+from opdcl.results.verdict import writing_sentence
+from opdcl.results.writing import WritingTests
 from opdcl.rundir.layout import RunDir
 
+# Settings of the evaluation that do not change how a suite is measured.
+HARMLESS = {f"eval.{option}" for option in (*HEADLINE_ROLES, "control", "limit")}
 
-def compare(runs: list[RunDir]) -> dict[str, Any]:
+
+@dataclass(frozen=True)
+class Reference:
+    """A result of base or tuned; of an arm over several fine-tunes, the mean of several."""
+
+    state: str
+    name: str
+    arms: list[str]
+    results: int
+    scores: ByRole
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One run of an arm, with the numbers of its own report."""
+
+    path: str
+    seeds: dict[str, Any]
+    scores: ByRole
+    recovery: Estimate | None
+    domain_retention: Estimate | None
+    status: str
+    missing: list[str]
+
+
+@dataclass(frozen=True)
+class ArmRow:
+    """An arm: the scores of recovered, and what follows from them."""
+
+    name: str
+    method: str | None
+    seeds: int
+    scores: ByRole
+    findings: Findings
+    writing: WritingTests
+    closeness: Closeness | None
+    """None if it is not measured in every run, on the same prompts as in the other arms."""
+    runs: list[RunRow]
+
+
+@dataclass(frozen=True)
+class Rival:
+    """The first arm minus another one."""
+
+    name: str
+    changes: ByRole
+
+
+@dataclass(frozen=True)
+class FurtherRow:
+    name: str
+    states: ByState
+    domain_retention: Estimate | None
+
+
+@dataclass(frozen=True)
+class Further:
+    """A further suite that all finished runs answered on the same prompts."""
+
+    name: str
+    role: str
+    metric: str
+    n: int
+    arms: list[FurtherRow]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Arms side by side; the fields are the keys of `opdcl compare --json`."""
+
+    headline: dict[str, str | None]
+    suites: dict[str, dict[str, Any]]
+    references: list[Reference]
+    arms: list[ArmRow]
+    against_first: list[Rival]
+    further: list[Further]
+    differences: dict[str, dict[str, Any]]
+    """Setting -> arm -> value, of the settings that differ."""
+    faults: list[str]
+    notes: list[str]
+
+
+def compare(runs: Sequence[RunDir]) -> Comparison:
     """Return the comparison of runs that do not build on one another, pooled over seeds into arms."""
     arms = load_arms(runs)
     members = [member for arm in arms for member in arm.members]
-    base, tuned = (_references(state, arms) for state in ("base", "tuned"))
-    rows = [_arm_row(arm) for arm in arms]
-    notes = _add_closeness(arms, rows)
-    headline = [(role, first_measured(members, role).headline.get(role)) for role in HEADLINE_ROLES]
+    headline: dict[str, Suite] = {}
+    for role in HEADLINE_ROLES:
+        suite = first_measured(members, role).headline.get(role)
+        if suite:
+            headline[role] = suite
+    near = next((m.near for arm in arms for m in arm.pooled if m.near.rows), None)
+    rows = [_arm_row(arm, headline, near) for arm in arms]
+    references = _references("base", arms, headline) + _references("tuned", arms, headline)
     differences = _differences(arms)
-    against_first = []
-    for rival in arms[1:]:
-        row: dict[str, Any] = {"name": rival.name}
-        for role in HEADLINE_ROLES:
-            row[role] = arms[0].minus(rival, role)
-        against_first.append(row)
-    faults = [f"{m.run.path}: {fault}" for m in members for fault in m.summary["faults"]]
-    return {
-        "headline": {role: suite.name if suite else None for role, suite in headline},
-        "suites": {suite.name: suite.description for _, suite in headline if suite and suite.rows},
-        "references": base + tuned,
-        "arms": rows,
-        "against_first": against_first,
-        "further": _further(arms),
-        "differences": differences,
-        "faults": faults,
-        "notes": [
+    faults = [f"{member.path}: {fault}" for member in members for fault in member.summary.faults]
+    of_runs = {}
+    for member in members:
+        summary = member.summary
+        of_runs[member.path] = [note for note in summary.notes if note not in summary.faults]
+    return Comparison(
+        headline={role: headline[role].name if role in headline else None for role in HEADLINE_ROLES},
+        suites={suite.name: suite.description for suite in headline.values() if suite.rows},
+        references=references,
+        arms=rows,
+        against_first=[Rival(arm.name, _minus(arms[0], arm, headline)) for arm in arms[1:]],
+        further=_further(arms),
+        differences=differences,
+        faults=faults,
+        notes=[
             *faults,
-            *_reference_notes(base, tuned),
+            *_reference_notes(references),
             *_writing_notes(rows),
             *_setting_notes(arms, differences),
             *_unfinished_notes(arms),
-            *notes,
-            *notes_of_runs({str(member.run.path): member.summary["notes"] for member in members}),
-            *seed_notes({row["seeds"] for row in rows}),
+            *_closeness_notes(arms, near),
+            *notes_of_runs(of_runs),
+            *seed_notes({row.seeds for row in rows}),
         ],
-    }
+    )
 
 
-def _references(state: str, arms: list[Arm]) -> list[dict[str, Any]]:
-    """Return one row per different result of base or tuned; an arm over several fine-tunes has several."""
+def _arm_row(arm: Arm, headline: Mapping[str, Suite], near: Suite | None) -> ArmRow:
+    scores, states = ByRole(), {}
+    for role, suite in headline.items():
+        recovered = arm.scores(suite.name)
+        if recovered is not None:
+            scores[role] = stats.mean(recovered, suite.clusters).rounded()
+        states[role] = states_of(arm.suites(suite.name))
+    retention = headline.get("retention")
+    tests = writing.compared_with_base(arm.suites(retention.name) if retention else [])
+    measured = [member.near for member in arm.pooled if member.near.rows]
+    is_whole = near is not None and len(measured) == len(arm.pooled) and _same_prompts(measured, near)
+    return ArmRow(
+        name=arm.name,
+        method=arm.settings.get("recover.method"),
+        seeds=len(arm.pooled),
+        scores=scores,
+        findings=stats.findings(states.get("retention"), states.get("domain"), writing.alike(tests)),
+        writing=tests,
+        closeness=closeness.summarise(measured) if is_whole else None,
+        runs=[_run_row(member) for member in arm.members],
+    )
+
+
+def _run_row(member: Member) -> RunRow:
+    scores, findings = ByRole(), member.summary.findings
+    for role, suite in member.headline.items():
+        states = member.summary.suites[suite.name].states
+        if "recovered" in states:
+            scores[role] = states["recovered"]
+    return RunRow(
+        path=member.path,
+        seeds=member.seeds,
+        scores=scores,
+        recovery=findings.recovery,
+        domain_retention=findings.domain_retention,
+        status=findings.status,
+        missing=member.missing,
+    )
+
+
+def _same_prompts(measured: list[Suite], first: Suite) -> bool:
+    return all(suite.prompts == first.prompts for suite in measured)
+
+
+def _references(state: str, arms: list[Arm], headline: Mapping[str, Suite]) -> list[Reference]:
+    """Return one reference per different result of base or tuned."""
     results: list[dict[str, np.ndarray]] = []
-    # Arm name -> indices of the results that its runs have.
-    ids: dict[str, tuple[int, ...]] = {}
+    # The results that the runs of an arm have, by their numbers -> the names of the arms.
+    arms_of: dict[tuple[int, ...], list[str]] = {}
     for arm in arms:
-        measured = [scores for member in arm.pooled if (scores := member.scores(state))]
-        ids[arm.name] = tuple(sorted({_index(results, scores) for scores in measured}))
-    groups = list(dict.fromkeys(filter(None, ids.values())))
-    rows = []
-    for group in groups:
-        names = [name for name, indices in ids.items() if indices == group]
-        row: dict[str, Any] = {
-            "state": state,
-            "name": f"{state} of {', '.join(names)}" if len(groups) > 1 else state,
-            "arms": names,
-            "results": len(group),
-        }
-        for role in HEADLINE_ROLES:
-            found = [results[i][role] for i in group if role in results[i]]
-            clusters = next((c for arm in arms if (c := arm.clusters(role)) is not None), None)
-            row[role] = stats.mean(np.stack(found), clusters).as_dict() if found else {}
-        rows.append(row)
-    return rows
+        found = set()
+        for member in arm.pooled:
+            if scores := _scores_of(member, state):
+                found.add(_index(results, scores))
+        if found:
+            arms_of.setdefault(tuple(sorted(found)), []).append(arm.name)
+    references = []
+    for indices, names in arms_of.items():
+        means = ByRole()
+        for role, suite in headline.items():
+            measured = [results[i][role] for i in indices if role in results[i]]
+            if measured:
+                means[role] = stats.mean(np.stack(measured), suite.clusters).rounded()
+        name = f"{state} of {', '.join(names)}" if len(arms_of) > 1 else state
+        references.append(Reference(state, name, names, len(indices), means))
+    return references
+
+
+def _scores_of(member: Member, state: str) -> dict[str, np.ndarray]:
+    """Return role -> `(N,)` scores of a state, for the roles that are measured."""
+    return {role: suite.values(state) for role, suite in member.headline.items() if state in suite.rows}
 
 
 def _index(results: list[dict[str, np.ndarray]], scores: dict[str, np.ndarray]) -> int:
@@ -97,79 +237,52 @@ def _index(results: list[dict[str, np.ndarray]], scores: dict[str, np.ndarray]) 
     return len(results) - 1
 
 
-def _arm_row(arm: Arm) -> dict[str, Any]:
-    """Return an arm's numbers; an estimate that is not measured is empty, a ratio without meaning is None."""
-    tests = writing.compared_with_base(arm.suites("retention"))
-    return {
-        "name": arm.name,
-        "method": arm.settings.get("recover.method"),
-        "seeds": len(arm.pooled),
-        **{role: arm.estimate(role) for role in HEADLINE_ROLES},
-        **stats.outcome(
-            states_of(arm.suites("retention")), states_of(arm.suites("domain")), writing.alike(tests)
-        ),
-        "writing": tests,
-        "runs": [_run_row(member) for member in arm.members],
-    }
+def _minus(one: Arm, other: Arm, headline: Mapping[str, Suite]) -> ByRole:
+    """Return the paired differences of two arms, where both are measured."""
+    changes = ByRole()
+    for role, suite in headline.items():
+        own, theirs = one.scores(suite.name), other.scores(suite.name)
+        if own is not None and theirs is not None:
+            changes[role] = stats.difference(own, theirs, suite.clusters).rounded()
+    return changes
 
 
-def _run_row(member: Member) -> dict[str, Any]:
-    suites = member.summary["suites"]
-    scores = {role: suites[suite.name]["recovered"] for role, suite in member.headline.items()}
-    return {
-        "path": str(member.run.path),
-        "seeds": member.seeds,
-        **{role: scores.get(role, {}) for role in HEADLINE_ROLES},
-        **{key: member.summary[key] for key in ("recovery", "domain_retention", "status")},
-        "missing": member.missing,
-    }
-
-
-def _further(arms: list[Arm]) -> list[dict[str, Any]]:
-    """Return the arms' scores on each further suite that all finished runs answered on the same prompts."""
-    finished, members = [], []
+def _further(arms: list[Arm]) -> list[Further]:
+    """Return every further suite that all finished runs answered on the same prompts."""
+    finished: list[Arm] = []
+    members: list[Member] = []
     for arm in arms:
         if not any(member.missing for member in arm.pooled):
             finished.append(arm)
             members += arm.pooled
-    tables = []
-    for name, suite in members[0].further.items() if members else ():
-        others = [member.further.get(name) for member in members]
+    found = []
+    for suite in members[0].suites if members else ():
+        if members[0].headline.get(suite.role) is suite:
+            continue
+        others = [member.named.get(suite.name) for member in members]
         if all(s and s.complete and not mismatch(suite.role, s, suite) for s in others):
-            rows = [_further_row(arm, name) for arm in finished]
-            tables.append({"name": name, **suite.description, "arms": rows})
-    return tables
+            rows = [_further_row(arm.name, arm.suites(suite.name)) for arm in finished]
+            found.append(Further(suite.name, **suite.description, arms=rows))
+    return found
 
 
-def _further_row(arm: Arm, name: str) -> dict[str, Any]:
-    suites = [member.further[name] for member in arm.pooled]
+def _further_row(name: str, suites: list[Suite]) -> FurtherRow:
     states = states_of(suites)
     assert states
-    row: dict[str, Any] = {"name": arm.name}
+    scores = ByState()
     for state in STATES:
-        row[state] = stats.mean(getattr(states, state), states.clusters).as_dict()
+        scores[state] = stats.mean(getattr(states, state), states.clusters).rounded()
     kept = stats.domain_retention(states) if suites[0].role == "domain" else None
-    return row | {"domain_retention": kept and kept.as_dict()}
-
-
-def _add_closeness(arms: list[Arm], rows: list[dict[str, Any]]) -> list[str]:
-    """Add closeness to base to each row, None if it is not measured; name arms with other prompts."""
-    notes: list[str] = []
-    first: list[Suite] = []
-    for arm, row in zip(arms, rows, strict=True):
-        suites = [member.near for member in arm.pooled if member.near.rows]
-        first = first or suites[:1]
-        same = all(suite.prompts == first[0].prompts for suite in suites)
-        row["closeness"] = closeness.summarise(suites) if same and len(suites) == len(arm.pooled) else None
-        if not same:
-            notes.append(f"{arm.name}: its closeness to base was measured on other prompts.")
-    return notes
+    return FurtherRow(name, scores, kept and kept.rounded())
 
 
 def _differences(arms: list[Arm]) -> dict[str, dict[str, Any]]:
     """Return setting -> arm -> value for the settings that differ; an arm without the key is left out."""
+    keys: dict[str, None] = {}
+    for arm in arms:
+        keys |= dict.fromkeys(arm.settings)
     differences: dict[str, dict[str, Any]] = {}
-    for key in dict.fromkeys(key for arm in arms for key in arm.settings):
+    for key in keys:
         # If an arm lacks a section, its flat keys hold the section's name alone.
         section_name = key.split(".")[0]
         having = [arm for arm in arms if section_name not in arm.settings]
@@ -182,26 +295,41 @@ def _differences(arms: list[Arm]) -> dict[str, dict[str, Any]]:
     return differences
 
 
-def _reference_notes(base: list[dict], tuned: list[dict]) -> list[str]:
+def _closeness_notes(arms: list[Arm], near: Suite | None) -> list[str]:
     notes = []
-    for state, results in (("base", base), ("tuned", tuned)):
-        if len(results) > 1:
-            different = f"The arms have {len(results)} different results of {state}"
+    for arm in arms:
+        measured = [member.near for member in arm.pooled if member.near.rows]
+        if near and not _same_prompts(measured, near):
+            notes.append(f"{arm.name}: its closeness to base was measured on other prompts.")
+    return notes
+
+
+def _reference_notes(references: list[Reference]) -> list[str]:
+    notes = []
+    for state in ("base", "tuned"):
+        count = sum(reference.state == state for reference in references)
+        if count > 1:
+            different = f"The arms have {count} different results of {state}"
             notes.append(f"{different}: each arm's R and D refer to its own.")
     return notes
 
 
-def _writing_notes(rows: list[dict]) -> list[str]:
+def _writing_notes(rows: list[ArmRow]) -> list[str]:
     """Say of each arm what keeps it from writing as well as base."""
-    found = {row["name"]: writing_sentences(row["writing"], row["retention_status"]) for row in rows}
-    return [f"{name}: {' '.join(sentences)}" for name, sentences in found.items() if sentences]
+    notes = []
+    for row in rows:
+        if sentence := writing_sentence(row.writing):
+            notes.append(f"{row.name}: {sentence}")
+    return notes
 
 
 def _setting_notes(arms: list[Arm], differences: dict[str, dict]) -> list[str]:
     notes = []
-    harmless = {f"eval.{option}" for option in (*HEADLINE_ROLES, "control", "limit")}
-    options = {key: ".".join(key.split(".")[:2]) for key in differences if key.startswith("eval.")}
-    if measuring := [key for key, option in options.items() if option not in harmless]:
+    measuring = []
+    for key in differences:
+        if key.startswith("eval.") and ".".join(key.split(".")[:2]) not in HARMLESS:
+            measuring.append(key)
+    if measuring:
         notes.append(f"The arms were measured with different settings ({', '.join(measuring)}).")
     settings = [as_key(arm.settings) for arm in arms]
     repeated = [arm.name for arm, key in zip(arms, settings, strict=True) if settings.count(key) > 1]
@@ -212,10 +340,11 @@ def _setting_notes(arms: list[Arm], differences: dict[str, dict]) -> list[str]:
 
 
 def _unfinished_notes(arms: list[Arm]) -> list[str]:
-    return [
-        f"{member.run.path} is not finished: no result of {', '.join(member.missing)}"
-        + ("." if member in arm.pooled else f", and is left out of {arm.name}.")
-        for arm in arms
-        for member in arm.members
-        if member.missing
-    ]
+    notes = []
+    for arm in arms:
+        for member in arm.members:
+            if member.missing:
+                what = f"{member.path} is not finished: no result of {', '.join(member.missing)}"
+                left_out = "" if member in arm.pooled else f", and is left out of {arm.name}"
+                notes.append(f"{what}{left_out}.")
+    return notes

@@ -7,19 +7,72 @@ model with base's style and other content wins nothing back, however far away tu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from opdcl.config.evaluate import CLOSENESS
 from opdcl.results import writing
 from opdcl.results.intervals import Clusters, Estimate, mean, ratio, total
+from opdcl.results.plain import Spread
 from opdcl.results.scores import Suite, floors_of, load_suite, stacked
-from opdcl.results.status import STATES
+from opdcl.results.status import MOST_OF_THE_GAIN, STATES, RetentionStatus
+from opdcl.results.writing import WritingTests
 from opdcl.rundir.layout import RunDir
 
 # What is told of how a state writes, and its name among the measures of `writing`.
 MEASURES = {"length": "tokens", "ended": "ended", "repetition": "repetition"}
+
+
+class StateDistances(Spread, dict[str, dict[str, Estimate]]):
+    """What is measured of each state; empty for one that is not measured."""
+
+
+@dataclass(frozen=True)
+class Closeness:
+    """How far the states are from base on sampled answers, in nats per token."""
+
+    n: int
+    value: float | None
+    """C, with its interval; None without one."""
+    low: float | None
+    high: float | None
+    raw: Estimate | None
+    """C counted from tuned, wherever the floor lies."""
+    why: str | None
+    """Why there is no C."""
+    floor: float | None
+    noise: float
+    states: StateDistances
+    """State -> `distance`, its two directions `forward` and `reverse`, and how the state writes."""
+    writing: WritingTests
+    seconds: float
+
+    @property
+    def c(self) -> Estimate | None:
+        if self.value is None or self.low is None or self.high is None:
+            return None
+        return Estimate(self.value, self.low, self.high)
+
+    @property
+    def status(self) -> RetentionStatus | None:
+        """The outcome by how much of tuned's distance to base is gone; None if that is undefined.
+
+        `recovered`: as much of it is shown to be gone as of the domain's gain has to be left.
+        """
+        if self.c is None:
+            return None
+        if self.c.low >= MOST_OF_THE_GAIN:
+            return "recovered"
+        return "partly recovered" if self.c.low > 0 else "not shown"
+
+    @property
+    def how_written(self) -> dict[str, dict[str, Estimate]]:
+        """State -> measure of `writing` -> estimate."""
+        written: dict[str, dict[str, Estimate]] = {}
+        for state, found in self.states.items():
+            written[state] = {MEASURES[name]: found[name] for name in MEASURES if name in found}
+        return written
 
 
 def load(run: RunDir) -> Suite:
@@ -27,7 +80,7 @@ def load(run: RunDir) -> Suite:
     return load_suite(run, CLOSENESS, CLOSENESS)
 
 
-def summarise(suites: Sequence[Suite]) -> dict[str, Any] | None:
+def summarise(suites: Sequence[Suite]) -> Closeness | None:
     """Return the distances, C with its interval, and how each state writes; None without base's answers.
 
     `suites` are those of one run, or of the training seeds of an arm, on the same prompts.
@@ -40,37 +93,45 @@ def summarise(suites: Sequence[Suite]) -> dict[str, Any] | None:
         return None
     floor, clusters = floors_of(suites), suites[0].clusters
     c, raw, why = _closeness(distances, floor, clusters)
-    costs = [result.get("cost") or {} for suite in suites for result in suite.results.values()]
-    return {
-        "n": len(suites[0].prompts),
-        "why": why,
-        **(c.as_dict() if c else dict.fromkeys(("value", "low", "high"))),
-        "raw": raw and raw.as_dict(),
-        "floor": None if floor is None else round(float(floor.mean()), 6),
-        "noise": round(float(distances["base"].mean()), 6),
-        "writing": writing.compared_with_base(suites) if "recovered" in distances else {},
-        **{state: _estimates(suites, state) if state in distances else {} for state in STATES},
-        "seconds": round(sum(cost.get("seconds", 0.0) for cost in costs), 1),
-    }
+    states = StateDistances()
+    for state in STATES:
+        states[state] = _estimates(suites, state) if state in distances else {}
+    seconds = 0.0
+    for suite in suites:
+        for result in suite.results.values():
+            seconds += (result.get("cost") or {}).get("seconds", 0.0)
+    return Closeness(
+        n=len(suites[0].measured),
+        **(vars(c.rounded()) if c else dict.fromkeys(("value", "low", "high"))),
+        raw=raw and raw.rounded(),
+        why=why,
+        floor=None if floor is None else round(float(floor.mean()), 6),
+        noise=round(float(distances["base"].mean()), 6),
+        states=states,
+        writing=writing.compared_with_base(suites) if "recovered" in distances else {},
+        seconds=round(seconds, 1),
+    )
 
 
 def values(suites: Sequence[Suite], state: str, name: str = "distance") -> np.ndarray:
     """Return a state's `(S, N)` numbers in nats per token: its distance, or one direction of it."""
-    of_suites = []
+    columns = []
     for suite in suites:
-        of_suites.append([row["scores"][name] for row in suite.rows[state]])
-    return stacked(of_suites)
+        columns.append([row["scores"][name] for row in suite.rows[state]])
+    return stacked(columns)
 
 
-def _estimates(suites: Sequence[Suite], state: str) -> dict[str, dict[str, float]]:
+def _estimates(suites: Sequence[Suite], state: str) -> dict[str, Estimate]:
     """Return the estimates of a state's distance, in both directions, and of how it writes."""
-    names, clusters = ("distance", "forward", "reverse"), suites[0].clusters
-    found = {name: total([([values(suites, state, name)], clusters)]) for name in names}
+    clusters = suites[0].clusters
+    found = {}
+    for name in ("distance", "forward", "reverse"):
+        found[name] = total([([values(suites, state, name)], clusters)]).rounded()
     written = writing.measures(suites, state)
-    found |= {
-        name: mean(written[measure], clusters) for name, measure in MEASURES.items() if measure in written
-    }
-    return {name: estimate.as_dict() for name, estimate in found.items()}
+    for name, measure in MEASURES.items():
+        if measure in written:
+            found[name] = mean(written[measure], clusters).rounded()
+    return found
 
 
 def _closeness(
@@ -84,5 +145,6 @@ def _closeness(
     if total([([tuned, -base], clusters)]).low <= 0:
         return None, None, "tuned is not measurably away from base"
     start = tuned if floor is None or floor.mean() >= tuned.mean() else floor
-    found, raw = (ratio(x - recovered, x, clusters, of_scores=False) for x in (start, tuned))
-    return found, raw, None if found else "the distance to start from is too uncertain for a ratio"
+    c = ratio(start - recovered, start, clusters, of_scores=False)
+    raw = ratio(tuned - recovered, tuned, clusters, of_scores=False)
+    return c, raw, None if c else "the distance to start from is too uncertain for a ratio"

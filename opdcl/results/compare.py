@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from opdcl.errors import UsageError
-from opdcl.results import arm_scores, continual
+from opdcl.results import arm_scores, arm_tables, continual
+from opdcl.results.arm_scores import Comparison as Arms
+from opdcl.results.continual import Comparison as Chains
+from opdcl.results.plain import as_json
 from opdcl.results.report import render
-from opdcl.results.tables import view
+from opdcl.results.tables import View
 from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.layout import RunDir
 from opdcl.sanitize import harmless
 
+Compared = Arms | Chains
 
-def compare(runs: list[RunDir]) -> dict[str, Any]:
-    """Return the comparison of two or more runs, with the stable keys of `opdcl compare --json`.
+
+def compare(runs: Sequence[RunDir]) -> Compared:
+    """Return the comparison of two or more runs.
 
     Runs that build on one another are compared step by step (`opdcl.results.continual`).
 
@@ -26,13 +32,28 @@ def compare(runs: list[RunDir]) -> dict[str, Any]:
     if len(runs) < 2:
         hint = "opdcl compare RUN RUN; opdcl report RUN shows one"
         raise UsageError("a comparison needs at least two runs", hint)
-    paths = [run.path.resolve() for run in runs]
-    if twice := next((run.path for i, run in enumerate(runs) if paths[i] in paths[:i]), None):
-        raise UsageError(f"{twice} is named twice", "name each run once")
-    method = continual if continual.build_on_one_another(runs) else arm_scores
+    seen = set()
+    for run in runs:
+        if run.path.resolve() in seen:
+            raise UsageError(f"{run.path} is named twice", "name each run once")
+        seen.add(run.path.resolve())
+    if continual.build_on_one_another(runs):
+        return continual.compare(runs)
+    return arm_scores.compare(runs)
+
+
+def plain(comparison: Compared) -> dict[str, Any]:
+    """Return a comparison with the stable keys of `opdcl compare --json`."""
     # Names and settings come from outside; a file cannot hold a lone surrogate.
-    comparison: dict[str, Any] = json.loads(harmless(json.dumps(method.compare(runs), ensure_ascii=False)))
-    return comparison
+    data: dict[str, Any] = json.loads(harmless(json.dumps(as_json(comparison), ensure_ascii=False)))
+    return data
+
+
+def view(comparison: Compared) -> View:
+    """Lay out a comparison: arms side by side, or steps that build on one another."""
+    if isinstance(comparison, Chains):
+        return continual.view(comparison)
+    return arm_tables.view(comparison)
 
 
 def refuse_folder(folder: Path) -> None:
@@ -42,15 +63,12 @@ def refuse_folder(folder: Path) -> None:
         raise UsageError(f"{existing} is a file", "choose another folder with -o")
 
 
-def write(comparison: dict[str, Any], folder: Path) -> list[Path]:
+def write(comparison: Compared, folder: Path) -> list[Path]:
     """Write `compare.md`, `compare.html` and `compare.json` into a folder; return their paths."""
-    from opdcl.results import plots
-
-    layout = view(comparison)
-    svg = getattr(plots, layout.plot)(comparison)
-    context = {"view": layout, "notes": comparison["notes"], "faults": comparison["faults"], "svg": svg}
+    figure = None if isinstance(comparison, Chains) else arm_tables.figure(comparison)
+    context = {"view": view(comparison), "comparison": comparison, "svg": figure}
     text, page, data = (folder / f"compare.{ending}" for ending in ("md", "html", "json"))
     write_atomic(text, render("compare.md", context))
     write_atomic(page, render("compare.html", context))
-    write_json(data, comparison)
+    write_json(data, plain(comparison))
     return [text, page, data]

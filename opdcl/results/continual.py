@@ -9,27 +9,104 @@ and Ranzato, arXiv 1706.08840). For retention suites the best earlier score incl
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from opdcl.errors import UsageError
-from opdcl.results import stats
-from opdcl.results.arms import as_key, notes_of_runs, pool, seed_notes, split_seeds
+from opdcl.results import stats, tables
+from opdcl.results.arms import Arm, Member, as_key, notes_of_runs, pool, seed_notes
+from opdcl.results.format import CHANGE, SCORE, cell, points
+from opdcl.results.intervals import Estimate
 from opdcl.results.scores import Suite
-from opdcl.results.summary import Results
+from opdcl.results.tables import Table, View
 from opdcl.rundir.layout import RunDir
 
 # The name of the run that a run starts from, among those that it builds on; teachers have names of their own.
 START = ""
 
+# Suite -> `(seeds, N)` numbers whose mean is a figure.
+Figure = dict[str, np.ndarray]
 
-def build_on_one_another(runs: list[RunDir]) -> bool:
+
+@dataclass(frozen=True)
+class StepRow:
+    """The scores of all suites after a step."""
+
+    name: str
+    seeds: int
+    runs: list[str]
+    scores: dict[str, Estimate]
+
+
+@dataclass(frozen=True)
+class ChainRow:
+    """The figures of a chain; None where one is not measured."""
+
+    name: str
+    steps: list[str]
+    seeds: int
+    average: Estimate | None
+    forgetting: Estimate | None
+    backward_transfer: Estimate | None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One chain minus another, paired by prompt and seed."""
+
+    of: str
+    against: str
+    seeds: int
+    average: Estimate | None
+    forgetting: Estimate | None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A step's share of the gain of one of its teachers."""
+
+    step: str
+    teacher: str
+    suite: str
+    kept: Estimate | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Steps that build on one another; the fields are the keys of `opdcl compare --json`."""
+
+    suites: dict[str, dict[str, Any]]
+    base: dict[str, Estimate]
+    steps: list[StepRow]
+    chains: list[ChainRow]
+    differences: list[Difference]
+    kept: list[Kept]
+    faults: list[str]
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Consecutive steps. A line is one run per step, each started from the one before."""
+
+    steps: list[Arm]
+    lines: dict[str, list[Member]]
+    """Seeds of the last run -> its line."""
+
+    @property
+    def name(self) -> str:
+        return " \N{RIGHTWARDS ARROW} ".join(step.name for step in self.steps)
+
+    @property
+    def learned(self) -> list[str | None]:
+        return [learned(step) for step in self.steps]
+
+
+def build_on_one_another(runs: Sequence[RunDir]) -> bool:
     """Return whether one of the runs starts from another, or has it as a teacher."""
     paths = {run.path.resolve() for run in runs}
     return any(paths & {*_parents(run).values()} for run in runs)
@@ -38,242 +115,306 @@ def build_on_one_another(runs: list[RunDir]) -> bool:
 def _parents(run: RunDir) -> dict[str, Path]:
     """Return the runs that a run builds on: its start, and by their names the teachers that are adapters."""
     settings = run.settings()
-    teachers = (settings.get("recover") or {}).get("teachers") or {}
     places = {START: settings.get("start")}
-    places |= {name: teacher.get("adapter") for name, teacher in teachers.items()}
+    for name, teacher in ((settings.get("recover") or {}).get("teachers") or {}).items():
+        places[name] = teacher.get("adapter")
     return {name: Path(place).resolve() for name, place in places.items() if place}
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
-    """One step of a chain: runs that differ only in their seeds."""
-
-    name: str
-    runs: list[RunDir]
-
-    @cached_property
-    def learned(self) -> str | None:
-        """The suite of the domain that this step learned: the first one configured."""
-        workflow = self.runs[0].settings()
-        domains = (workflow.get("eval") or {}).get("domain") or [None]
-        return domains[0] if workflow.get("finetune") else None
+def learned(step: Arm) -> str | None:
+    """Return the suite of the domain that a step learned: the first one configured."""
+    workflow = step.members[0].run.settings()
+    domains = (workflow.get("eval") or {}).get("domain") or [None]
+    return domains[0] if workflow.get("finetune") else None
 
 
-class Scores:
-    """The scores of all runs, on suites with the same prompts and metric in every run."""
-
-    def __init__(self, runs: list[RunDir]):
-        self.suites: dict[str, Suite] = {}
-        self.notes: list[str] = []
-        self.faults: list[str] = []
-        self._suite_of: dict[tuple[RunDir, str], Suite] = {}
-        notes_of: dict[str, list[str]] = {}
-        for run in runs:
-            results = Results(run)
-            self.faults += [f"{run.path}: {fault}" for fault in results.faults]
-            notes_of[str(run.path)] = results.remarks
-            for suite in results.suites:
-                if suite.rows:
-                    self._add(run, suite)
-        self.notes += notes_of_runs(notes_of)
-
-    def _add(self, run: RunDir, suite: Suite) -> None:
-        first = self.suites.setdefault(suite.name, suite)
-        if (suite.metric, suite.prompts) == (first.metric, first.prompts):
-            self._suite_of[run, suite.name] = suite
-        else:
-            reason = f"it has other prompts of {suite.name}, or another metric"
-            self.notes.append(f"{suite.name} is left out for {run.path}: {reason}.")
-
-    def of(self, runs: Sequence[RunDir], suite: str, base: bool = False) -> np.ndarray | None:
-        """Return `(runs, N)` scores at the end of each run, or of base; None unless all are measured."""
-        scores = []
-        for run in runs:
-            state = "base" if base else "recovered" if run.find_stage("recover") else "tuned"
-            results = self._suite_of.get((run, suite))
-            if results is None or state not in results.rows:
-                return None
-            scores.append(results.values(state))
-        return np.stack(scores) if scores else None
-
-    def estimate(self, suite: str, scores: np.ndarray) -> dict[str, float]:
-        return stats.mean(scores, self.suites[suite].clusters).as_dict()
-
-    def average(self, changes: dict[str, np.ndarray]) -> dict[str, float]:
-        """Estimate the mean over suites."""
-        clusters = [self.suites[name].clusters for name in changes]
-        return stats.mean_over(list(changes.values()), clusters).as_dict()
-
-
-class Chain(NamedTuple):
-    """Consecutive steps. A line is one run per step, each started from the one before."""
-
-    steps: list[Step]
-    lines: dict[str, list[RunDir]]
-    """Seeds of the last run -> its line."""
-
-    @property
-    def name(self) -> str:
-        return " \N{RIGHTWARDS ARROW} ".join(step.name for step in self.steps)
-
-
-def compare(runs: list[RunDir]) -> dict[str, Any]:
+def compare(runs: Sequence[RunDir]) -> Comparison:
     """Return the scores after every step, the figures of each chain, and the share kept from each teacher."""
-    scores, steps = Scores(runs), _steps(runs)
+    members = [Member(run) for run in runs]
+    faults, of_runs = [], {}
+    for member in members:
+        summary = member.summary
+        faults += [f"{member.path}: {fault}" for fault in summary.faults]
+        of_runs[member.path] = [note for note in summary.notes if note not in summary.faults]
+    suites, left_out = _shared_suites(members)
+    steps = _steps(members)
     chains = _chains(steps)
-    members = [run for step in steps for run in step.runs]
-    return {
-        "suites": {name: suite.description for name, suite in scores.suites.items()},
-        "base": {name: found for name in scores.suites if (found := _base(name, members, scores))},
-        "steps": [_step_row(step, scores) for step in steps],
-        "chains": [_chain_row(chain, scores) for chain in chains],
-        "differences": [d for a, b in itertools.combinations(chains, 2) if (d := _difference(a, b, scores))],
-        "kept": [row for step in steps for row in _kept_rows(step, steps, scores)],
-        "faults": scores.faults,
-        "notes": scores.faults + _notes(steps, chains, scores),
-    }
+    differences = []
+    for i, chain in enumerate(chains):
+        for other in chains[i + 1 :]:
+            if chain.learned == other.learned and chain.lines.keys() & other.lines.keys():
+                differences.append(_difference(chain, other, suites))
+    return Comparison(
+        suites={name: suite.description for name, suite in suites.items()},
+        base=_base(members, suites),
+        steps=[_step_row(step, suites) for step in steps],
+        chains=[_chain_row(chain, suites) for chain in chains],
+        differences=differences,
+        kept=_kept(steps, suites),
+        faults=faults,
+        notes=[*faults, *left_out, *notes_of_runs(of_runs), *_notes(steps, chains, suites)],
+    )
 
 
-def _base(suite: str, runs: list[RunDir], scores: Scores) -> dict[str, float]:
-    """Return base's score by the first run that measured it; empty without one."""
-    measured = (scores.of([run], suite, base=True) for run in runs)
-    first = next((found for found in measured if found is not None), None)
-    return {} if first is None else scores.estimate(suite, first)
+def _shared_suites(members: list[Member]) -> tuple[dict[str, Suite], list[str]]:
+    """Return the suites by name, and notes on runs with other prompts of one, which lose it."""
+    suites: dict[str, Suite] = {}
+    notes = []
+    for member in members:
+        for suite in member.suites:
+            first = suites.setdefault(suite.name, suite) if suite.rows else None
+            if first is None:
+                del member.named[suite.name]
+            elif (suite.metric, suite.prompts) != (first.metric, first.prompts):
+                del member.named[suite.name]
+                reason = f"it has other prompts of {suite.name}, or another metric"
+                notes.append(f"{suite.name} is left out for {member.path}: {reason}.")
+    return suites, notes
 
 
-def _step_row(step: Step, scores: Scores) -> dict[str, Any]:
-    measured = {name: x for name in scores.suites if (x := scores.of(step.runs, name)) is not None}
-    estimates = {name: scores.estimate(name, x) for name, x in measured.items()}
-    paths = [str(run.path) for run in step.runs]
-    return {"name": step.name, "seeds": len(paths), "runs": paths, "scores": estimates}
+def _scores(members: Sequence[Member], name: str, state: str = "") -> np.ndarray | None:
+    """Return `(runs, N)` scores of a state, by default the end of each run; None unless all are measured."""
+    found = []
+    for member in members:
+        end = "recovered" if member.run.find_stage("recover") else "tuned"
+        suite = member.named.get(name)
+        if suite is None or (state or end) not in suite.rows:
+            return None
+        found.append(suite.values(state or end))
+    return np.stack(found)
 
 
-def _chain_row(chain: Chain, scores: Scores) -> dict[str, Any]:
-    figures = _figures(chain, list(chain.lines), scores)
-    return {
-        "name": chain.name,
-        "steps": [step.name for step in chain.steps],
-        "seeds": len(chain.lines),
-        **{k: scores.average(v) if v else None for k, v in figures.items()},
-    }
+def _base(members: list[Member], suites: dict[str, Suite]) -> dict[str, Estimate]:
+    """Return base's score on each suite, by the first run that measured it."""
+    base = {}
+    for name, suite in suites.items():
+        for member in members:
+            scores = _scores([member], name, "base")
+            if scores is not None:
+                base[name] = stats.mean(scores, suite.clusters).rounded()
+                break
+    return base
 
 
-def _seed_key(run: RunDir) -> str:
+def _step_row(step: Arm, suites: dict[str, Suite]) -> StepRow:
+    estimates = {}
+    for name, suite in suites.items():
+        scores = _scores(step.members, name)
+        if scores is not None:
+            estimates[name] = stats.mean(scores, suite.clusters).rounded()
+    return StepRow(step.name, len(step.members), [member.path for member in step.members], estimates)
+
+
+def _chain_row(chain: Chain, suites: dict[str, Suite]) -> ChainRow:
+    average, forgetting, transfer = _figures(chain, list(chain.lines), suites)
+    return ChainRow(
+        name=chain.name,
+        steps=[step.name for step in chain.steps],
+        seeds=len(chain.lines),
+        average=_mean_of(average, suites),
+        forgetting=_mean_of(forgetting, suites),
+        backward_transfer=_mean_of(transfer, suites),
+    )
+
+
+def _mean_of(figure: Figure, suites: dict[str, Suite]) -> Estimate | None:
+    """Estimate a figure's mean over suites; None if it is not measured."""
+    if not figure:
+        return None
+    return stats.mean_over(list(figure.values()), [suites[name].clusters for name in figure]).rounded()
+
+
+def _seed_key(member: Member) -> str:
     """Return a run's training seeds; runs of two chains with equal seeds form a pair."""
-    return str(sorted({str(seed) for seed in split_seeds(run)[1].values()}))
+    return str(sorted({str(seed) for seed in member.seeds.values()}))
 
 
-def _steps(runs: list[RunDir]) -> list[Step]:
+def _steps(members: list[Member]) -> list[Arm]:
     """Group runs by their settings and the runs that they build on; refuse one that builds on itself."""
-    by_path = {run.path.resolve(): run for run in runs}
+    by_path = {member.run.path.resolve(): member for member in members}
 
-    def key(run: RunDir, descendants: tuple[Path, ...] = ()) -> str:
-        path = run.path.resolve()
+    def key(member: Member, descendants: tuple[Path, ...] = ()) -> str:
+        path = member.run.path.resolve()
         if path in descendants:
-            raise UsageError(f"{run.path} builds on itself", "name another run as its start or teacher")
-        settings, _ = split_seeds(run)
-        own = {k: v for k, v in settings.items() if k != "start" and k.rsplit(".", 1)[-1] != "adapter"}
-        parents = {
-            name: key(by_path[parent], (*descendants, path)) if parent in by_path else str(parent)
-            for name, parent in _parents(run).items()
-        }
+            raise UsageError(f"{member.path} builds on itself", "name another run as its start or teacher")
+        own, parents = {}, {}
+        for name, value in member.settings.items():
+            if name != "start" and not name.endswith("adapter"):
+                own[name] = value
+        for name, parent in _parents(member.run).items():
+            known = by_path.get(parent)
+            parents[name] = key(known, (*descendants, path)) if known else str(parent)
         return as_key([own, parents])
 
-    groups = pool(runs, [key(run) for run in runs], [_seed_key(run) for run in runs])
-    return [Step(name, group) for name, group in groups.items()]
+    return pool(members, [key(member) for member in members], [_seed_key(member) for member in members])
 
 
-def _chains(steps: list[Step]) -> list[Chain]:
+def _chains(steps: list[Arm]) -> list[Chain]:
     """Return every chain of at least two steps, from a first step to one that no other starts from."""
-    step_of = {run.path.resolve(): step for step in steps for run in step.runs}
-    by_path = {run.path.resolve(): run for step in steps for run in step.runs}
-    start_of = {path: _parents(run).get(START) for path, run in by_path.items()}
-    chains: dict[tuple[int, ...], Chain] = {}
-    for path, run in by_path.items():
+    step_of = {member: step for step in steps for member in step.members}
+    by_path = {member.run.path.resolve(): member for member in step_of}
+    start_of = {path: _parents(member.run).get(START) for path, member in by_path.items()}
+    chains: dict[tuple[Arm, ...], Chain] = {}
+    for path, member in by_path.items():
         if path in start_of.values():
             continue
-        line = [run]
-        while (path := start_of[path]) in by_path:
-            line.insert(0, by_path[path])
-        chain = [step_of[r.path.resolve()] for r in line]
+        line, before = [member], start_of[path]
+        while before in by_path:
+            line.insert(0, by_path[before])
+            before = start_of[before]
+        chain = [step_of[run] for run in line]
         if len(chain) > 1:
-            chains.setdefault(tuple(map(id, chain)), Chain(chain, {})).lines[_seed_key(run)] = line
+            chains.setdefault(tuple(chain), Chain(chain, {})).lines[_seed_key(member)] = line
     return list(chains.values())
 
 
-def _figures(chain: Chain, seeds: Sequence[str], scores: Scores) -> dict[str, dict[str, np.ndarray]]:
-    """Return figure -> suite -> `(seeds, N)` values whose mean is the figure; empty if not measured."""
+def _figures(chain: Chain, seeds: Sequence[str], suites: dict[str, Suite]) -> tuple[Figure, Figure, Figure]:
+    """Return average, forgetting and backward transfer; empty where one is not measured."""
     # The runs of each step, one per seed.
-    runs_of = [[chain.lines[seed][step] for seed in seeds] for step in range(len(chain.steps))]
+    runs_of = []
+    for step in range(len(chain.steps)):
+        runs_of.append([chain.lines[seed][step] for seed in seeds])
     last = runs_of[-1]
-    learned_at = {step.learned: i for i, step in enumerate(chain.steps) if step.learned}
-    ends, forgetting, transfer = {}, {}, {}
+    learned_at = {name: step for step, name in enumerate(chain.learned)}
+    average: Figure = {}
+    forgetting: Figure = {}
+    transfer: Figure = {}
     is_complete = True
-    for name, suite in scores.suites.items():
+    for name, suite in suites.items():
         is_domain = name in learned_at
         if suite.role != "retention" and not is_domain:
             continue
-        end = scores.of(last, name)
+        end = _scores(last, name)
         if end is None:
             is_complete = False
             continue
-        ends[name] = end
+        average[name] = end
         # What it was before the last step: since it was learned, or from base on.
-        before = [] if is_domain else [scores.of(last, name, base=True)]
-        for runs in runs_of[learned_at.get(name, 0) : -1]:
-            before.append(scores.of(runs, name))
-        measured = [score for score in before if score is not None]
+        before = [] if is_domain else [_scores(last, name, "base")]
+        before += [_scores(runs, name) for runs in runs_of[learned_at.get(name, 0) : -1]]
+        measured = [scores for scores in before if scores is not None]
         if not before or len(measured) < len(before):
             continue
-        forgetting[name] = max(measured, key=lambda score: score.mean()) - end
+        forgetting[name] = max(measured, key=lambda scores: scores.mean()) - end
         if is_domain:
             transfer[name] = end - measured[0]
-    average = ends if is_complete else {}
-    return {"average": average, "forgetting": forgetting, "backward_transfer": transfer}
+    return average if is_complete else {}, forgetting, transfer
 
 
-def _difference(one: Chain, other: Chain, scores: Scores) -> dict[str, Any] | None:
-    """Return the differences between two chains that learned the same domains, paired by prompt and seed."""
+def _difference(one: Chain, other: Chain, suites: dict[str, Suite]) -> Difference:
+    """Return the differences between two chains that learned the same domains."""
     seeds = [seed for seed in one.lines if seed in other.lines]
-    if [s.learned for s in one.steps] != [s.learned for s in other.steps] or not seeds:
-        return None
-    a, b = (_figures(chain, seeds, scores) for chain in (one, other))
-    row: dict[str, Any] = {"of": one.name, "against": other.name, "seeds": len(seeds)}
-    for figure in ("average", "forgetting"):
-        comparable = a[figure] and a[figure].keys() == b[figure].keys()
-        changes = {name: x - b[figure][name] for name, x in a[figure].items()} if comparable else {}
-        row[figure] = scores.average(changes) if changes else None
-    return row
+    changes = []
+    pairs = zip(_figures(one, seeds, suites), _figures(other, seeds, suites), strict=True)
+    for ours, theirs in pairs:
+        change = {}
+        if ours.keys() == theirs.keys():
+            change = {name: ours[name] - theirs[name] for name in ours}
+        changes.append(_mean_of(change, suites))
+    average, forgetting, _ = changes
+    return Difference(one.name, other.name, len(seeds), average, forgetting)
 
 
-def _kept_rows(step: Step, steps: list[Step], scores: Scores) -> list[dict[str, Any]]:
-    """Return a step's share of each teacher's gain over base; each seed has its own teacher."""
-    owner = {run.path.resolve(): (other, run) for other in steps for run in other.runs}
+def _kept(steps: list[Arm], suites: dict[str, Suite]) -> list[Kept]:
+    """Return each step's share of each teacher's gain over base; each seed has its own teacher."""
+    owners = {member.run.path.resolve(): (step, member) for step in steps for member in step.members}
     rows = []
-    for name in [name for name in _parents(step.runs[0]) if name != START]:
-        owners = [owner[path] for run in step.runs if (path := _parents(run).get(name)) in owner]
-        suite = owners[0][0].learned if owners else None
-        if suite is None or len(owners) < len(step.runs):
-            continue
-        base, student = scores.of(step.runs, suite, base=True), scores.of(step.runs, suite)
-        teacher = scores.of([run for _, run in owners], suite)
-        if base is not None and teacher is not None and student is not None:
-            measured = scores.suites[suite]
-            states = stats.States(base, teacher, student, measured.floor_values(), measured.clusters)
-            share = stats.domain_retention(states)
-            row = {"step": step.name, "teacher": name, "suite": suite, "kept": share and share.as_dict()}
-            rows.append(row)
+    for step in steps:
+        for name in _parents(step.members[0].run):
+            places = [_parents(member.run).get(name) for member in step.members]
+            if name == START or any(place not in owners for place in places):
+                continue
+            found = [owners[place] for place in places if place]
+            suite = learned(found[0][0])
+            if suite is None:
+                continue
+            base, student = _scores(step.members, suite, "base"), _scores(step.members, suite)
+            teacher = _scores([member for _, member in found], suite)
+            if base is not None and teacher is not None and student is not None:
+                measured = suites[suite]
+                states = stats.States(base, teacher, student, measured.floor_values(), measured.clusters)
+                share = stats.domain_retention(states)
+                rows.append(Kept(step.name, name, suite, share and share.rounded()))
     return rows
 
 
-def _notes(steps: list[Step], chains: list[Chain], scores: Scores) -> list[str]:
-    notes = list(scores.notes)
+def _notes(steps: list[Arm], chains: list[Chain], suites: dict[str, Suite]) -> list[str]:
+    notes = []
     for step in steps:
-        if missing := [name for name in scores.suites if scores.of(step.runs, name) is None]:
+        if missing := [name for name in suites if _scores(step.members, name) is None]:
             notes.append(f"{step.name} is not measured on {', '.join(missing)}.")
     for chain in chains:
-        if behind := max(len(step.runs) for step in chain.steps) - len(chain.lines):
+        if behind := max(len(step.members) for step in chain.steps) - len(chain.lines):
             have, are = ("seeds have", "are") if behind > 1 else ("seed has", "is")
             missing_end = f"{behind} {have} not reached the last step"
             notes.append(f"{chain.name}: {missing_end} and {are} left out of the chain.")
-    return notes + seed_notes({len(c.lines) for c in chains} or {len(step.runs) for step in steps})
+    counts = {len(chain.lines) for chain in chains} or {len(step.members) for step in steps}
+    return notes + seed_notes(counts)
+
+
+def view(comparison: Comparison) -> View:
+    """Lay out steps that build on one another."""
+    names = ", ".join(step.name for step in comparison.steps)
+    suites = tables.named(comparison.suites)
+    all_tables = [_steps_table(comparison), _chains_table(comparison), _kept_table(comparison.kept)]
+    return View(
+        finding=finding(comparison),
+        lead=f"{names}: steps that build on one another, measured on {suites}.",
+        tables=tables.with_rows(all_tables),
+        details=[],
+    )
+
+
+def finding(comparison: Comparison) -> str:
+    """Name the difference of the first two chains at the end, or what one chain has forgotten."""
+    for change in comparison.differences:
+        if change.average:
+            size = tables.compared(change.average).format(change.against)
+            return f"{change.of} is {size} at the end, on average over all suites"
+    for chain in comparison.chains:
+        if chain.forgetting:
+            steps = f"after {len(chain.steps)} steps"
+            if chain.forgetting.low <= 0:
+                return f"No forgetting is shown {steps}"
+            amount = points(chain.forgetting.value).lstrip("+")
+            return f"{chain.name}: {amount} points are forgotten {steps}"
+    return "Steps that build on one another"
+
+
+def _steps_table(comparison: Comparison) -> Table:
+    suites = comparison.suites
+    rows = [["base", *[cell(comparison.base.get(name), SCORE) for name in suites]]]
+    for step in comparison.steps:
+        cells = [cell(step.scores.get(name), SCORE) for name in suites]
+        rows.append([tables.with_seeds(step.name, step.seeds), *cells])
+    caption = (
+        "The model's scores after each step. Brackets are 95 % intervals over prompts, and "
+        "over seeds if there are several."
+    )
+    columns = ["step", *[f"{name}\n{suite['role']}" for name, suite in suites.items()]]
+    return Table("After each step", columns, rows, caption)
+
+
+def _chains_table(comparison: Comparison) -> Table:
+    rows = []
+    for chain in comparison.chains:
+        figures = (chain.average, chain.forgetting, chain.backward_transfer)
+        rows.append([chain.name, *[cell(figure, SCORE) for figure in figures]])
+    for change in comparison.differences:
+        name = f"{change.of}\nminus {change.against}"
+        rows.append([name, cell(change.average, CHANGE), cell(change.forgetting, CHANGE), ""])
+    caption = (
+        "Average: the mean of all suites at the end. Forgetting: how far they lie below their best score "
+        "before the last step, including base's retention. Backward transfer: how far earlier domains have "
+        "moved since they were learned. Differences are in points, paired by prompt and seed."
+    )
+    return Table("Chains", ["chain", "average", "forgetting", "backward transfer"], rows, caption)
+
+
+def _kept_table(kept: list[Kept]) -> Table:
+    rows = [[row.step, row.teacher, row.suite, cell(row.kept)] for row in kept]
+    caption = (
+        "The step's share of the teacher's gain over base, or over a higher floor, on the suite that the "
+        "teacher learned."
+    )
+    return Table("Kept from each teacher", ["step", "teacher", "suite", "kept"], rows, caption)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from opdcl.sanitize import harmless
+
+if TYPE_CHECKING:
+    from opdcl.results.intervals import Estimate
 
 # Metrics in words; files and JSON keep the keys.
 METRIC_WORDS = {
@@ -54,24 +57,24 @@ DISTANCE = Unit("{:.3f}", name=" nats per token")
 NATS = Unit("{:.3f}", least=0.0)
 
 
-def interval(estimate: dict, unit: Unit = RATIO, between: str = " ") -> str:
+def interval(estimate: Estimate, unit: Unit = RATIO, between: str = " ") -> str:
     """Format an estimate with its interval, as `0.98 [0.84, 1.13]` or `47.3 % [42.1, 53.0]`."""
     return f"{value(estimate, unit)}{between}{bounds(estimate, unit)}"
 
 
-def value(estimate: dict, unit: Unit = RATIO) -> str:
+def value(estimate: Estimate, unit: Unit = RATIO) -> str:
     """Format an estimate without its interval, as `0.98`."""
-    return f"{unit.number(estimate['value'])}{unit.name}"
+    return f"{unit.number(estimate.value)}{unit.name}"
 
 
-def bounds(estimate: dict, unit: Unit = RATIO) -> str:
+def bounds(estimate: Estimate, unit: Unit = RATIO) -> str:
     """Format the interval of an estimate, as `[0.84, 1.13]`."""
-    return f"[{unit.number(estimate['low'])}, {unit.number(estimate['high'])}]"
+    return f"[{unit.number(estimate.low)}, {unit.number(estimate.high)}]"
 
 
-def cell(estimate: dict | None, unit: Unit = RATIO) -> str:
+def cell(estimate: Estimate | None, unit: Unit = RATIO) -> str:
     """Format an estimate over its interval; empty without one."""
-    return interval(estimate, unit, "\n") if estimate and estimate["value"] is not None else ""
+    return interval(estimate, unit, "\n") if estimate else ""
 
 
 def metric_words(metric: str) -> str:

@@ -8,7 +8,7 @@ waved through.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,11 @@ from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.load import load
 from opdcl.errors import GateError, InconclusiveError, OpdclError, UsageError
 from opdcl.results import stats
+from opdcl.results.closeness import Closeness
 from opdcl.results.format import DISTANCE, POINTS, interval
-from opdcl.results.scores import Suite, headline_of
+from opdcl.results.intervals import Estimate
+from opdcl.results.result_types import Summary
+from opdcl.results.scores import Suite
 from opdcl.results.status import FAULT, NO_DROP
 from opdcl.results.summary import Results
 from opdcl.results.verdict import why_no_domain_retention, why_no_recovery
@@ -29,7 +32,6 @@ from opdcl.rundir.verify import verify
 Record = dict[str, str]
 
 RATIOS = {"recovery": "R", "domain_retention": "D", "closeness": "C"}
-VALUES = ("value", "low", "high")
 
 # The difference that is found four times in five, in halves of its interval.
 FOUND = (1.96 + 0.84) / 1.96
@@ -38,19 +40,21 @@ FOUND = (1.96 + 0.84) / 1.96
 MOST_PROMPTS = 100_000
 
 
-def judge(gates: Mapping[str, Any], summary: dict[str, Any], suites: Sequence[Suite]) -> list[Record]:
+def judge(gates: Mapping[str, Any], results: Results) -> list[Record]:
     """Return what each gate of a workflow says about a run's stored scores.
 
     Raises:
         UsageError: `max_drop` names a suite that the run does not have.
     """
-    by_estimate = gates.get("bound") == "estimate"
-    required = {key: gates[key] for key in RATIOS if gates.get(key) is not None}
-    found = [_ratio(key, least, summary, suites, by_estimate) for key, least in required.items()]
+    summary, by_estimate = results.summary, gates.get("bound") == "estimate"
+    found = []
+    for key in RATIOS:
+        if gates.get(key) is not None:
+            found.append(_ratio(key, gates[key], results, by_estimate))
     if gates.get("max_drop") is not None:
-        found += _drops(gates["max_drop"], summary, suites, by_estimate)
-    if summary["status"] == FAULT:
-        found = [_undecided(record["gate"], f"{record['gate']}: {summary['verdict']}") for record in found]
+        found += _drops(gates["max_drop"], results, by_estimate)
+    if summary.findings.status == FAULT:
+        found = [_undecided(record["gate"], f"{record['gate']}: {summary.verdict}") for record in found]
     return found
 
 
@@ -58,13 +62,15 @@ def _undecided(gate: str, why: str) -> Record:
     return {"gate": gate, "outcome": "inconclusive", "sentence": why}
 
 
-def _decided(gate: str, excess: Sequence[float], by_estimate: bool, sentence: str) -> Record:
+def _decided(gate: str, excess: Estimate, by_estimate: bool, sentence: str) -> Record:
     """Judge by how far a requirement is exceeded: a value, and the two ends of its interval."""
-    decisive = excess[:1] if by_estimate else excess[1:]
+    lowest, highest = sorted((excess.low, excess.high))
+    if by_estimate:
+        lowest = highest = excess.value
     outcome = "inconclusive"
-    if all(end >= 0 for end in decisive):
+    if lowest >= 0:
         outcome = "passed"
-    elif all(end < 0 for end in decisive):
+    elif highest < 0:
         outcome = "missed"
     return {"gate": gate, "outcome": outcome, "sentence": sentence}
 
@@ -81,38 +87,37 @@ def refuse(verdicts: Sequence[Record], hint: str) -> None:
             raise error(f"gate {outcome}: {'; '.join(chosen)}", hint)
 
 
-def _ratio(
-    key: str, required: float, summary: dict[str, Any], suites: Sequence[Suite], by_estimate: bool
-) -> Record:
+def _ratio(key: str, required: float, results: Results, by_estimate: bool) -> Record:
     """Judge R, D or C, of which more is better."""
-    name, ratio = f"{key} ({RATIOS[key]})", summary[key]
-    if ratio and ratio["value"] is not None:
+    summary, findings, name = results.summary, results.summary.findings, f"{key} ({RATIOS[key]})"
+    near = summary.closeness
+    ratios = {
+        "recovery": findings.recovery,
+        "domain_retention": findings.domain_retention,
+        "closeness": near.c if near else None,
+    }
+    if ratio := ratios[key]:
+        excess = Estimate(ratio.value - required, ratio.low - required, ratio.high - required)
         sentence = f"{name} is {interval(ratio)}, required {required:g}"
-        return _decided(key, [ratio[k] - required for k in VALUES], by_estimate, sentence)
-    harm = summary["tests"]["recovered_minus_base"]
-    if key == "recovery" and summary["no_recovery_because"] == NO_DROP and harm and harm["high"] < 0:
+        return _decided(key, excess, by_estimate, sentence)
+    harm = summary.tests.changes.recovered_minus_base
+    if key == "recovery" and findings.no_recovery_because == NO_DROP and harm and harm.high < 0:
         sentence = f"{name} is not known, but recovered - base is {interval(harm, POINTS)}"
         return {"gate": key, "outcome": "missed", "sentence": sentence}
-    if key == "closeness":
-        why = (ratio or {}).get("why") or "it is not measured"
-    elif key == "domain_retention":
-        why = why_no_domain_retention(headline_of(suites).get("domain"))
-    elif summary["retention_status"] == "no measurable forgetting":
+    if key == "recovery" and findings.retention_status == "no measurable forgetting":
         sentence = f"{name}: there was no measurable forgetting to recover from"
         return {"gate": key, "outcome": "passed", "sentence": sentence}
-    else:
-        why = why_no_recovery(summary)
-    return _undecided(key, f"{name} is not known: {why}")
+    reasons = {
+        "recovery": why_no_recovery(summary),
+        "domain_retention": why_no_domain_retention(results.headline.get("domain")),
+        "closeness": near.why if near and near.why else "it is not measured",
+    }
+    return _undecided(key, f"{name} is not known: {reasons[key]}")
 
 
-def _drops(
-    limits: float | Mapping[str, float],
-    summary: Mapping[str, Any],
-    suites: Sequence[Suite],
-    by_estimate: bool,
-) -> Iterator[Record]:
+def _drops(limits: float | Mapping[str, float], results: Results, by_estimate: bool) -> list[Record]:
     """Judge how far the last measured state lies below base on each suite, and its distance to base."""
-    retention = {suite.name: suite for suite in suites if suite.role == "retention"}
+    retention = {suite.name: suite for suite in results.suites if suite.role == "retention"}
     if not isinstance(limits, Mapping):
         limits = dict.fromkeys(retention, limits)
     if unknown := sorted(limits.keys() - retention.keys() - {CLOSENESS}):
@@ -120,39 +125,42 @@ def _drops(
         raise UsageError(
             f"gates.max_drop names no retention suite of this run: {unknown[0]}", f"it has {known}"
         )
+    found = []
     for name, limit in limits.items():
         if name == CLOSENESS:
-            yield _distance(summary, limit, by_estimate)
+            found.append(_distance(results.summary.closeness, limit, by_estimate))
         else:
-            yield _drop(retention[name], limit, by_estimate)
-    if not limits:
-        yield _undecided("max_drop", "max_drop: no retention suite is measured")
+            found.append(judge_drop(retention[name], limit, by_estimate))
+    return found or [_undecided("max_drop", "max_drop: no retention suite is measured")]
 
 
-def _drop(suite: Suite, limit: float, by_estimate: bool) -> Record:
+def judge_drop(suite: Suite, limit: float, by_estimate: bool = False) -> Record:
+    """Judge how far the last measured state lies below base on a suite; `limit` is in points."""
     gate, state = f"max_drop {suite.name}", suite.latest
     if "base" not in suite.rows or state is None:
         fault = suite.faults[0] if suite.faults else "base and tuned are not both measured"
         return _undecided(gate, f"{suite.name}: {fault}")
-    change = vars(stats.difference(suite.values(state), suite.values("base"), suite.clusters))
-    prompts = len(suite.prompts)
+    change = stats.difference(suite.values(state), suite.values("base"), suite.clusters)
+    excess = Estimate(100 * change.value + limit, 100 * change.low + limit, 100 * change.high + limit)
+    prompts = len(suite.measured)
     said = f"{suite.name}: {state} - base is {interval(change, POINTS)}, n = {prompts}, allowed -{limit:g}"
-    value, low, high = (100 * change[key] for key in VALUES)
-    record = _decided(gate, [value + limit, low + limit, high + limit], by_estimate, said)
+    record = _decided(gate, excess, by_estimate, said)
     if record["outcome"] == "inconclusive":
-        record["sentence"] += f"; {_prompts_that_decide(prompts, (high - low) / 2, value + limit)}"
+        half_width = (excess.high - excess.low) / 2
+        record["sentence"] += f"; {_prompts_that_decide(prompts, half_width, excess.value)}"
     return record
 
 
-def _distance(summary: Mapping[str, Any], limit: float, by_estimate: bool) -> Record:
+def _distance(near: Closeness | None, limit: float, by_estimate: bool) -> Record:
     """Judge the distance to base, in nats per token."""
-    near, gate = summary["closeness"], "max_drop closeness"
-    state = next((s for s in ("recovered", "tuned") if near and near[s].get("distance")), None)
-    if state is None:
-        return _undecided(gate, "closeness is not measured: eval.closeness names its prompts")
-    found = near[state]["distance"]
-    said = f"closeness: {state} is {interval(found, DISTANCE)} from base, allowed {limit:g}"
-    return _decided(gate, [limit - found[k] for k in VALUES], by_estimate, said)
+    gate = "max_drop closeness"
+    for state in ("recovered", "tuned"):
+        if near and near.states[state]:
+            found = near.states[state]["distance"]
+            said = f"closeness: {state} is {interval(found, DISTANCE)} from base, allowed {limit:g}"
+            excess = Estimate(limit - found.value, limit - found.high, limit - found.low)
+            return _decided(gate, excess, by_estimate, said)
+    return _undecided(gate, "closeness is not measured: eval.closeness names its prompts")
 
 
 def _prompts_that_decide(prompts: int, half_width: float, excess: float) -> str:
@@ -162,8 +170,8 @@ def _prompts_that_decide(prompts: int, half_width: float, excess: float) -> str:
     return f"about {needed:,} prompts would decide"
 
 
-def judge_again(run: RunDir, file: Path) -> dict[str, Any]:
-    """Return a run's summary, with what the gates of a YAML file say about its stored scores.
+def judge_again(run: RunDir, file: Path) -> tuple[Summary, list[Record]]:
+    """Return a run's summary, and what the gates of a YAML file say about its stored scores.
 
     Raises:
         UsageError: There is no such file, or it sets no gate.
@@ -174,10 +182,10 @@ def judge_again(run: RunDir, file: Path) -> dict[str, Any]:
     required = load([str(file)])[0].gates.model_dump()
     if all(value is None for key, value in required.items() if key != "bound"):
         raise UsageError(f"{file} sets no gate", "gates: {max_drop: 5}")
-    if changed := next((finding for finding in verify(run) if not finding.ok), None):
-        message = f"{run.path}: {changed.what}: {changed.finding}; scores of something else prove nothing"
-        raise OpdclError(
-            message, f"opdcl verify {run.path}  # lists all; opdcl eval RUN --force measures again"
-        )
+    for check in verify(run):
+        if not check.ok:
+            message = f"{run.path}: {check.what}: {check.finding}; scores of something else prove nothing"
+            hint = f"opdcl verify {run.path}  # lists all; opdcl eval RUN --force measures again"
+            raise OpdclError(message, hint)
     results = Results(run)
-    return results.summary | {"gates": judge(required, results.summary, results.suites)}
+    return results.summary, judge(required, results)

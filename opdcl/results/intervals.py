@@ -44,8 +44,12 @@ class Estimate:
     low: float
     high: float
 
+    def rounded(self) -> Estimate:
+        """Return it as reports show it and decide by it, to six digits."""
+        return Estimate(round(self.value, 6), round(self.low, 6), round(self.high, 6))
+
     def as_dict(self) -> dict[str, float]:
-        return {k: round(v, 6) for k, v in asdict(self).items()}
+        return asdict(self.rounded())
 
 
 def mean(scores: np.ndarray, clusters: Clusters = None) -> Estimate:

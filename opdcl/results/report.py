@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from markupsafe import Markup
 
 from opdcl.hub import HUB_IDS
 from opdcl.results import format, report_tables
+from opdcl.results.intervals import Estimate
+from opdcl.results.notes import validations_of
+from opdcl.results.result_types import Summary
 from opdcl.results.samples import RULE, pick_examples, pick_samples, worst_samples
 from opdcl.results.scores import Suite, section
 from opdcl.results.status import STATES
@@ -21,6 +25,20 @@ from opdcl.rundir.files import write_atomic
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.records import read_metrics
 from opdcl.sanitize import harmless
+
+# Facts that a public card leaves out.
+PRIVATE = ("base", "adapter tuned", "adapter recovered")
+
+FILTERS = (
+    format.percent,
+    format.interval,
+    format.value,
+    format.bounds,
+    format.code,
+    format.fence,
+    format.quoted,
+    format.nats,
+)
 
 # Of the prompts on which the model falls below base, in a pull request.
 WORST_PROMPTS = 3
@@ -44,10 +62,8 @@ def write(results: Results) -> list[Path]:
 
     context = _context(results)
     figures = {
-        "loss": plots.finetune_loss(context["metrics"]["finetune"]),
-        "kl": plots.recovery_kl(context["metrics"]["recover"], _teachers(results.run)),
+        "kl": plots.recovery_kl(context["recovery"], _teachers(results.run)),
         "tradeoff": plots.tradeoff(results.summary),
-        "writing": plots.writing(results.summary),
     }
     texts = [
         render("report.md", context),
@@ -59,11 +75,15 @@ def write(results: Results) -> list[Path]:
     return list(results.run.reports)
 
 
-def pull_request(run: RunDir, summary: dict[str, Any]) -> str:
+def pull_request(run: RunDir, summary: Summary, gates: Sequence[Mapping[str, str]]) -> str:
     """Return the results as Markdown of about thirty lines, with the worst three prompts."""
     retention = Results(run).headline.get("retention")
-    worst = worst_samples(retention, WORST_PROMPTS) if retention else {}
-    page = {"summary": summary, "tables": report_tables.main_tables(summary), "worst": [], **worst}
+    page = {
+        "summary": summary,
+        "gates": gates,
+        "tables": report_tables.main_tables(summary),
+        "worst": worst_samples(retention, WORST_PROMPTS) if retention else None,
+    }
     return render("pull_request.md", page).strip() + "\n"
 
 
@@ -74,31 +94,30 @@ def card(run: RunDir, state: str, base: str, place: str, license: str | None, da
     """
     context = _context(Results(run))
     # The command and the paths may name private files, so a public card leaves them out.
-    private = ("base", "adapter tuned", "adapter recovered")
-    facts = {
-        name: value
-        for name, value in context["facts"].items()
-        if name not in private and not name.startswith("command")
-    }
+    facts = {}
+    for name, value in context["facts"].items():
+        if name not in PRIVATE and not name.startswith("command"):
+            facts[name] = value
     context |= {"card_state": state, "base_model": base, "adapter_path": place, "facts": facts}
     return _render_card(context, base, license, datasets)
 
 
 def _render_card(context: dict[str, Any], base: str, license: str | None, datasets: list[str]) -> str:
     """Render the model card; its metadata holds the scores of the state that it describes."""
-    state = context["card_state"]
-    scores = [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=harmless(name),
-            dataset_name=harmless(name),
-            metric_type=harmless(suite["metric"]),
-            metric_value=suite[state]["value"],
-            metric_name=harmless(f"{suite['metric']}, {state}, n = {suite['n']}"),
-        )
-        for name, suite in context["summary"]["suites"].items()
-        if state and suite[state]
-    ]
+    state, summary = context["card_state"], context["summary"]
+    scores = []
+    for name, suite in summary.suites.items():
+        if state in suite.states:
+            scores.append(
+                EvalResult(
+                    task_type="text-generation",
+                    dataset_type=harmless(name),
+                    dataset_name=harmless(name),
+                    metric_type=harmless(suite.metric),
+                    metric_value=suite.states[state].value,
+                    metric_name=harmless(f"{suite.metric}, {state}, n = {suite.n}"),
+                )
+            )
     metadata = ModelCardData(
         base_model=harmless(base),
         library_name="peft",
@@ -106,7 +125,7 @@ def _render_card(context: dict[str, Any], base: str, license: str | None, datase
         license=license and harmless(license),
         datasets=[harmless(name) for name in datasets] or None,
         tags=["lora", "peft", "opdcl", "on-policy-distillation"],
-        model_name=harmless(context["summary"]["name"]) if scores else None,
+        model_name=harmless(summary.name) if scores else None,
         eval_results=scores or None,
     )
     return f"---\n{metadata.to_yaml()}\n---\n\n{render('card.md', context)}"
@@ -114,23 +133,29 @@ def _render_card(context: dict[str, Any], base: str, license: str | None, datase
 
 def render(page: str, context: dict[str, Any]) -> str:
     """Render the template of an `md` or `html` page; strings are escaped unless they are `Markup`."""
-    kind = page.rsplit(".", 1)[1]
-    escape = harmless if kind == "html" else format.markdown
+    is_html = page.endswith(".html")
+    escape = harmless if is_html else format.markdown
+
+    def safe(value: Any) -> Any:
+        return escape(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=kind == "html",
+        autoescape=is_html,
         undefined=jinja2.StrictUndefined,
-        finalize=lambda v: escape(v) if isinstance(v, str) and not isinstance(v, Markup) else v,
+        finalize=safe,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = [format.percent, format.interval, format.value, format.bounds]
-    if kind == "md":
-        filters += [format.code, format.fence, format.quoted, format.nats]
-    environment.filters |= {f.__name__: lambda v, f=f: Markup(f(v)) for f in filters}
+    for filter in FILTERS:
+        environment.filters[filter.__name__] = _marked_up(filter)
     environment.filters["unbroken"] = format.unbroken
     environment.globals |= {"states": STATES, "missing": MISSING, "sample_rule": RULE}
     return environment.get_template(f"{page}.j2").render(context)
+
+
+def _marked_up(filter: Callable[[Any], str]) -> Callable[[Any], Markup]:
+    return lambda value: Markup(filter(value))
 
 
 def _context(results: Results) -> dict[str, Any]:
@@ -142,12 +167,18 @@ def _context(results: Results) -> dict[str, Any]:
     name = str(base["id"] or "unknown")
     base_model, tuned = _public(name), run.stage_record("finetune").get("tuned_model")
     adapters = manifest.get("adapters") or {}
-    metrics = {stage: _metrics(run, stage) for stage in ("finetune", "recover")}
-    losses = [row["loss"] for row in metrics["finetune"] if row.get("loss") is not None]
-    validations = [row for row in metrics["recover"] if row.get("validation")]
-    states = {state for suite in results.suites for state in suite.rows}
+    recovery = _metrics(run, "recover")
+    losses = [row["loss"] for row in _metrics(run, "finetune") if row.get("loss") is not None]
+    validations = [row for row in recovery if row.get("validation")]
     samples = {suite.name: groups for suite in headline.values() if (groups := pick_samples(suite))}
-    heading, sentence = split(summary["verdict"])
+    heading, sentence = split(summary.verdict)
+    latest = adapter_path = None
+    for state in ("tuned", "recovered"):
+        if any(state in suite.rows for suite in results.suites):
+            latest = state
+    for state in STATES:
+        if state in adapters:
+            adapter_path = adapters[state].get("path")
     return {
         "summary": summary,
         "heading": heading,
@@ -160,20 +191,20 @@ def _context(results: Results) -> dict[str, Any]:
         "details": report_tables.detail_tables(summary),
         "examples": pick_examples(samples),
         "samples": samples,
-        "metrics": metrics,
+        "recovery": recovery,
         "loss_ends": losses[:1] + losses[-1:],
         "validations": validations,
-        "best_step": max((r["step"] for r in validations if r["validation"].get("best")), default=None),
+        "best_step": validations_of(recovery)[1],
         "manifest": manifest,
         "base": base,
         # The model that the adapters are for, and if that was tuned as a whole, its base.
         "base_model": _public(tuned["id"]) if tuned else base_model,
         "its_base": base_model if tuned else "",
         "facts": _facts(run, manifest, base, adapters),
-        "card_state": next((state for state in ("recovered", "tuned") if state in states), None),
+        "card_state": latest,
         "embedded": EMBEDDED.format(base_model) if name in HUB_IDS else "",
         "quantized": QUANTIZED.format(base_model, base["quantization"]) if base["quantization"] else "",
-        "adapter_path": next((adapters[s].get("path") for s in reversed(STATES) if s in adapters), None),
+        "adapter_path": adapter_path,
     }
 
 
@@ -182,61 +213,62 @@ def _public(model: str) -> str:
     return HUB_IDS.get(model, Path(model).name if Path(model).is_absolute() else model)
 
 
-def _ratios(summary: dict, domain: Suite | None) -> list[dict[str, Any]]:
+def _ratios(summary: Summary, domain: Suite | None) -> list[dict[str, Any]]:
     """Return R, D and C with what they mean, or why there is none."""
+    findings, near = summary.findings, summary.closeness
     recovered = "Share of the lost score that came back, counted from tuned or the floor, whichever is higher"
+    if raw := different_raw(findings.recovery, findings.recovery_raw):
+        recovered += f"; from tuned alone, {raw}"
     kept = "Share of the domain gain that was kept, counted from base or the floor, whichever is higher"
+    if raw := different_raw(findings.domain_retention, findings.domain_retention_raw):
+        kept += f"; from base alone, {raw}"
     gone = (
         "Share of the distance to base that is gone, token by token, counted from tuned or from base's "
         "answers to other prompts, whichever is nearer"
     )
-    near = summary["closeness"]
-
-    def ratio(name: str, key: str, meaning: str, why: str, start: str = "") -> dict[str, Any]:
-        estimate = summary[key] if summary[key] and summary[key]["value"] is not None else None
-        raw = different_raw(summary, key) if start else ""
-        meaning += f"; from {start} alone, {raw}." if raw else "."
-        return {"name": name, "meaning": meaning, "estimate": estimate, "why": why}
-
-    return [
-        ratio("Recovery R", "recovery", recovered, why_no_recovery(summary), "tuned"),
-        ratio("Domain retention D", "domain_retention", kept, why_no_domain_retention(domain), "base"),
-        *([ratio("Closeness C", "closeness", gone, near["why"])] if near else []),
+    no_domain = why_no_domain_retention(domain)
+    ratios = [
+        _ratio("Recovery R", recovered, findings.recovery, why_no_recovery(summary)),
+        _ratio("Domain retention D", kept, findings.domain_retention, no_domain),
     ]
+    if near:
+        ratios.append(_ratio("Closeness C", gone, near.c, near.why))
+    return ratios
+
+
+def _ratio(name: str, meaning: str, estimate: Estimate | None, why: str | None) -> dict[str, Any]:
+    return {"name": name, "meaning": f"{meaning}.", "estimate": estimate, "why": why}
 
 
 def _facts(run: RunDir, manifest: dict, base: dict, adapters: dict) -> dict[str, str]:
     """Return what a reader needs to repeat the run and to check that the result is the same."""
+    commands = manifest.get("commands") or [manifest.get("command", "")]
+    facts = {"command": commands[0]}
+    if len(commands) > 1:
+        facts = {f"command {number}": command for number, command in enumerate(commands, 1)}
     versions = {"opdcl": manifest["opdcl"], **(manifest.get("versions") or {})}
-    seeds = {stage: section(run, stage).get("seed") for stage in ("finetune", "recover")}
+    facts["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     device = manifest["device"] or {}
-    cores, size = device.get("cores"), device.get("memory_bytes")
-    cpu_and_memory = [cores and f"{cores} cores", size and format.memory(size)]
-    hardware = [device.get("name"), device.get("dtype"), *cpu_and_memory]
-    weights = " at ".join(str(base[key]) for key in ("id", "revision") if base[key])
+    hardware = [device.get("name"), device.get("dtype")]
+    if device.get("cores"):
+        hardware.append(f"{device['cores']} cores")
+    if device.get("memory_bytes"):
+        hardware.append(format.memory(device["memory_bytes"]))
+    facts["device"] = ", ".join(filter(None, hardware))
+    seeds = {stage: section(run, stage).get("seed") for stage in ("finetune", "recover")}
+    facts["seeds"] = ", ".join(f"{stage} {seed}" for stage, seed in seeds.items() if seed is not None)
+    facts["base"] = " at ".join(str(base[key]) for key in ("id", "revision") if base[key])
+    if base["quantization"]:
+        facts["base"] += f", quantized ({base['quantization']})"
     before, after = base.get("fingerprint_before"), base.get("fingerprint_after")
-    check = f"CHANGED to {after}" if after else "not checked after"
-    facts = {
-        **_commands(manifest),
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
-        "device": ", ".join(filter(None, hardware)),
-        "seeds": ", ".join(f"{stage} {seed}" for stage, seed in seeds.items() if seed is not None),
-        "base": weights + (f", quantized ({base['quantization']})" if base["quantization"] else ""),
-        "base fingerprint": before
-        and f"{before}, {'identical before and after' if before == after else check}",
-    }
+    if before:
+        check = f"CHANGED to {after}" if after else "not checked after"
+        facts["base fingerprint"] = f"{before}, {'identical before and after' if before == after else check}"
     for state, adapter in adapters.items():
         facts[f"adapter {state}"] = f"{adapter.get('path', '')} sha256 {adapter.get('sha256', 'unknown')}"
-    facts["whole run, min:s"] = manifest.get("seconds") and format.clock(manifest["seconds"])
+    if manifest.get("seconds"):
+        facts["whole run, min:s"] = format.clock(manifest["seconds"])
     return {name: value for name, value in facts.items() if value}
-
-
-def _commands(manifest: dict) -> dict[str, str]:
-    """Return the commands that made the run, in order: one for each verb."""
-    commands = manifest.get("commands") or [manifest.get("command", "")]
-    if len(commands) == 1:
-        return {"command": commands[0]}
-    return {f"command {number}": command for number, command in enumerate(commands, 1)}
 
 
 def _teachers(run: RunDir) -> dict[str, str]:

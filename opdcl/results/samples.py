@@ -25,15 +25,12 @@ def pick_samples(suite: Suite) -> list[dict[str, Any]]:
     """Return prompts whose outcome the fine-tune changed, grouped by their outcome after recovery."""
     if not {"base", "tuned"} <= set(suite.rows):
         return []
-    # Several parts must all pass; one fractional score passes from a half on.
-    needed = 1.0 if any(len(parts) != 1 for parts in suite.parts("base")) else 0.5
-    shares, passed = {}, {}
-    for state in suite.rows:
-        shares[state] = [sum(parts) / max(len(parts), 1) for parts in suite.parts(state)]
-        passed[state] = [share >= needed for share in shares[state]]
+    shares, passed = _outcomes(suite)
     lost = suite.role == "retention"
-    outcomes = enumerate(zip(passed["base"], passed["tuned"], strict=True))
-    changed = [i for i, (base, tuned) in outcomes if base == lost and tuned != base]
+    changed = []
+    for i, (base, tuned) in enumerate(zip(passed["base"], passed["tuned"], strict=True)):
+        if base == lost and tuned != base:
+            changed.append(i)
     changed.sort(key=_readability(suite).__getitem__)
     title = "Lost by the fine-tune" if lost else "Learned by the fine-tune"
     groups = {title: changed}
@@ -50,6 +47,17 @@ def pick_samples(suite: Suite) -> list[dict[str, Any]]:
     return rows
 
 
+def _outcomes(suite: Suite) -> tuple[dict[str, list[float]], dict[str, list[bool]]]:
+    """Return the share of its score that each state reaches on each prompt, and whether it passes."""
+    # Several parts must all pass; one fractional score passes from a half on.
+    needed = 1.0 if any(len(parts) != 1 for parts in suite.parts("base")) else 0.5
+    shares, passed = {}, {}
+    for state in suite.rows:
+        shares[state] = [sum(parts) / max(len(parts), 1) for parts in suite.parts(state)]
+        passed[state] = [share >= needed for share in shares[state]]
+    return shares, passed
+
+
 def pick_examples(samples: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Take the first sample of each suite out of its groups, for the top of the report."""
     examples = []
@@ -59,23 +67,25 @@ def pick_examples(samples: dict[str, list[dict[str, Any]]]) -> list[dict[str, An
     return examples
 
 
-def worst_samples(suite: Suite, count: int) -> dict[str, Any]:
+def worst_samples(suite: Suite, count: int) -> dict[str, Any] | None:
     """Return the prompts on which the last measured state falls furthest below base, and how many do."""
     state = suite.latest
     if state is None or "base" not in suite.rows:
-        return {}
+        return None
     gaps = suite.values(state) - suite.values("base")
     order = [int(i) for i in gaps.argsort(kind="stable") if gaps[i] < 0]
-    rows = [
-        {
-            "prompt": _line(_question(suite.measured[i]), SHORT_PROMPT),
-            "state": state,
-            "answer": _line(suite.rows[state][i].get("response"), SHORT_ANSWER),
-            "base": _line(suite.rows["base"][i].get("response"), SHORT_ANSWER),
-        }
-        for i in order[:count]
-    ]
-    return {"worst": rows, "lost": len(order), "total": len(gaps), "suite": suite.name}
+    rows = []
+    for i in order[:count]:
+        base, answer = suite.rows["base"][i], suite.rows[state][i]
+        rows.append(
+            {
+                "prompt": _line(_question(base), SHORT_PROMPT),
+                "state": state,
+                "answer": _line(answer.get("response"), SHORT_ANSWER),
+                "base": _line(base.get("response"), SHORT_ANSWER),
+            }
+        )
+    return {"prompts": rows, "lost": len(order), "total": len(gaps), "suite": suite.name}
 
 
 def _question(row: dict[str, Any]) -> str:
@@ -98,16 +108,19 @@ def _line(text: Any, longest: int) -> str:
 
 def _readability(suite: Suite) -> list[tuple[bool, bool, int, int]]:
     """Return a sort key per prompt, by `RULE`."""
-    answers = [str(row.get("response") or "") for row in suite.rows["base"]]
     # Whether an answer of any state was truncated or repeats itself, where that is recorded.
-    unclean = np.zeros(len(answers), bool)
+    unclean = np.zeros(len(suite.measured), bool)
     for state in suite.rows:
         written = writing.values(suite, state)
-        unclean |= (written.get("ended", np.ones(1)) < 1) | (written.get("repetition", np.zeros(1)) > 0)
-    return [
-        (bool(unclean[i]), len(answer.split()) < FEWEST_WORDS, len(answer), i)
-        for i, answer in enumerate(answers)
-    ]
+        if "ended" in written:
+            unclean |= written["ended"] < 1
+        if "repetition" in written:
+            unclean |= written["repetition"] > 0
+    keys = []
+    for i, row in enumerate(suite.rows["base"]):
+        answer = str(row.get("response") or "")
+        keys.append((bool(unclean[i]), len(answer.split()) < FEWEST_WORDS, len(answer), i))
+    return keys
 
 
 def _sample(suite: Suite, i: int, shares: dict[str, list], passed: dict[str, list]) -> dict[str, Any]:

@@ -22,6 +22,8 @@ PLAIN_WORDS = dict.fromkeys(("instructions", "instructions_quick", "ifeval"), "i
 # Results round their scores to six digits.
 ROUNDING = 1e-6
 
+Row = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class Suite:
@@ -30,11 +32,11 @@ class Suite:
     name: str
     role: str
     metric: str | None
-    results: dict[str, dict]
+    results: dict[str, Row]
     """State -> the content of `evals/<state>/<suite>.json`."""
-    rows: dict[str, list[dict]]
+    rows: dict[str, list[Row]]
     """State -> sample rows; row i is the same prompt in every state."""
-    unpaired: int
+    unpaired: int = 0
     """Number of prompts left out because a measured state did not answer them."""
     faults: list[str] = field(default_factory=list)
     """Which scores are no numbers; a state with one counts as not measured."""
@@ -44,24 +46,38 @@ class Suite:
         return set(self.rows) == set(STATES)
 
     @property
+    def missing(self) -> list[str]:
+        """The states that are not measured."""
+        return [state for state in STATES if state not in self.rows]
+
+    @property
     def latest(self) -> str | None:
         """The state that a user would ship: recovered, or tuned if nothing is recovered."""
-        return next((state for state in ("recovered", "tuned") if state in self.rows), None)
+        for state in ("recovered", "tuned"):
+            if state in self.rows:
+                return state
+        return None
 
     @property
     def floor(self) -> float | None:
         """The best headline score of a content-free answer, or None if it was not measured."""
-        answers = [scores for r in self.results.values() for scores in (r.get("floor") or {}).values()]
-        return max((scores[self.metric] for scores in answers if self.metric in scores), default=None)
+        scores = []
+        for result in self.results.values():
+            for answer in (result.get("floor") or {}).values():
+                if self.metric in answer:
+                    scores.append(answer[self.metric])
+        return max(scores, default=None)
 
     @property
     def floor_is(self) -> str:
         """What reaches the floor, as texts name it: a content-free answer, or in multiple choice a guess."""
-        by_chance = any("chance" in (r.get("floor") or {}) for r in self.results.values())
-        return "a guess" if by_chance else "a content-free answer"
+        for result in self.results.values():
+            if "chance" in (result.get("floor") or {}):
+                return "a guess"
+        return "a content-free answer"
 
     @property
-    def measured(self) -> list[dict]:
+    def measured(self) -> list[Row]:
         """The rows of the first measured state, which tell of the prompts."""
         return next(iter(self.rows.values()), [])
 
@@ -73,11 +89,37 @@ class Suite:
     @property
     def description(self) -> dict[str, Any]:
         """Role, metric and number of prompts, as comparisons list a suite."""
-        return {"role": self.role, "metric": self.metric, "n": len(self.prompts)}
+        return {"role": self.role, "metric": self.metric, "n": len(self.measured)}
 
     @property
     def plain(self) -> str:
         return PLAIN_WORDS.get(self.name, self.name)
+
+    @property
+    def clusters(self) -> np.ndarray | None:
+        """The cluster of each prompt, such as the fact that a question is about; None if all differ.
+
+        The same prompt twice is one cluster: it has the same answer. The same answer to two prompts is none:
+        many questions about different things are answered by yes, or by two.
+        """
+        ids: dict[str, int] = {}
+        clusters = []
+        for row in self.measured:
+            name = f"cluster {row['cluster']}" if row.get("cluster") else row["prompt"]
+            clusters.append(ids.setdefault(name, len(ids)))
+        return np.array(clusters) if len(ids) < len(clusters) else None
+
+    @property
+    def groups(self) -> list[str]:
+        """The groups of prompts that are told apart, such as `seen` and `unseen`."""
+        return sorted({row["group"] for row in self.measured if row.get("group")})
+
+    def only(self, group: str) -> Suite:
+        """Return the suite on the prompts of one group, without results that hold for all prompts."""
+        chosen = {}
+        for state, rows in self.rows.items():
+            chosen[state] = [row for row in rows if row.get("group") == group]
+        return replace(self, rows=chosen, results={})
 
     def parts(self, state: str) -> list[list[float]]:
         """Return the headline scores of each prompt: usually one; several at IFEval's instruction level."""
@@ -88,43 +130,16 @@ class Suite:
         """Return `(N,)` numbers whose mean is the metric: prompts with more parts weigh more."""
         return _weighted(self.parts(state))
 
-    @property
-    def clusters(self) -> np.ndarray | None:
-        """The cluster of each prompt, such as the fact that a question is about; None if all differ.
-
-        The same prompt twice is one cluster: it has the same answer. The same answer to two prompts is none:
-        many questions about different things are answered by yes, or by two.
-        """
-        names = [
-            f"cluster {row['cluster']}" if row.get("cluster") else row["prompt"] for row in self.measured
-        ]
-        ids = {name: i for i, name in enumerate(dict.fromkeys(names))}
-        return np.array([ids[name] for name in names]) if len(ids) < len(names) else None
-
-    @property
-    def groups(self) -> list[str]:
-        """The groups of prompts that are told apart, such as `seen` and `unseen`."""
-        return sorted({row["group"] for row in self.measured if row.get("group")})
-
-    def only(self, group: str) -> Suite:
-        """Return the suite on the prompts of one group."""
-        chosen = {}
-        for state, rows in self.rows.items():
-            chosen[state] = [row for row in rows if row.get("group") == group]
-        return replace(self, rows=chosen)
-
     def floor_values(self) -> np.ndarray | None:
         """Return the `(N,)` scores of the best content-free answer, or None if they were not stored."""
-        floors = []
+        best = None
         for rows in self.rows.values():
-            stored = [row["floor"] for row in rows if "floor" in row]
-            if len(stored) == len(rows):
-                floors.append(_weighted(_parts(stored)))
-        return max(floors, key=lambda scores: float(scores.mean()), default=None)
-
-    def states(self) -> States | None:
-        """Return the scores of base, tuned and recovered, or None unless all three are measured."""
-        return states_of([self])
+            if any("floor" not in row for row in rows):
+                continue
+            scores = _weighted(_parts(row["floor"] for row in rows))
+            if best is None or scores.mean() > best.mean():
+                best = scores
+        return best
 
 
 def stacked(columns: Sequence[Any]) -> np.ndarray:
@@ -135,14 +150,17 @@ def stacked(columns: Sequence[Any]) -> np.ndarray:
 
 def values_of(suites: Sequence[Suite], state: str) -> np.ndarray | None:
     """Return a state's scores on one suite in one or several runs, or None unless all are measured."""
-    measured = [suite.values(state) for suite in suites if state in suite.rows]
-    return stacked(measured) if measured and len(measured) == len(suites) else None
+    if not suites or any(state not in suite.rows for suite in suites):
+        return None
+    return stacked([suite.values(state) for suite in suites])
 
 
 def floors_of(suites: Sequence[Suite]) -> np.ndarray | None:
     """Return the scores of the best content-free answer in one or several runs, or None if one has none."""
-    stored = [floor for suite in suites if (floor := suite.floor_values()) is not None]
-    return stacked(stored) if stored and len(stored) == len(suites) else None
+    floors = [suite.floor_values() for suite in suites]
+    if not floors or any(floor is None for floor in floors):
+        return None
+    return stacked(floors)
 
 
 def states_of(suites: Sequence[Suite]) -> States | None:
@@ -153,22 +171,30 @@ def states_of(suites: Sequence[Suite]) -> States | None:
     return States(base, tuned, recovered, floors_of(suites), suites[0].clusters)
 
 
+def _as_list(score: Any) -> list[Any]:
+    return score if isinstance(score, list) else [score]
+
+
 def _parts(scores: Iterable[Any]) -> list[list[float]]:
     parts = []
     for score in scores:
-        several = score if isinstance(score, list) else [score]
-        parts.append([float(part) for part in several])
+        parts.append([float(part) for part in _as_list(score)])
     return parts
 
 
 def _weighted(parts: list[list[float]]) -> np.ndarray:
-    return np.array([sum(p) for p in parts]) * len(parts) / sum(len(p) for p in parts)
+    sums = np.array([sum(of_prompt) for of_prompt in parts])
+    count = sum(len(of_prompt) for of_prompt in parts)
+    return sums * len(parts) / count
 
 
 def load_suites(run: RunDir) -> list[Suite]:
     """Load every suite that is configured or measured, in the order of the configuration."""
     evaluation = section(run, "eval")
-    roles = {suite: role for role in ROLES for suite in evaluation.get(role) or []}
+    roles = {}
+    for role in ROLES:
+        for name in evaluation.get(role) or []:
+            roles[name] = role
     for path in sorted(run.evals.glob("*/*.json")):
         if path.parent.name in STATES and path.stem != CLOSENESS:
             roles.setdefault(path.stem, str(read_result(path).get("role", "control")))
@@ -177,54 +203,74 @@ def load_suites(run: RunDir) -> list[Suite]:
 
 def headline_of(suites: Sequence[Suite]) -> dict[str, Suite]:
     """Return the first retention suite and the first domain suite, by role; the verdict depends on them."""
-    first = {suite.role: suite for suite in reversed(suites)}
-    return {role: first[role] for role in HEADLINE_ROLES if role in first}
+    headline: dict[str, Suite] = {}
+    for suite in suites:
+        if suite.role in HEADLINE_ROLES:
+            headline.setdefault(suite.role, suite)
+    return headline
 
 
 def load_suite(run: RunDir, name: str, role: str) -> Suite:
     """Load one suite's results; without any, a suite without rows."""
-    results: dict[str, dict] = {}
-    answers: dict[str, dict[tuple, dict]] = {}
+    results: dict[str, Row] = {}
+    answers: dict[str, dict[tuple, Row]] = {}
     faults: list[str] = []
     for state in STATES:
         if not run.eval_result(state, name).exists():
             continue
         result = read_result(run.eval_result(state, name))
         rows = read_samples(run.eval_samples(state, name))
-        wrong = {row["doc_id"]: fault for row in rows if (fault := _score_fault(row, result["metric"]))}
-        if wrong:
-            (prompt, fault), *more = wrong.items()
-            others = f" (and those of {len(more)} more prompts)" if more else ""
-            faults.append(f"{name}, {state}: the score of prompt {prompt} is {fault}{others}")
-        elif mismatch := _mismatch(rows, result):
-            faults.append(f"{name}, {state}: {mismatch}")
-        # Each task of a group counts its documents from 0, so the prompt is part of the key.
-        elif by_key := {(row["doc_id"], row["prompt"]): row for row in rows}:
-            results[state], answers[state] = result, by_key
+        fault = _wrong_scores(rows, result["metric"]) or _mismatch(rows, result)
+        if fault:
+            faults.append(f"{name}, {state}: {fault}")
+        elif rows:
+            results[state] = result
+            # Each task of a group counts its documents from 0, so the prompt is part of the key.
+            answers[state] = {(row["doc_id"], row["prompt"]): row for row in rows}
     if not results:
-        return Suite(name, role, None, {}, {}, 0, faults)
-    asked = [set(by_key) for by_key in answers.values()]
+        return Suite(name, role, None, {}, {}, faults=faults)
+    asked = [set(by_prompt) for by_prompt in answers.values()]
     shared = set.intersection(*asked)
     if not shared:
         problem = f"{' and '.join(results)} have no prompt in common, so they cannot be compared"
         raise UsageError(f"suite {name}: {problem}", f"opdcl eval {run.path} --force")
     order = sorted(shared, key=lambda key: (str(type(key[0])), *key))
     paired = {}
-    for state, by_key in answers.items():
-        paired[state] = [by_key[key] for key in order]
+    for state, by_prompt in answers.items():
+        paired[state] = [by_prompt[key] for key in order]
     first = next(iter(results.values()))
     return Suite(
-        name,
-        str(first.get("role", role)),
-        first["metric"],
-        results,
-        paired,
-        len(set.union(*asked)) - len(shared),
-        faults,
+        name=name,
+        role=str(first.get("role", role)),
+        metric=first["metric"],
+        results=results,
+        rows=paired,
+        unpaired=len(set.union(*asked)) - len(shared),
+        faults=faults,
     )
 
 
-def _mismatch(rows: list[dict[str, Any]], result: dict[str, Any]) -> str:
+def _wrong_scores(rows: list[Row], metric: str) -> str:
+    """Name the first prompt whose score or floor is no number, and count the others; empty without one."""
+    wrong = {}
+    for row in rows:
+        scores = [*_as_list(row.get("scores", {}).get(metric)), *_as_list(row.get("floor", 0))]
+        for score in scores:
+            if not _is_number(score):
+                wrong[row["doc_id"]] = "missing" if score is None else f"{score}, not a number"
+                break
+    if not wrong:
+        return ""
+    prompt, fault = next(iter(wrong.items()))
+    others = f" (and those of {len(wrong) - 1} more prompts)" if len(wrong) > 1 else ""
+    return f"the score of prompt {prompt} is {fault}{others}"
+
+
+def _is_number(score: Any) -> bool:
+    return isinstance(score, int | float) and math.isfinite(score)
+
+
+def _mismatch(rows: list[Row], result: Row) -> str:
     """Say how the samples of a result contradict its own number of answers or scores; empty if they agree."""
     n = result["n"]
     if len(rows) != n:
@@ -233,29 +279,14 @@ def _mismatch(rows: list[dict[str, Any]], result: dict[str, Any]) -> str:
         scores = [row["scores"].get(metric) for row in rows]
         if metric != result["metric"] and scores.count(None) == n:
             continue  # its samples do not keep it
-        found = _mean(scores)
-        if found is None or not isinstance(recorded, int | float) or abs(found - recorded) > ROUNDING:
-            said = "no number" if found is None else f"{found:.6g}"
-            return f"its answers give {metric} as {said}, and its result says {recorded}"
-    return ""
-
-
-def _mean(scores: list[Any]) -> float | None:
-    """Return the mean over prompts, or over all parts where a prompt has a list; None if one is no number."""
-    parts = [part for score in scores for part in (score if isinstance(score, list) else [score])]
-    if not parts or not all(isinstance(part, int | float) for part in parts):
-        return None
-    return float(sum(parts)) / len(parts)
-
-
-def _score_fault(row: dict[str, Any], metric: str) -> str:
-    """Say what is wrong with the score of a sample, or with its floor; empty if both are numbers."""
-    for score in (row.get("scores", {}).get(metric), row.get("floor", 0)):
-        for part in score if isinstance(score, list) else [score]:
-            if part is None:
-                return "missing"
-            if not isinstance(part, int | float) or not math.isfinite(part):
-                return f"{part}, not a number"
+        parts: list[Any] = []
+        for score in scores:
+            parts += _as_list(score)
+        if not parts or not all(isinstance(part, int | float) for part in parts):
+            return f"its answers give {metric} as no number, and its result says {recorded}"
+        found = float(sum(parts)) / len(parts)
+        if not isinstance(recorded, int | float) or abs(found - recorded) > ROUNDING:
+            return f"its answers give {metric} as {found:.6g}, and its result says {recorded}"
     return ""
 
 

@@ -27,6 +27,7 @@ from opdcl.results.intervals import (
     ratio,
     student,
 )
+from opdcl.results.plain import Spread
 from opdcl.results.status import (
     FLOOR_REASONS,
     HALF_OF_THE_GAIN,
@@ -40,7 +41,16 @@ from opdcl.results.status import (
     both_halves,
 )
 
-__all__ = ["Clusters", "Estimate", "clustered_mean", "difference", "mean", "mean_over", "ratio"]
+__all__ = [
+    "Clusters",
+    "Estimate",
+    "clustered_mean",
+    "difference",
+    "mean",
+    "mean_over",
+    "pass_or_fail",
+    "ratio",
+]
 
 # The share of repetitions in which a detectable difference is found.
 POWER = 0.8
@@ -72,9 +82,6 @@ class NonInferiority:
     at_most: float
     """How much worse it is at most, with 95 % confidence; below zero if it is measurably better."""
 
-    def as_dict(self) -> dict[str, Any]:
-        return {"shown": self.shown, "margin": self.margin, "at_most": round(self.at_most, 6)}
-
 
 def non_inferiority(
     model: np.ndarray,
@@ -84,7 +91,7 @@ def non_inferiority(
 ) -> NonInferiority:
     """Test whether a model is less than `margin` worse than its reference, with 95 % confidence."""
     at_most = -difference(model, reference, clusters).low
-    return NonInferiority(margin, at_most < margin, at_most)
+    return NonInferiority(margin, at_most < margin, round(at_most, 6))
 
 
 def place(
@@ -238,28 +245,46 @@ def _domain_retention(states: States, start: np.ndarray) -> Estimate | None:
     return ratio(states.recovered - start, states.tuned - start, states.clusters)
 
 
-def outcome(retention: States | None, domain: States | None, written_alike: bool = True) -> dict[str, Any]:
-    """Return the status of both halves and of the run, and R and D, each from the floor and raw.
+@dataclass(frozen=True)
+class Findings(Spread):
+    """What is shown of a run or an arm: the statuses, and R and D, each from the floor and raw."""
+
+    status: str
+    retention_status: RetentionStatus
+    domain_status: DomainStatus
+    recovery: Estimate | None = None
+    recovery_raw: Estimate | None = None
+    no_recovery_because: str | None = "not measured"
+    non_inferiority: NonInferiority | None = None
+    domain_retention: Estimate | None = None
+    domain_retention_raw: Estimate | None = None
+
+
+def findings(retention: States | None, domain: States | None, written_alike: bool = True) -> Findings:
+    """Return the statuses of both halves and of the run, and R and D.
 
     Args:
         written_alike: Whether recovered is shown to write as base does; without it, nothing is `recovered`.
     """
-    kept: DomainStatus = domain_status_of(domain) if domain else "not measured"
-    found: RetentionStatus = status_of(retention) if retention else "not measured"
-    usable = None if found in FLOOR_REASONS else retention
+    found: RetentionStatus = "not measured"
+    kept: DomainStatus = "not measured"
+    shown: dict[str, Any] = {}
+    if retention:
+        found = status_of(retention)
+        shown["no_recovery_because"] = why_no_recovery(retention)
+        base, recovered = retention.base, retention.recovered
+        shown["non_inferiority"] = non_inferiority(recovered, base, retention.clusters)
+        if found not in FLOOR_REASONS:
+            shown["recovery"] = _rounded(recovery(retention))
+            shown["recovery_raw"] = _rounded(raw_recovery(retention))
     if found == "recovered" and not written_alike:
         found = "partly recovered"
-    r, raw = (f(usable) if usable else None for f in (recovery, raw_recovery))
-    d, raw_d = (f(domain) if domain else None for f in (domain_retention, raw_domain_retention))
-    margin = non_inferiority(retention.recovered, retention.base, retention.clusters) if retention else None
-    return {
-        "status": both_halves(found, kept),
-        "retention_status": found,
-        "domain_status": kept,
-        "recovery": r and r.as_dict(),
-        "recovery_raw": raw and raw.as_dict(),
-        "no_recovery_because": why_no_recovery(retention) if retention else "not measured",
-        "non_inferiority": margin and margin.as_dict(),
-        "domain_retention": d and d.as_dict(),
-        "domain_retention_raw": raw_d and raw_d.as_dict(),
-    }
+    if domain:
+        kept = domain_status_of(domain)
+        shown["domain_retention"] = _rounded(domain_retention(domain))
+        shown["domain_retention_raw"] = _rounded(raw_domain_retention(domain))
+    return Findings(both_halves(found, kept), found, kept, **shown)
+
+
+def _rounded(estimate: Estimate | None) -> Estimate | None:
+    return estimate.rounded() if estimate else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 STATES = ("base", "tuned", "recovered")
 ROLES = ("retention", "domain", "control")
@@ -51,15 +51,3 @@ def both_halves(retention: RetentionStatus, domain: DomainStatus) -> str:
     if (retention, domain) == ("recovered", "kept"):
         return "recovered and kept"
     return "not measured" if retention == domain == "not measured" else f"{retention}, domain {domain}"
-
-
-def by_closeness(closeness: dict[str, Any]) -> RetentionStatus | None:
-    """Return the outcome by how much of tuned's distance to base is gone; None if that is undefined.
-
-    `recovered`: as much of it is shown to be gone as of the domain's gain has to be left.
-    """
-    if closeness["value"] is None:
-        return None
-    if closeness["low"] >= MOST_OF_THE_GAIN:
-        return "recovered"
-    return "partly recovered" if closeness["low"] > 0 else "not shown"

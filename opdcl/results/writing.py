@@ -10,6 +10,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from opdcl.repetition import repetition
 from opdcl.results import stats
 from opdcl.results.scores import Suite, stacked
-from opdcl.results.stats import Clusters
+from opdcl.results.stats import Clusters, Estimate
 
 # How far the recovered model's share of answers that end, and of repeated 4-grams, may lie from base's, and
 # its mean length, as a share of base's.
@@ -28,6 +29,24 @@ FAMILIES = {"HIRAGANA": "CJK", "KATAKANA": "CJK"}
 
 # A word; in scripts that put no spaces between words, a character.
 WORD = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]|[^\s\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]+")
+
+
+@dataclass(frozen=True)
+class WritingTest(Estimate):
+    """Recovered minus base in one measure; of the length, relative to base's.
+
+    `shown`: the whole interval lies within the margin, so the two are shown to be alike. `different`: it
+    excludes zero. If both hold, they differ by less than matters.
+    """
+
+    base: float
+    recovered: float
+    margin: float
+    shown: bool
+    different: bool
+
+
+WritingTests = dict[str, WritingTest | None]
 
 
 def values(suite: Suite, state: str) -> dict[str, np.ndarray]:
@@ -45,13 +64,11 @@ def values(suite: Suite, state: str) -> dict[str, np.ndarray]:
     }
     # Where likelihoods were compared, the response is a choice, which nobody wrote.
     if rows and all(row.get("response") is not None and "likelihoods" not in row for row in rows):
-        answers = [row["response"] for row in rows]
-        columns["repetition"] = [repetition([WORD.findall(answer)]) for answer in answers]
-        references = [row.get("response") for row in suite.rows.get("base", rows)]
-        columns["script"] = [
-            script_of(answer) in ("", script_of(row["prompt"]), script_of(reference or ""))
-            for answer, row, reference in zip(answers, rows, references, strict=True)
-        ]
+        columns["repetition"] = [repetition([WORD.findall(row["response"])]) for row in rows]
+        columns["script"] = []
+        for row, reference in zip(rows, suite.rows.get("base", rows), strict=True):
+            expected = ("", script_of(row["prompt"]), script_of(reference.get("response") or ""))
+            columns["script"].append(script_of(row["response"]) in expected)
     return {
         name: np.array(column, float) for name, column in columns.items() if column and None not in column
     }
@@ -67,49 +84,52 @@ def measures(suites: Sequence[Suite], state: str) -> dict[str, np.ndarray]:
     return found
 
 
-def estimates(suite: Suite) -> dict[str, dict[str, dict[str, float]]]:
+def estimates(suite: Suite) -> dict[str, dict[str, Estimate]]:
     """Return state -> measure -> estimate of its mean over prompts."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    found: dict[str, dict[str, Estimate]] = {}
     for state in suite.rows:
         found[state] = {}
         for name, column in values(suite, state).items():
-            found[state][name] = stats.mean(column, suite.clusters).as_dict()
+            found[state][name] = stats.mean(column, suite.clusters).rounded()
     return found
 
 
-def compared_with_base(suites: Sequence[Suite]) -> dict[str, dict[str, Any] | None]:
+def compared_with_base(suites: Sequence[Suite]) -> WritingTests:
     """Return `equivalences` of recovered and base on one suite, or on the same one of several seeds."""
-    base, recovered = (measures(suites, state) for state in ("base", "recovered"))
-    return equivalences(base, recovered, suites[0].clusters if suites else None)
+    clusters = suites[0].clusters if suites else None
+    return equivalences(measures(suites, "base"), measures(suites, "recovered"), clusters)
 
 
 def equivalences(
     base: dict[str, np.ndarray], recovered: dict[str, np.ndarray], clusters: Clusters = None
-) -> dict[str, dict[str, Any] | None]:
-    """Test whether recovered writes as base does: two one-sided tests per measure; None if not measured.
-
-    `value` with its interval is the difference to base; for the length it is relative to base's. `shown`:
-    the whole interval lies within the margin, so the two are shown to be alike. `different`: it excludes
-    zero. If both hold, they differ by less than matters.
-    """
-    tests: dict[str, dict[str, Any] | None] = dict.fromkeys(MARGINS)
-    for name in MARGINS.keys() & base.keys() & recovered.keys():
-        ours, theirs, margin = recovered[name], base[name], MARGINS[name]
+) -> WritingTests:
+    """Test whether recovered writes as base does: two one-sided tests per measure; None if not measured."""
+    tests: WritingTests = {}
+    for name, margin in MARGINS.items():
+        tests[name] = None
+        if name not in base or name not in recovered:
+            continue
+        ours, theirs = recovered[name], base[name]
+        change: Estimate | None
         if name == "tokens":
             change = stats.ratio(ours - theirs, theirs, clusters)
         else:
             change = stats.difference(ours, theirs, clusters)
         if change:
-            levels = {"base": float(theirs.mean()), "recovered": float(ours.mean()), "margin": margin}
-            shown = -margin < change.low and change.high < margin
-            different = not change.low <= 0 <= change.high
-            tests[name] = {**levels, **change.as_dict(), "shown": shown, "different": different}
+            tests[name] = WritingTest(
+                **vars(change.rounded()),
+                base=float(theirs.mean()),
+                recovered=float(ours.mean()),
+                margin=margin,
+                shown=-margin < change.low and change.high < margin,
+                different=not change.low <= 0 <= change.high,
+            )
     return tests
 
 
-def alike(tests: dict[str, dict[str, Any] | None]) -> bool:
+def alike(tests: WritingTests) -> bool:
     """Return whether recovered is shown to write as base does, in all that was measured."""
-    return all(test["shown"] for test in tests.values() if test)
+    return all(test.shown for test in tests.values() if test)
 
 
 def script_of(text: str) -> str:

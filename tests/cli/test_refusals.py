@@ -26,7 +26,15 @@ WRONG = {
     "finetune x --learn 1e-4": ("did you mean --learning-rate?",),
     "finetune x --batch-size 4": ("did you mean --set finetune.batch_size=VALUE?",),
     "recover": ("SOURCE", "hint: opdcl recover runs/mine"),
-    "evaluate x": ("No such command 'evaluate'.\n", "opdcl eval --help  # did you mean eval?"),
+    "evaluate x": (
+        "No such command 'evaluate'.\n",
+        "opdcl eval runs/mine --domain test-rows.jsonl  # did you mean eval?",
+    ),
+    "quickstart": ("No such command 'quickstart'.\n", "hint: opdcl run quickstart"),
+    "run quickstart --set recover.steps 4": (
+        "--set 'recover.steps' is not KEY=VALUE",
+        "--set recover.steps=60",
+    ),
     "config schemas": ("opdcl config schema --help",),
     "config schema recover.los": ("no setting 'recover.los'", "did you mean recover.loss?"),
     "config validate quickstart --set eval.retention=[instructons]": (

@@ -34,6 +34,7 @@ HEAVY_MODULES = (
     "pipeline.dry_run",
     "pipeline.forecast",
     "results",
+    "deploy.browser",
     "deploy.chat",
     "__main__",
 )

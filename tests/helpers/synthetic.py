@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from opdcl.results import report
+from opdcl.results import compare, report
 from opdcl.results.status import STATES
 from opdcl.results.summary import Results
 from opdcl.rundir.layout import RunDir
@@ -135,3 +135,8 @@ def measure_fully(run: RunDir, state: str, suite: str, passes: int | set[int], n
 def pages(run: RunDir) -> dict[str, str]:
     """Write the report; return file name -> text."""
     return {path.name: path.read_text(encoding="utf-8") for path in report.write(Results(run))}
+
+
+def compared(runs: list[RunDir]) -> dict:
+    """Return the comparison of runs as its JSON has it."""
+    return compare.plain(compare.compare(runs))

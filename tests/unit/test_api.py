@@ -8,6 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from helpers.synthetic import measure
 from helpers.tiny import make_project
 
 import opdcl
@@ -15,6 +16,7 @@ from opdcl.arguments import question_suites
 from opdcl.console import Output
 from opdcl.errors import UsageError
 from opdcl.outcomes import Outcome, Result, Verification
+from opdcl.results.summary import Results
 from opdcl.results.tables import Table
 from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.layout import RunDir
@@ -62,7 +64,7 @@ def test_an_unknown_argument_is_refused(rows):
 
 
 def test_completion_shows_exactly_the_verbs():
-    verbs = "chat compare evaluate export finetune recover report run verify"
+    verbs = "chat chat_page compare evaluate export finetune recover report run verify"
     assert " ".join(dir(opdcl)) == verbs
     with pytest.raises(AttributeError, match=r"did you mean opdcl\.evaluate\?"):
         _ = opdcl.eval
@@ -189,28 +191,25 @@ def test_a_setting_without_its_section_is_suggested_in_full(rows):
     assert fault.value.hint == "did you mean finetune.epochs?"
 
 
-MEASURED = ("closeness", "recovery", "recovery_raw", "domain_retention", "domain_retention_raw")
-
-
 @pytest.mark.parametrize(
-    ("workflow", "states", "suites", "command"),
+    ("workflow", "states", "measured", "command"),
     [
-        ("name: mine", (), {"mine": {"recovered": {}}}, "opdcl run {}/workflow.yaml -o {}"),
-        ("", (), {}, "opdcl finetune ROWS.jsonl -o {}"),
-        ("", ("finetune",), {"mine": {"recovered": {}}}, "opdcl recover {}"),
-        ("", ("finetune", "recover"), {"mine": {"recovered": {}}}, "opdcl eval {} --domain TEST.jsonl"),
-        ("", ("finetune", "recover"), {"mine": {"recovered": {"value": 1}}}, "opdcl chat {}"),
+        ("name: mine", (), False, "opdcl run {}/workflow.yaml -o {}"),
+        ("", (), False, "opdcl finetune ROWS.jsonl -o {}"),
+        ("", ("finetune",), False, "opdcl recover {}"),
+        ("", ("finetune", "recover"), False, "opdcl eval {} --domain TEST.jsonl"),
+        ("", ("finetune", "recover"), True, "opdcl chat {}"),
     ],
 )
-def test_a_result_names_the_command_that_leads_on(tmp_path, workflow, states, suites, command):
+def test_a_result_names_the_command_that_leads_on(tmp_path, workflow, states, measured, command):
     run = RunDir(tmp_path)
     if workflow:
         write_atomic(run.workflow, workflow)
     for number, stage in enumerate(states, 1):
         write_json(run.stage(number, stage).record, {"status": "done"})
-    entry = {"n": 0, "floor": None, "metric": "", "role": "domain", "writing": {}}
-    summary = dict.fromkeys(MEASURED) | {"verdict": "fine", "faults": [], "notes": []}
-    result = Result(tmp_path, summary | {"suites": {name: entry | s for name, s in suites.items()}})
+    if measured:
+        measure(run, "recovered", {"mine": range(8)})
+    result = Result(tmp_path, Results(run).summary)
     assert result.notes[-1] == f"next: {command.replace('{}', str(tmp_path))}"
 
 

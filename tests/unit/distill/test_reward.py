@@ -18,7 +18,7 @@ from opdcl.config.workflow import Workflow
 from opdcl.data.chat import encode_prompt
 from opdcl.distill.losses import clipped_gradient, group_advantages, token_losses
 from opdcl.distill.prompts import read_recovery_source
-from opdcl.distill.reward import Reward, load_reward_task, reward_rows
+from opdcl.distill.reward import Reward, count_short_of_room, load_reward_task, reward_rows
 from opdcl.distill.schedule import plan_steps
 from opdcl.distill.teachers import Teacher
 from opdcl.errors import UsageError
@@ -400,3 +400,16 @@ def test_the_metric_by_default_is_the_suites_first(backbone):
     row, _ = reward._sources[0]
     assert row.prompt[-1]["role"] == "user"
     assert reward([Rollout(Prompt([1]), [2], [], True)]) in ([0.0], [1.0])
+
+
+@pytest.mark.parametrize(("room", "short"), [(2000, 0), (158, 1), (60, None)])
+def test_room_for_demonstrations_is_counted_beforehand(backbone, room, short):
+    teacher = taught({"kind": "live", "context": CONTEXT}, "general")
+    config = RecoverConfig(**SETTINGS, **teacher, max_new_tokens=30)
+    task = load_reward_task("instructions_train")
+    rows = reward_rows(config.reward, task)[:5]
+    if short is None:
+        with pytest.raises(UsageError, match="leaves no room for an answer within 60 tokens"):
+            count_short_of_room(config, rows, backbone.tokenizer, room)
+    else:
+        assert count_short_of_room(config, rows, backbone.tokenizer, room) == short

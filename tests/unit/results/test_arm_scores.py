@@ -2,15 +2,15 @@
 
 import numpy as np
 import pytest
-from helpers.synthetic import TUNED, N, alter, change, measure
+from helpers.synthetic import TUNED, N, alter, change, compared, measure
 
 from opdcl.results import compare, stats
+from opdcl.results.compare import view
 from opdcl.results.summary import summarise
-from opdcl.results.tables import view
 
 
 def test_an_arm_of_one_run_has_the_numbers_of_its_report(three):
-    comparison = compare.compare(three)
+    comparison = compared(three)
     for row, run in zip(comparison["arms"], three, strict=True):
         alone = summarise(run)
         assert row["retention"] == alone["suites"]["instructions"]["recovered"]
@@ -33,7 +33,7 @@ def test_a_second_domain_suite_that_all_runs_have_gets_its_own_table(three):
         change(run, "eval", domain=["handbook", "manual"])
         for state, k in (("base", 4), ("tuned", 36), ("recovered", passed[run.path.name])):
             measure(run, state, {"manual": range(k)})
-    (apart,) = compare.compare(three)["further"]
+    (apart,) = compared(three)["further"]
     assert {k: v for k, v in apart.items() if k != "arms"} == {
         "name": "manual",
         "role": "domain",
@@ -55,16 +55,16 @@ def test_a_second_domain_suite_that_all_runs_have_gets_its_own_table(three):
     ]
     for state in ("base", "tuned", "recovered"):
         measure(three[1], state, {"manual": range(36)}, prompt="Other prompt")
-    assert compare.compare(three)["further"] == []
+    assert compared(three)["further"] == []
 
 
 def test_shared_base_and_tuned_have_one_row_each_at_the_top(three):
-    comparison = compare.compare(three)
+    comparison = compared(three)
     assert [(r["name"], r["retention"]["value"], r["domain"]["value"]) for r in comparison["references"]] == [
         ("base", 0.8, 0.1),
         ("tuned", 0.2, 0.9),
     ]
-    assert [row[0].split("\n")[0] for row in view(comparison).tables[0].rows] == [
+    assert [row[0].split("\n")[0] for row in view(compare.compare(three)).tables[0].rows] == [
         "base",
         "tuned",
         "ours",
@@ -76,7 +76,7 @@ def test_shared_base_and_tuned_have_one_row_each_at_the_top(three):
 
 def test_different_tuned_models_have_a_row_each_and_a_note(make):
     runs = [make("a", 28, 32), make("b", 28, 32, tuned=TUNED | {"instructions": range(9)}, steps=9)]
-    comparison = compare.compare(runs)
+    comparison = compared(runs)
     assert [r["name"] for r in comparison["references"]] == ["base", "tuned of a", "tuned of b"]
     assert [r["retention"]["value"] for r in comparison["references"]] == pytest.approx([0.8, 0.2, 9 / 40])
     assert any("2 different results of tuned" in note for note in comparison["notes"])
@@ -84,7 +84,7 @@ def test_different_tuned_models_have_a_row_each_and_a_note(make):
 
 def test_only_settings_that_differ_have_a_row(three):
     change(three[0], "recover", steps=60, seed=7, save_steps=1)
-    assert compare.compare(three)["differences"] == {
+    assert compared(three)["differences"] == {
         "recover.method": {"ours": "alternating", "general": "general", "scaled": "interpolate"},
         "recover.steps": {"ours": 60, "general": 48, "scaled": 48},
     }
@@ -93,26 +93,26 @@ def test_only_settings_that_differ_have_a_row(three):
 def test_missing_settings_and_missing_sections_are_differences(three):
     change(three[0], "recover", optimizer={"weight_decay": 0.1})
     alter(three[2].config, workflow={"recover": None})
-    comparison = compare.compare(three)
+    comparison = compared(three)
     assert comparison["differences"] == {
         "recover.method": {"ours": "alternating", "general": "general"},
         "recover.optimizer.weight_decay": {"ours": 0.1},
         "recover": {"ours": "given", "general": "given", "scaled": "left out"},
     }
-    rows = view(comparison).tables[-1].rows
+    rows = view(compare.compare(three)).tables[-1].rows
     assert ["recover.optimizer.weight_decay", "0.1", "–", "–"] in rows  # noqa: RUF001
 
 
 def test_different_evaluation_settings_get_a_note(three):
     change(three[1], "eval", max_new_tokens=20)
     assert any(
-        "measured with different settings (eval.max_new_tokens)" in n for n in compare.compare(three)["notes"]
+        "measured with different settings (eval.max_new_tokens)" in n for n in compared(three)["notes"]
     )
 
 
 def test_runs_that_differ_only_in_seeds_form_one_arm_with_their_mean(make):
     runs = [make(f"ours-s{seed}", k, 32, seed=seed) for seed, k in ((2, 30), (0, 20), (1, 28))]
-    (row,) = compare.compare(runs)["arms"]
+    (row,) = compared(runs)["arms"]
     assert (row["name"], row["seeds"]) == ("ours", 3)
     assert row["retention"]["value"] == pytest.approx((30 + 20 + 28) / 120)
     assert row["recovery"]["value"] == pytest.approx(((30 + 20 + 28) / 3 - 8) / 24, abs=1e-5)
@@ -141,7 +141,7 @@ def test_arms_over_the_same_fine_tunes_share_the_mean_of_tuned(make):
             )
             change(run, "finetune", seed=seed)
             runs.append(run)
-    comparison = compare.compare(runs)
+    comparison = compared(runs)
     assert [(r["name"], r["results"], r["retention"]["value"]) for r in comparison["references"]] == [
         ("base", 1, 0.8),
         ("tuned", 2, pytest.approx(9 / 40)),
@@ -155,12 +155,12 @@ def test_arms_over_the_same_fine_tunes_share_the_mean_of_tuned(make):
 
 def test_an_unfinished_run_is_listed_with_the_results_it_has(make):
     runs = [make("ours", 28, 32), make("half", 20, None, steps=9), make("none", None, None, steps=10)]
-    ours, half, none = compare.compare(runs)["arms"]
+    ours, half, none = compared(runs)["arms"]
     assert ours["status"] == "partly recovered, domain partly kept"
     assert (half["retention"]["value"], half["domain"], half["domain_retention"]) == (0.5, {}, None)
     assert half["recovery"]["value"] == pytest.approx(0.5)
     assert (none["retention"], none["recovery"], none["status"]) == ({}, None, "not measured")
-    comparison = compare.compare(runs)
+    comparison = compared(runs)
     assert any(
         note.endswith("half is not finished: no result of recovered on handbook.")
         for note in comparison["notes"]
@@ -171,4 +171,4 @@ def test_an_unfinished_run_is_listed_with_the_results_it_has(make):
 def test_a_tuned_model_measured_on_fewer_suites_is_the_same_model(make):
     runs = [make("a", 28, 32), make("b", 28, 32, steps=9)]
     runs[0].eval_result("tuned", "handbook").unlink()
-    assert [r["name"] for r in compare.compare(runs)["references"]] == ["base", "tuned"]
+    assert [r["name"] for r in compared(runs)["references"]] == ["base", "tuned"]

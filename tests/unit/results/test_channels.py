@@ -16,7 +16,7 @@ from opdcl.errors import GateError, InconclusiveError
 from opdcl.pipeline.execute import finish
 from opdcl.pipeline.trackers import Tracking
 from opdcl.results.report import card
-from opdcl.results.summary import Results
+from opdcl.results.summary import summarise
 from opdcl.rundir.layout import ADAPTER, RunDir
 
 
@@ -41,7 +41,16 @@ def flawed(run, tmp_path) -> RunDir:
     rows[3]["scores"][next(iter(rows[3]["scores"]))] = math.nan
     write(run.eval_samples("recovered", "neighbours"), rows)
     steps = [{"step": step, "validation": {"general_kl": 0.1, "best": step == 0}} for step in (0, 8)]
-    write(run.stage(2, "recover").metrics, [*steps, {"step": 8, "stopped": "no better adapter"}])
+    write(
+        run.stage(2, "recover").metrics,
+        [
+            *steps,
+            {
+                "step": 8,
+                "health": {"sign": "repetition", "value": 0.5, "bound": 0.2, "action": "rate halved"},
+            },
+        ],
+    )
     return run
 
 
@@ -59,7 +68,7 @@ def missing(remarks: list[str], channels: dict[str, str]) -> dict[str, list[str]
 
 
 def test_every_channel_of_a_report_has_each_fault_and_each_note(flawed):
-    summary = Results(flawed).summary
+    summary = summarise(flawed)
     assert len(summary["faults"]) >= 5
     assert any(note.startswith("Recovered is the tuned adapter") for note in summary["notes"])
     assert any("prompts are left out" in note for note in summary["notes"])
@@ -81,7 +90,7 @@ def test_every_channel_of_a_report_has_each_fault_and_each_note(flawed):
 
 
 def test_a_fault_is_named_before_the_verdict_which_is_still_printed(flawed):
-    result, summary = opdcl("report", flawed.path), Results(flawed).summary
+    result, summary = opdcl("report", flawed.path), summarise(flawed)
     assert summary["verdict"] in result.stdout
     lines = result.stderr.splitlines()
     assert lines[-2].startswith(
@@ -96,7 +105,7 @@ def test_a_fault_is_named_before_the_verdict_which_is_still_printed(flawed):
 @pytest.mark.parametrize("option", ["--quiet", "--json"])
 def test_where_notes_are_not_wanted_stderr_names_the_faults_all_the_same(flawed, option):
     lines = opdcl("report", flawed.path, option).stderr.splitlines()
-    assert sum(line.startswith("fault: ") for line in lines) == len(Results(flawed).faults)
+    assert sum(line.startswith("fault: ") for line in lines) == len(summarise(flawed)["faults"])
     assert not any(line.startswith("note: ") for line in lines)
 
 
@@ -111,13 +120,13 @@ def test_every_channel_of_a_comparison_has_the_faults_and_notes_of_its_runs(flaw
     as_json = opdcl("compare", flawed.path, other.path, "--json")
     assert (result.returncode, as_json.returncode) == (1, 1)
     assert ("are forgotten after 2 steps" in result.stdout) == in_a_row
-    results, document = Results(flawed), json.loads(as_json.stdout)
-    assert {f"{flawed.path}: {fault}" for fault in results.faults} == {*document["faults"]}
+    summary, document = summarise(flawed), json.loads(as_json.stdout)
+    assert {f"{flawed.path}: {fault}" for fault in summary["faults"]} == {*document["faults"]}
     channels = {f"compare.{kind}": (out / f"compare.{kind}").read_text() for kind in ("md", "html")}
     channels["terminal"] = result.stderr
     channels["json"] = "\n".join(document["notes"])
     channels["notebook"] = api.compare([flawed.path, other.path])._repr_html_()
-    assert missing([*results.faults, *results.remarks], channels) == {}
+    assert missing(summary["notes"], channels) == {}
 
 
 @pytest.mark.parametrize(("gate", "error"), [("max_drop", InconclusiveError), ("recovery", GateError)])
@@ -125,23 +134,28 @@ def test_a_run_that_does_not_meet_its_gate_says_what_its_report_says(flawed, cap
     flow = validate({"eval": {"retention": ["instructions"]}, "gates": {gate: 1.2}})
     with pytest.raises(error):
         finish(flow, flawed, Output(), Tracking([], flawed, print))
-    summary = Results(flawed).summary
+    summary = summarise(flawed)
     assert missing([*summary["notes"], summary["verdict"]], {"terminal": capsys.readouterr().err}) == {}
 
 
 def test_a_sound_run_has_notes_on_the_terminal_and_exit_code_0(run):
-    write(run.stage(2, "recover").metrics, [{"step": 8, "stopped": "no better adapter"}])
+    write(
+        run.stage(2, "recover").metrics,
+        [{"step": 8, "health": {"sign": "repetition", "value": 0.5, "bound": 0.2, "action": "rate halved"}}],
+    )
     result = opdcl("report", run.path)
     assert result.returncode == 0
     assert "fault: " not in result.stderr
-    assert "note: Recovery stopped after step 8: no better adapter." in result.stderr
+    assert (
+        "note: Recovery, step 8: repetition was 0.5, beyond its limit of 0.2; rate halved." in result.stderr
+    )
 
 
 @pytest.mark.parametrize("option", [(), ("--json",), ("--quiet",)])
 def test_a_report_that_cannot_be_written_is_told_all_the_same(run, option):
     run.reports[1].mkdir()
     (run.reports[1] / "in the way").write_text("")
-    result, summary = opdcl("report", run.path, *option), Results(run).summary
+    result, summary = opdcl("report", run.path, *option), summarise(run)
     assert result.returncode == 0
     assert summary["verdict"] in result.stdout
     assert "not written: the report and the model card; " in result.stderr

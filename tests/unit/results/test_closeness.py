@@ -4,13 +4,12 @@ import json
 
 import numpy as np
 import pytest
-from helpers.synthetic import change, measure_states, pages, workflow, write
+from helpers.synthetic import change, compared, measure_states, pages, workflow, write
 
 from opdcl.results import closeness
 from opdcl.results.arms import load_arms, split_seeds
-from opdcl.results.compare import compare
 from opdcl.results.report_tables import terminal_rows
-from opdcl.results.summary import summarise
+from opdcl.results.summary import Results, summarise
 from opdcl.rundir.layout import RunDir
 
 N = 40
@@ -77,12 +76,10 @@ def test_the_noise_stands_beside_the_distances_and_changes_none(tmp_path):
 
 
 def test_most_of_the_distance_gone_carries_the_verdict_of_a_suite_without_headroom(tmp_path):
-    from opdcl.results.status import by_closeness
-
-    near = summarise(make(tmp_path / "near", recovered=0.04))["closeness"]
-    assert near["low"] > 0.9
-    assert by_closeness(near) == "recovered"
-    assert by_closeness(summarise(make(tmp_path / "far"))["closeness"]) == "partly recovered"
+    near = Results(make(tmp_path / "near", recovered=0.04)).summary.closeness
+    assert near.low > 0.9
+    assert near.status == "recovered"
+    assert Results(make(tmp_path / "far")).summary.closeness.status == "partly recovered"
 
 
 def test_length_and_ends_at_temperature_1_are_tested_as_an_equivalence(tmp_path):
@@ -119,7 +116,7 @@ def test_there_is_no_c_without_recovered_or_where_tuned_is_base(tmp_path, change
     found = summary["closeness"]
     assert (found["value"], found["low"], found["high"], found["why"]) == (None, None, None, why)
     assert found["tuned"]["distance"]["value"] >= 0
-    assert "C" not in [row[0] for row in terminal_rows(summary)]
+    assert "C" not in [row[0] for row in terminal_rows(Results(run).summary)]
     assert f"Closeness C: none, {why}." in pages(run)["report.md"]
 
 
@@ -137,7 +134,7 @@ def test_c_counts_from_the_floor_where_that_is_nearer_than_tuned(tmp_path):
     store(near, "base", [0.0] * N, floor=lambda i: 1.0)
     found = summarise(near)["closeness"]
     assert found["value"] == found["raw"]["value"]
-    assert {row[0]: row for row in terminal_rows(summarise(near))}["distance to base\nnats per token"][
+    assert {row[0]: row for row in terminal_rows(Results(near).summary)}["distance to base\nnats per token"][
         2
     ] == "1.000"
 
@@ -158,7 +155,7 @@ def test_it_is_a_row_of_the_table_the_report_and_the_json_and_no_suite(tmp_path)
     run = make(tmp_path / "run")
     summary = summarise(run)
     assert list(summary["suites"]) == ["instructions", "handbook"]
-    rows = {row[0]: row for row in terminal_rows(summary)}
+    rows = {row[0]: row for row in terminal_rows(Results(run).summary)}
     assert rows["C"][-1].startswith(f"{summary['closeness']['value']:.2f}\n[")
     distances = rows["distance to base\nnats per token"]
     assert (distances[1], distances[3]) == (str(N), "0.000\n[0.000, 0.000]")
@@ -177,13 +174,13 @@ def test_a_run_of_an_older_version_has_none(tmp_path):
     summary = summarise(run)
     assert summary["closeness"] is None
     assert "Closeness" not in pages(run)["report.md"]
-    assert [row[0] for row in terminal_rows(summary)][-1] == "D"
+    assert [row[0] for row in terminal_rows(Results(run).summary)][-1] == "D"
 
 
 def test_seeds_are_pooled_and_widen_the_interval_as_for_r(tmp_path):
     runs = [make(tmp_path / f"mine-{seed}", recovered=r, seed=seed) for seed, r in enumerate((0.1, 0.2, 0.3))]
     other = make(tmp_path / "other", steps=9)
-    comparison = compare([*runs, other])
+    comparison = compared([*runs, other])
     rows = {row["name"]: row["closeness"] for row in comparison["arms"]}
     assert set(rows) == {"mine", "other"}
     single = [summarise(run)["closeness"] for run in runs]
@@ -199,7 +196,7 @@ def test_arms_measured_on_other_prompts_are_told_and_not_compared(tmp_path):
     for state in ("base", "tuned", "recovered"):
         store(runs[1], state, spread(0.5), prompt="Another")
         runs[2].eval_result(state, "closeness").unlink()
-    comparison = compare(runs)
+    comparison = compared(runs)
     found = {row["name"]: row["closeness"] for row in comparison["arms"]}
     assert [name for name, near in found.items() if near] == ["one"]
     assert "two: its closeness to base was measured on other prompts." in comparison["notes"]

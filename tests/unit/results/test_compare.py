@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from helpers.command import opdcl
 from helpers.page import HOSTILE, PAYLOAD, Page, safe_page
-from helpers.synthetic import METRIC, N, change, measure, write
+from helpers.synthetic import METRIC, N, change, compared, measure, write
 
-from opdcl.results import compare, plots
+from opdcl.results import arm_tables, compare, plots
+from opdcl.results.compare import view
 from opdcl.results.compare import write as write_page
-from opdcl.results.tables import view
+from opdcl.results.intervals import Estimate
 from opdcl.rundir.layout import RunDir
 
 ROOT = Path(__file__).parents[3]
@@ -32,7 +33,7 @@ def test_writing_three_files_twice_gives_the_same_bytes(three, tmp_path):
     assert [
         path.read_bytes() for path in write_page(compare.compare(three), tmp_path / "new" / "out")
     ] == before
-    assert json.loads(files[-1].read_text()) == comparison
+    assert json.loads(files[-1].read_text()) == compare.plain(comparison)
 
 
 def test_markdown_and_html_show_scores_differences_settings_and_runs(three, tmp_path):
@@ -56,27 +57,23 @@ def test_markdown_and_html_show_scores_differences_settings_and_runs(three, tmp_
         assert words in visible
 
 
-def test_the_plot_marks_base_tuned_and_every_arm(three):
-    comparison = compare.compare(three)
-    comparison["arms"][1]["name"] = "_general"
-    svg = plots.frontier(comparison)
+def test_the_plot_marks_base_tuned_and_every_arm(three, make):
+    svg = arm_tables.figure(compare.compare([*three, make("_fourth", 28, 30, steps=9)]))
     assert svg is not None
-    for name in ("base", "tuned", "ours", "general", "scaled"):
+    for name in ("base", "tuned", "ours", "general", "scaled", "fourth"):
         assert f">{name}</text>" in svg
     assert "ours 70 % at 80 % domain" in svg
-    assert (
-        plots.frontier({"headline": {"retention": "a", "domain": "b"}, "references": [], "arms": []}) is None
-    )
+    assert plots.frontier({"retention": "a", "domain": "b"}, []) is None
 
 
 def test_the_title_is_a_finding(three, make, tmp_path):
     """Ours and general pass the same retention prompts; on the domain ours passes 20 of 40 more."""
-    comparison = compare.compare(three[:2])
+    comparison = compared(three[:2])
     (rival,) = comparison["against_first"]
     assert rival["retention"]["value"] == 0
     assert rival["domain"]["value"] == pytest.approx(0.5)
     finding = "ours is not shown to differ from general in retention; 50.0 points above it on the domain"
-    text, html, _ = (p.read_text() for p in write_page(comparison, tmp_path / "out"))
+    text, html, _ = (p.read_text() for p in write_page(compare.compare(three[:2]), tmp_path / "out"))
     assert text.startswith(f"# {finding}\n")
     assert f'<h1 class="finding">{finding}</h1>' in html
     reverse = view(compare.compare(three[1::-1])).finding
@@ -95,24 +92,21 @@ def test_the_title_is_a_finding(three, make, tmp_path):
     assert view(compare.compare(unfinished)).finding == "Not measured yet"
 
 
-def test_coinciding_arms_have_marks_of_different_sizes(three, make):
-    twins = compare.compare([three[0], make("twin", 28, 32, steps=47)])
-    apart = compare.compare([three[0], make("apart", 20, 20, steps=46)])
-    sizes = []
-    for comparison in (twins, apart):
-        first, second = comparison["arms"]
-        sizes.append(plots._coinciding(second, [first]))
-    assert sizes == [1, 0]
-    assert plots.frontier(twins) != plots.frontier(apart)
+def test_coinciding_arms_have_marks_of_different_sizes():
+    def mark(score):
+        return plots.Mark("arm", Estimate(score, 0.0, 1.0), Estimate(score, 0.0, 1.0), "o", "ink")
+
+    assert plots.coinciding(mark(0.5), [mark(0.501)]) == 1
+    assert plots.coinciding(mark(0.5), [mark(0.7)]) == 0
 
 
 def test_a_fault_of_a_run_is_told_apart_from_notes(three, tmp_path):
     write(three[1].manifest, {"base": {"fingerprint_before": "one", "fingerprint_after": "other"}})
-    comparison = compare.compare(three)
+    comparison = compared(three)
     (fault,) = comparison["faults"]
     assert fault.startswith(f"{three[1].path}: The base weights changed")
     assert comparison["notes"].count(fault) == 1
-    html = write_page(comparison, tmp_path / "out")[1].read_text()
+    html = write_page(compare.compare(three), tmp_path / "out")[1].read_text()
     assert fault in html.split('class="faults"')[1].split("</section>")[0]
 
 
@@ -266,7 +260,7 @@ def test_an_arm_that_no_longer_stops_is_not_recovered_and_a_note_says_why(make):
             rows = [json.loads(line) for line in path.read_text().splitlines()]
             write(path, [row | {"ended": i < share * 400} for i, row in enumerate(rows)])
         arms[name] = run
-    comparison = compare.compare(list(arms.values()))
+    comparison = compared(list(arms.values()))
     statuses = {arm["name"]: arm["status"] for arm in comparison["arms"]}
     assert statuses == {"stops": "recovered and kept", "writes_on": "partly recovered, domain kept"}
     assert comparison["arms"][1]["writing"]["ended"]["recovered"] == pytest.approx(0.2)

@@ -1,19 +1,21 @@
 """What the verdict says where a headline of two scores would mislead; `pytest -s` prints the words."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.synthetic import STRICT, measure_fully, pages, write
+from helpers.synthetic import STRICT, compared, measure_fully, pages, write
 
 from opdcl.results import stats
-from opdcl.results.compare import compare
+from opdcl.results.closeness import Closeness, StateDistances
+from opdcl.results.plain import as_json
 from opdcl.results.report_tables import terminal_rows
-from opdcl.results.scores import headline_of, load_suites
 from opdcl.results.stats import States
 from opdcl.results.status import STATES
-from opdcl.results.summary import summarise
+from opdcl.results.summary import Results, summarise
 from opdcl.results.verdict import conclude, split
+from opdcl.results.writing import WritingTest
 from opdcl.rundir.files import read_jsonl
 
 
@@ -45,7 +47,7 @@ def test_an_adapter_that_was_deleted_has_lost_the_domain(told):
     summary = told((340, 5, 340), domain=(0, 250, 0))
     assert split(summary["verdict"])[0] == "Recovered, domain lost"
     assert summary["status"] == "recovered, domain lost"
-    assert "; only 0 % [" in summary["verdict"]
+    assert "; D = 0.00 [" in summary["verdict"]
 
 
 def test_an_adapter_that_was_zeroed_has_lost_it_from_the_floor_too(told):
@@ -90,7 +92,7 @@ def test_a_score_that_is_not_a_number_is_a_fault(run, told, suite, score, fault)
     assert summary["verdict"].startswith(f"Fault: {problem}. ")
     assert summary["recovery" if suite == "instructions" else "domain_retention"] is None
     assert any(text.startswith(problem) for text in summary["faults"])
-    assert "nan" not in str([row[1:] for row in terminal_rows(summary)])
+    assert "nan" not in str([row[1:] for row in terminal_rows(Results(run).summary)])
     assert "nan, not a number" in pages(run)["report.html"] or "nan" not in fault
 
 
@@ -112,7 +114,7 @@ def test_a_fault_of_one_run_does_not_stop_a_comparison(three):
     rows = read_jsonl(three[0].eval_samples("recovered", "instructions"))
     rows[2]["scores"]["accuracy"] = math.nan
     write(three[0].eval_samples("recovered", "instructions"), rows)
-    comparison = compare(three)
+    comparison = compared(three)
     assert "the score of prompt 2 is nan" in comparison["faults"][0]
     assert comparison["arms"][0]["recovery"] is None
     assert comparison["arms"][0]["runs"][0]["status"] == "fault"
@@ -127,49 +129,61 @@ def test_a_base_below_the_floor_is_not_the_recovery_s_fault(told):
     assert note.startswith("instructions: unfit for this model: base scores 17.2 %, and the floor is ")
 
 
-def closeness(value, half=0.04, noise=0.02, left=0.3):
-    rng = np.random.default_rng(0)
-    near = stats.mean(rng.normal(left, 0.1, 300)).as_dict()
-    block = {"value": value, "low": value and value - half, "high": value and value + half}
-    return {"n": 300, "noise": noise, **block, "recovered": {"distance": near}}
+def closeness(value, half=0.04, **tests):
+    bounds = None if value is None else (value - half, value + half)
+    low, high = bounds or (None, None)
+    return Closeness(
+        n=300,
+        value=value,
+        low=low,
+        high=high,
+        raw=None,
+        why=None,
+        floor=None,
+        noise=0.02,
+        states=StateDistances(),
+        writing=tests,
+        seconds=0.0,
+    )
 
 
-def concluded(run, summary):
-    """Return the summary with the verdict that follows from its numbers."""
-    roles = headline_of(load_suites(run))
-    conclude(summary, roles["retention"], roles["domain"])
-    return summary
+def concluded(run, near):
+    """Return the summary with the verdict that follows from its numbers and this closeness."""
+    results = Results(run)
+    summary = replace(results.summary, closeness=near)
+    return as_json(conclude(summary, results.headline["retention"], results.headline["domain"]))
 
 
 @pytest.mark.parametrize(
     ("block", "heading", "status"),
     [
         (closeness(0.87), "Partly recovered (at least 83 %), domain kept", "partly recovered"),
-        (closeness(0.99, left=0.005), "Recovered and kept", "recovered"),
+        (closeness(0.99), "Recovered and kept", "recovered"),
         (closeness(0.02), "Kept, recovery not shown", "not shown"),
         (closeness(None), "Recovery not measured, domain kept", "no headroom"),
     ],
 )
 def test_where_the_suite_is_unfit_closeness_carries_the_verdict(run, told, block, heading, status):
-    summary = concluded(run, told((103, 30, 95), floors=(137, 0)) | {"closeness": block})
+    told((103, 30, 95), floors=(137, 0))
+    summary = concluded(run, block)
     assert split(summary["verdict"])[0] == heading
     assert summary["retention_status"] == status
     assert summary["recovery"] is None
     told_share = "of tuned's distance to base is gone, on 300 prompts" in summary["verdict"]
-    assert told_share == (block["value"] is not None)
+    assert told_share == (block.value is not None)
 
 
 def test_closeness_does_not_replace_a_suite_that_has_headroom(run, told):
-    summary = concluded(run, told((340, 5, 340)) | {"closeness": closeness(0.02)})
-    assert summary["status"] == "recovered and kept"
+    told((340, 5, 340))
+    assert concluded(run, closeness(0.02))["status"] == "recovered and kept"
 
 
 def test_sampled_answers_that_are_shorter_are_told_as_such(run, told):
-    test = {"base": 80.0, "recovered": 60.8, "margin": 0.1, "value": -0.24, "low": -0.29, "high": -0.19}
-    test |= {"shown": False, "different": True}
-    summary = told((103, 30, 95), floors=(137, 0))
-    near = closeness(0.99, left=0.005) | {"writing": {"tokens": test}}
-    summary = concluded(run, summary | {"closeness": near})
+    test = WritingTest(
+        -0.24, -0.29, -0.19, base=80.0, recovered=60.8, margin=0.1, shown=False, different=True
+    )
+    told((103, 30, 95), floors=(137, 0))
+    summary = concluded(run, closeness(0.99, tokens=test))
     assert summary["retention_status"] == "partly recovered"
     assert (
         "Recovered's answers are unlike base's: at temperature 1, they are 24 % shorter."
@@ -200,7 +214,6 @@ def test_partly_recovered_counts_from_the_floor(told):
     assert summary["retention_status"] == "not shown"
     assert summary["recovery"]["value"] == pytest.approx(-0.272727, abs=1e-6)
     assert split(summary["verdict"])[0] == "Kept, recovery not shown"
-    assert "not measurably above the floor of 30.0 %" in summary["verdict"]
     summary = told((400, 50, 320), floors=(180, 0))
     low = math.floor(100 * summary["recovery"]["low"])
     assert split(summary["verdict"])[0] == f"Partly recovered (at least {low} %), domain kept"
@@ -220,7 +233,7 @@ def test_d_counts_from_the_floor_and_the_raw_ratio_stays_beside_it(run, told):
     # The handbook: base 0 %, floor 0.5 %, tuned 83.3 %, recovered 82.1 %. The floor changes nothing in print.
     handbook = told((340, 5, 340), domain=(0, 420, 414), domain_n=504, floors=(0, 2))
     assert handbook["domain_retention"]["value"] == pytest.approx((414 - 2) / (420 - 2), abs=1e-6)
-    assert [row[0] for row in terminal_rows(handbook) if row[0][0] in "RD"] == ["R", "D"]
+    assert [row[0] for row in terminal_rows(Results(run).summary) if row[0][0] in "RD"] == ["R", "D"]
     # Questions about people: base 18.9 %, floor 27.8 %, tuned 54.1 %, recovered 52.3 %.
     people = told((340, 5, 340), domain=(189, 541, 523), domain_n=1000, floors=(0, 278))
     assert people["domain_retention"]["value"] == pytest.approx(0.9316, abs=1e-4)
@@ -228,7 +241,11 @@ def test_d_counts_from_the_floor_and_the_raw_ratio_stays_beside_it(run, told):
     # 0.8992 rounds to the 0.90 that "kept" needs, and is less.
     assert 0.895 < people["domain_retention"]["low"] < 0.9
     assert split(people["verdict"])[0] == "Recovered, at least 89 % of the domain kept"
-    assert [row[0] for row in terminal_rows(people) if row[0][0] in "RD"] == ["R", "D", "D from base"]
+    assert [row[0] for row in terminal_rows(Results(run).summary) if row[0][0] in "RD"] == [
+        "R",
+        "D",
+        "D from base",
+    ]
     assert "whichever is higher; from base alone, 0.95 [" in pages(run)["report.md"]
 
 

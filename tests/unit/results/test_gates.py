@@ -7,7 +7,7 @@ from helpers.synthetic import measure_states
 from opdcl.config.evaluate import Gates
 from opdcl.config.load import validate
 from opdcl.errors import GateError, InconclusiveError, UsageError
-from opdcl.results.gates import judge, judge_again, refuse
+from opdcl.results.gates import judge, judge_again, judge_drop, refuse
 from opdcl.results.scores import Suite
 from opdcl.results.summary import Results
 
@@ -19,8 +19,7 @@ def judged(empty):
     def judge_run(gates, retention=(340, 5, 335), domain=(0, 250, 248), n=600, domain_n=300, **fields):
         measure_states(empty, "instructions", retention, n, **fields)
         measure_states(empty, "handbook", domain, domain_n, **fields)
-        results = Results(empty)
-        records = judge(Gates(**gates).model_dump(), results.summary, results.suites)
+        records = judge(Gates(**gates).model_dump(), Results(empty))
         return {record["gate"]: (record["outcome"], record["sentence"]) for record in records}
 
     return judge_run
@@ -136,8 +135,7 @@ def rates(prompts, drop, limit=0.0, repetitions=400, flips=0.1, seed=0):
             for state, scores in (("base", base), ("tuned", base ^ flip))
         }
         suite = Suite("s", "retention", "m", {}, rows, 0)
-        (record,) = judge({"max_drop": {"s": limit}}, {"status": ""}, [suite])
-        counts[record["outcome"]] += 1
+        counts[judge_drop(suite, limit)["outcome"]] += 1
     return {outcome: count / repetitions for outcome, count in counts.items()}
 
 

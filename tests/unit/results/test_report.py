@@ -13,7 +13,7 @@ from opdcl.results import plots, report
 from opdcl.results.format import unbroken
 from opdcl.results.samples import RULE, pick_samples, worst_samples
 from opdcl.results.scores import STATES, load_suites
-from opdcl.results.summary import summarise
+from opdcl.results.summary import Results, summarise
 from opdcl.results.tables import MISSING
 from opdcl.results.verdict import split
 from opdcl.sanitize import harmless
@@ -44,10 +44,7 @@ def test_html_shows_verdict_scores_plots_cost_and_how_to_reproduce_the_run(train
     ):
         assert expected in page.text
     svg_text = " ".join(page.text.split())
-    assert all(
-        word in svg_text
-        for word in ("General prompts", "held-out", "Loss in nats", "Retention: instructions")
-    )
+    assert all(word in svg_text for word in ("General prompts", "held-out", "Retention: instructions"))
 
 
 def test_the_page_leads_with_the_verdict_and_folds_the_details(trained):
@@ -61,7 +58,7 @@ def test_the_page_leads_with_the_verdict_and_folds_the_details(trained):
         'class="verdict"',
         "Two examples",
         "<h2>Scores</h2>",
-        "Loss in nats",
+        "General prompts",
         "<h2>Details</h2>",
         "Differences on the same prompts",
         "Teacher ceiling",
@@ -101,7 +98,10 @@ def test_low_scores_get_a_shorter_axis_that_is_named(run):
 
 
 def test_a_note_is_no_fault(run):
-    write(run.stage(2, "recover").metrics, [{"step": 8, "stopped": "no better adapter"}])
+    write(
+        run.stage(2, "recover").metrics,
+        [{"step": 8, "health": {"sign": "repetition", "value": 0.5, "bound": 0.2, "action": "rate halved"}}],
+    )
     html = pages(run)["report.html"]
     assert summarise(run)["notes"]
     assert 'aria-label="Notes"' in html
@@ -266,7 +266,7 @@ def test_of_a_long_conversation_the_last_question_is_on_the_page(run):
     suite = load_suites(run)[0]
     shown = pick_samples(suite)[0]["samples"][0]
     assert shown["prompt"].endswith(f"more characters)\n\nWho signs form {shown['number']}?")
-    worst = worst_samples(suite, 2)["worst"]
+    worst = worst_samples(suite, 2)["prompts"]
     assert all(row["prompt"].startswith("Who signs form ") for row in worst)
 
 
@@ -282,13 +282,12 @@ def test_a_run_with_only_a_finetune_has_a_report(trained):
     shutil.rmtree(trained.stage(2, "recover").path)
     files = pages(trained)
     assert "Not measured yet" in files["report.html"]
-    assert Page(files["report.html"]).tags.count("svg") == 1  # the loss
     assert "not run" in files["report.html"]
 
 
 def test_an_empty_run_has_a_report(empty):
     assert all(text.strip() for text in pages(empty).values())
-    assert "Not measured yet" in report.pull_request(empty, summarise(empty))
+    assert "Not measured yet" in report.pull_request(empty, Results(empty).summary, [])
 
 
 def test_the_model_card_has_front_matter_that_a_hub_can_read(run):
@@ -324,8 +323,7 @@ def test_a_step_repeated_after_a_resume_counts_once(trained):
     assert "0.500 at the end" in pages(trained)["report.md"]
 
 
-def test_a_plot_needs_two_points():
-    assert plots.finetune_loss([{"step": 1, "loss": 2.0}]) is None
+def test_a_plot_needs_a_point():
     assert plots.recovery_kl([], {"general": "base", "domain": "tuned"}) is None
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from opdcl.results.scores import STATES, Suite
+from opdcl.results.scores import STATES, Suite, states_of
 
 
 def test_a_prompt_with_more_parts_weighs_more():
@@ -45,7 +45,7 @@ def test_the_floor_is_the_best_content_free_answer_of_all_states():
 
 def test_the_states_carry_the_floor_and_the_clusters():
     rows = {state: [{"passed": 1, "floor": 0, "cluster": "c"} for _ in range(4)] for state in STATES}
-    states = suite(rows).states()
+    states = states_of([suite(rows)])
     assert states is not None
     assert states.floor is not None
     assert states.clusters is not None

@@ -263,11 +263,11 @@ def test_a_drop_of_six_points_on_541_prompts_is_forgetting_without_a_ratio():
     base = answers(97, 541)
     tuned = flipped(base, 20, 61)  # 41 fewer passes: 7.6 points
     recovered = flipped(base, 20, 33)
-    result = stats.outcome(States(base, tuned, recovered), None)
-    assert result["retention_status"] == "partly recovered"
-    assert (result["recovery"], result["recovery_raw"]) == (None, None)
-    assert result["no_recovery_because"] == "the drop is too small for a ratio"
-    assert stats.outcome(States(base, tuned, tuned), None)["retention_status"] == "not shown"
+    result = stats.findings(States(base, tuned, recovered), None)
+    assert result.retention_status == "partly recovered"
+    assert (result.recovery, result.recovery_raw) == (None, None)
+    assert result.no_recovery_because == "the drop is too small for a ratio"
+    assert stats.findings(States(base, tuned, tuned), None).retention_status == "not shown"
 
 
 def test_a_drop_of_33_points_on_six_prompts_is_too_few_prompts():
@@ -300,27 +300,23 @@ def test_a_floor_above_half_of_bases_score_leaves_no_headroom(floor, status):
 
 def test_a_base_that_is_not_measurably_above_the_floor_leaves_no_headroom():
     states = States(answers(2, 100), answers(0, 100), answers(2, 100), answers(0, 100))
-    result = stats.outcome(states, None)
-    assert (result["retention_status"], result["recovery"], result["recovery_raw"]) == (
-        "no headroom",
-        None,
-        None,
-    )
-    assert result["no_recovery_because"] == "base is not well above the floor"
+    result = stats.findings(states, None)
+    assert (result.retention_status, result.recovery, result.recovery_raw) == ("no headroom", None, None)
+    assert result.no_recovery_because == "base is not well above the floor"
 
 
 def test_a_base_whose_score_is_well_above_the_floor_needs_more_prompts_to_show_it():
     # All of base's passes are lost: with one seed per model, 2 of 8 are too few for McNemar's test too.
     few, many = (States(*(answers(k * n, 8 * n) for k in (2, 0, 2, 1))) for n in (1, 100))
     assert (stats.status_of(few), stats.status_of(many)) == ("too few prompts", "recovered")
-    result = stats.outcome(few, None)
-    assert (result["recovery"], result["recovery_raw"]) == (None, None)
-    assert result["no_recovery_because"] == "base is not shown to be above the floor"
+    result = stats.findings(few, None)
+    assert (result.recovery, result.recovery_raw) == (None, None)
+    assert result.no_recovery_because == "base is not shown to be above the floor"
     # A significant drop gives no R either, because the score that it starts from may be no skill.
     lost = States(answers(8, 8), answers(0, 8), answers(8, 8), answers(4, 8))
     assert stats.forgot(lost)
-    assert stats.outcome(lost, None)["retention_status"] == "too few prompts"
-    assert stats.outcome(lost, None)["recovery_raw"] is None
+    assert stats.findings(lost, None).retention_status == "too few prompts"
+    assert stats.findings(lost, None).recovery_raw is None
 
 
 @pytest.mark.parametrize("n", [1, 100])
@@ -391,7 +387,7 @@ def test_non_inferiority_states_its_bound():
     recovered = flipped(base, 30, 30)
     shown = stats.non_inferiority(recovered, base)
     gap = stats.difference(recovered, base)
-    assert (shown.shown, shown.at_most, shown.margin) == (False, -gap.low, 0.035)
+    assert (shown.shown, shown.at_most, shown.margin) == (False, round(-gap.low, 6), 0.035)
     assert stats.non_inferiority(recovered, base, margin=0.06).shown
 
 
@@ -404,7 +400,7 @@ def test_level_with_the_teacher_is_non_inferiority_and_not_a_large_p():
 
 
 def test_without_results_nothing_is_measured():
-    result = stats.outcome(None, None)
+    result = dict(vars(stats.findings(None, None)))
     statuses = {key: result.pop(key) for key in ("status", "retention_status", "domain_status")}
     assert set(statuses.values()) == {result.pop("no_recovery_because")} == {"not measured"}
     assert set(result.values()) == {None}

@@ -10,7 +10,7 @@ from helpers.synthetic import measure_fully, pages
 from opdcl.results import plots
 from opdcl.results.report_tables import terminal_rows
 from opdcl.results.status import STATES
-from opdcl.results.summary import summarise
+from opdcl.results.summary import Results, summarise
 
 
 @pytest.fixture
@@ -33,14 +33,13 @@ def ending(share, n=400):
     return lambda i: {"ended": i < share * n}
 
 
-def test_recovered_states_its_bound_and_the_domain(measured):
+def test_recovered_states_r_and_d(measured):
     summary = measured(320, 80, 320)
     assert summary["retention_status"] == "recovered"
     assert summary["verdict"].startswith(
-        "Recovered, at least 72 % of the domain kept: instruction following is back to 80.0 % (base 80.0 %, "
-        "tuned 20.0 %), at most 0.7 points below base, R = 1.00 [0.99, 1.01]; only 88 % ["
+        "Recovered, at least 72 % of the domain kept: instruction following is 80.0 % for base, 20.0 % for "
+        "tuned and 80.0 % for recovered, R = 1.00 [0.99, 1.01]; D = 0.88 ["
     )
-    assert summary["verdict"].endswith("of the domain gain is kept.")
 
 
 def test_a_gain_that_falls_short_of_base_is_partly_recovered(measured):
@@ -48,28 +47,17 @@ def test_a_gain_that_falls_short_of_base_is_partly_recovered(measured):
     assert summary["retention_status"] == "partly recovered"
     assert summary["verdict"].startswith(
         f"Partly recovered (at least {math.floor(100 * summary['recovery']['low'])} %), at least 72 % of the "
-        "domain kept: instruction following rose to 70.0 % (base 80.0 %, tuned 20.0 %), at most 13."
+        "domain kept: instruction following is 80.0 % for base, 20.0 % for tuned and 70.0 % for recovered, R "
     )
     assert 75 < 100 * summary["recovery"]["low"] < 83
-
-
-def test_a_score_above_base_is_called_that(measured):
-    assert "(base 80.0 %, tuned 20.0 %), measurably above base, R = 1.17" in measured(320, 80, 360)["verdict"]
-
-
-def test_most_of_the_domain_gain_is_kept_without_only(run, measured):
-    measure_fully(run, "recovered", "handbook", 36)
-    assert "; 100 % [" in measured(320, 80, 320)["verdict"]
-    measure_fully(run, "recovered", "handbook", 4)
-    assert "; only 0 % [" in measured(320, 80, 320)["verdict"]
 
 
 def test_without_a_gain_over_tuned_no_recovery_is_found(measured):
     summary = measured(320, 80, 80)
     assert summary["retention_status"] == "not shown"
     assert summary["verdict"].startswith(
-        "Recovery not shown, at least 72 % of the domain kept: instruction following is 20.0 % (base 80.0 %, "
-        "tuned 20.0 %), not measurably above tuned, R = 0.00"
+        "Recovery not shown, at least 72 % of the domain kept: instruction following is 80.0 % for base, "
+        "20.0 % for tuned and 20.0 % for recovered, R = 0.00"
     )
 
 
@@ -170,9 +158,6 @@ def test_too_few_answers_to_show_that_they_end_as_often_do_not_count_as_recovere
     assert (test["shown"], test["different"]) == (False, False)
     assert summary["retention_status"] == "partly recovered"
     assert "(the score is back, the writing is not shown to be)" in summary["verdict"]
-    low, high = (f"{100 * test[end]:+.0f}" for end in ("low", "high"))
-    unknown = f"Answers of recovered are not shown to be like base's in endings ({low} to {high} points)."
-    assert unknown in summary["verdict"]
 
 
 def test_bad_writing_is_told_without_a_recovery_too(measured):
@@ -194,9 +179,6 @@ def test_seen_and_unseen_constraint_types_have_an_r_each(run, measured):
     assert {name: group["n"] for name, group in groups.items()} == {"seen": 200, "unseen": 200}
     assert groups["seen"]["recovery"]["value"] == pytest.approx(1)
     assert groups["unseen"]["recovery"]["value"] == pytest.approx(0.5)
-    assert "R = 1.00 [" in summary["verdict"].split("; ")[1]
-    assert "] on constraint types that occur in the recovery prompts, 0.50 [" in summary["verdict"]
-    assert summary["verdict"].endswith("] on others.")
     page = pages(run)["report.md"]
     assert "| seen (200 prompts" in page
     assert "| unseen (200 prompts" in page
@@ -226,10 +208,8 @@ def test_the_page_shows_how_answers_are_written(run, measured):
     page = pages(run)["report.md"]
     assert "| answers that end (instructions) | 48.0 % [" in page
     assert "| answers that end, recovered - base | -30.0 |" in page
-    html = Page(pages(run)["report.html"])
-    assert "answers that end" in html.text
-    assert any(value.startswith("Answers that end (%): base 48") for _, value in html.attributes)
-    rows = terminal_rows(summarise(run))
+    assert "answers that end" in Page(pages(run)["report.html"]).text
+    rows = terminal_rows(Results(run).summary)
     (cells,) = [row for row in rows if row[0] == "answers that end"]
     assert [cell.split("\n")[0] for cell in cells[3:]] == ["48.0 %", "100.0 %", "18.0 %"]
     assert [row[0] for row in rows].count("answers that end") == 1
@@ -241,7 +221,9 @@ def test_r_from_tuned_is_told_only_where_it_differs_from_r(run, measured, floor,
     summary = measured(320, 40, 280, **states)
     assert summary["recovery"]["value"] == pytest.approx((280 - max(floor, 40)) / (320 - max(floor, 40)))
     assert summary["recovery_raw"]["value"] == pytest.approx((280 - 40) / (320 - 40))
-    assert [row[0] for row in terminal_rows(summary) if row[0] in ("R", "R from tuned", "D")] == labels
+    assert [
+        row[0] for row in terminal_rows(Results(run).summary) if row[0] in ("R", "R from tuned", "D")
+    ] == labels
     assert ("; from tuned alone, " in pages(run)["report.md"]) == ("R from tuned" in labels)
 
 
@@ -267,5 +249,6 @@ def test_a_ceiling_that_is_not_shown_says_what_would_be_seen(run, measured):
 
 def test_the_plot_shows_the_floor(run, measured):
     floor = dict.fromkeys(STATES, lambda i: {"floor": i < 40})
-    svg = plots.tradeoff(measured(320, 80, 320, **floor))
+    measured(320, 80, 320, **floor)
+    svg = plots.tradeoff(Results(run).summary)
     assert ">floor<" in svg

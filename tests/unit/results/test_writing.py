@@ -7,7 +7,7 @@ from scipy.stats import t as student
 from opdcl.repetition import repetition
 from opdcl.results import stats, writing
 from opdcl.results.scores import Suite
-from opdcl.results.writing import MARGINS, script_of
+from opdcl.results.writing import MARGINS, WritingTest, script_of
 
 ENGLISH, GERMAN, RUSSIAN, CHINESE = "Keep it short.", "Fasse dich kurz.", "Пиши коротко.", "请简短回答。"
 
@@ -82,10 +82,10 @@ def test_what_old_rows_do_not_tell_is_left_out():
 def test_every_measure_has_its_mean_with_an_interval():
     rows = [{"response": ENGLISH, "tokens": 10 * i, "ended": i < 3} for i in range(4)]
     base = writing.estimates(suite_of(base=rows))["base"]
-    assert base["ended"]["value"] == 0.75
-    assert base["tokens"]["value"] == 15
-    assert all(e["low"] <= e["value"] <= e["high"] for e in base.values())
-    assert base["ended"]["low"] < 0.75 < base["ended"]["high"]
+    assert base["ended"].value == 0.75
+    assert base["tokens"].value == 15
+    assert all(e.low <= e.value <= e.high for e in base.values())
+    assert base["ended"].low < 0.75 < base["ended"].high
 
 
 def pair(base, recovered):
@@ -117,9 +117,9 @@ def share(passed, n=2000):
 )
 def test_like_base_means_within_the_margin_on_both_sides(ended, shown, different):
     test = writing.compared_with_base([pair(share(0.48), share(ended))])["ended"]
-    assert (test["shown"], test["different"]) == (shown, different)
-    assert (test["base"], test["recovered"]) == (pytest.approx(0.48), pytest.approx(ended))
-    assert test["low"] < ended - 0.48 < test["high"]
+    assert (test.shown, test.different) == (shown, different)
+    assert (test.base, test.recovered) == (pytest.approx(0.48), pytest.approx(ended))
+    assert test.low < ended - 0.48 < test.high
 
 
 def test_the_margins_are_five_points_and_a_tenth_of_the_length():
@@ -128,7 +128,7 @@ def test_the_margins_are_five_points_and_a_tenth_of_the_length():
     for sign in (1, -1):
         ends = (0.48 + sign * gap for gap in (0.04, 0.044))
         tests = [writing.compared_with_base([pair(share(0.48), share(e))])["ended"] for e in ends]
-        assert [test["shown"] for test in tests] == [True, False]
+        assert [test.shown for test in tests] == [True, False]
 
 
 def lengths(factor, n=600, noise=0.0):
@@ -151,14 +151,14 @@ def lengths(factor, n=600, noise=0.0):
 def test_a_length_is_compared_as_a_share_of_base_s(factor, noise, shown, different):
     base, recovered = lengths(factor, noise=noise)
     test = writing.equivalences(base, recovered)["tokens"]
-    assert (test["shown"], test["different"]) == (shown, different)
-    assert test["value"] == pytest.approx(recovered["tokens"].mean() / base["tokens"].mean() - 1, abs=1e-6)
+    assert (test.shown, test.different) == (shown, different)
+    assert test.value == pytest.approx(recovered["tokens"].mean() / base["tokens"].mean() - 1, abs=1e-6)
     # Two one-sided tests by their definition: both ends of the margin are rejected at 2.5 %.
     for end in (-0.10, 0.10):
         gap = recovered["tokens"] - (1 + end) * base["tokens"]
         t = gap.mean() / (gap.std(ddof=1) / len(gap) ** 0.5)
         rejected = -np.sign(end) * t > student.ppf(0.975, len(gap) - 1)
-        assert rejected == (test["low"] > end if end < 0 else test["high"] < end)
+        assert rejected == (test.low > end if end < 0 else test.high < end)
 
 
 def test_answers_of_two_models_are_alike_no_more_often_than_one_in_forty_at_the_margin():
@@ -167,15 +167,15 @@ def test_answers_of_two_models_are_alike_no_more_often_than_one_in_forty_at_the_
     for _ in range(1000):
         base = rng.gamma(2, 40, 400)
         recovered = base * 0.9 * np.exp(rng.normal(0, 0.3, 400) - 0.045)
-        found += writing.equivalences({"tokens": base}, {"tokens": recovered})["tokens"]["shown"]
+        found += writing.equivalences({"tokens": base}, {"tokens": recovered})["tokens"].shown
     assert found / 1000 < 0.045
 
 
 def test_few_answers_do_not_show_that_recovered_is_as_good():
     # One fewer ends, and not always the same.
     tests = writing.compared_with_base([pair([1, 0, 1, 0] * 10, [1, 0, 0, 1] * 9 + [0, 0, 0, 1])])
-    assert tests["ended"]["value"] == pytest.approx(-1 / 40)
-    assert (tests["ended"]["shown"], tests["ended"]["different"]) == (False, False)
+    assert tests["ended"].value == pytest.approx(-1 / 40)
+    assert (tests["ended"].shown, tests["ended"].different) == (False, False)
 
 
 def test_answers_that_go_round_in_circles_are_worse():
@@ -183,26 +183,30 @@ def test_answers_that_go_round_in_circles_are_worse():
     for row in suite.rows["recovered"]:
         row["response"] = "and so we met again " * 4
     tests = writing.compared_with_base([suite])
-    assert (tests["repetition"]["different"], tests["repetition"]["shown"]) == (True, False)
-    assert tests["repetition"]["recovered"] == pytest.approx(12 / 17)
+    assert (tests["repetition"].different, tests["repetition"].shown) == (True, False)
+    assert tests["repetition"].recovered == pytest.approx(12 / 17)
 
 
 def test_several_seeds_are_pooled_and_a_seed_without_the_measure_leaves_it_out():
     same, worse = pair(share(0.5), share(0.5)), pair(share(0.5), share(0.3))
     pooled = writing.compared_with_base([same, worse])["ended"]
-    assert pooled["recovered"] == pytest.approx(0.4)
+    assert pooled.recovered == pytest.approx(0.4)
     for row in worse.rows["recovered"]:
         del row["ended"]
     assert writing.compared_with_base([same, worse])["ended"] is None
     assert writing.compared_with_base([]) == {"ended": None, "repetition": None, "tokens": None}
 
 
+def written(shown):
+    return WritingTest(0.0, -0.1, 0.1, base=0.5, recovered=0.5, margin=0.05, shown=shown, different=False)
+
+
 @pytest.mark.parametrize("shown", [True, False])
 def test_only_what_is_shown_to_write_alike_is_recovered(shown):
-    assert writing.alike({"ended": {"shown": shown}, "repetition": None, "tokens": {"shown": True}}) == shown
+    assert writing.alike({"ended": written(shown), "repetition": None, "tokens": written(True)}) == shown
     passed = (np.arange(1000) < 800).astype(float)
     tuned = np.zeros(1000)
     states = stats.States(passed, tuned, passed)
     expected = "recovered" if shown else "partly recovered"
-    assert stats.outcome(states, None, shown)["retention_status"] == expected
-    assert stats.outcome(states._replace(recovered=tuned), None, shown)["retention_status"] == "not shown"
+    assert stats.findings(states, None, shown).retention_status == expected
+    assert stats.findings(states._replace(recovered=tuned), None, shown).retention_status == "not shown"

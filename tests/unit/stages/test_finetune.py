@@ -433,9 +433,7 @@ def test_a_resumed_run_with_replay_ends_with_the_same_bits(learn, replay, tmp_pa
 def test_weight_decay_pulls_the_adapter_towards_no_effect(learn):
     norms = [
         float(flat(v for name, v in adapter.items() if "lora_B" in name).norm())
-        for adapter, _ in (
-            learn(f"decay {rate}", batch_size=1, optimizer={"weight_decay": rate}) for rate in (0.0, 100.0)
-        )
+        for adapter, _ in (learn(f"decay {rate}", batch_size=1, weight_decay=rate) for rate in (0.0, 100.0))
     ]
     assert norms[1] < 0.9 * norms[0]
 

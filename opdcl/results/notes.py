@@ -1,0 +1,186 @@
+"""Say what speaks against a run's results (faults), and what to know when reading them (notes)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from opdcl.config.recover import NO_WORSE
+from opdcl.errors import UsageError
+from opdcl.results.format import percent
+from opdcl.results.scores import Suite, section, states_of
+from opdcl.results.stats import headroom_fault, mean
+from opdcl.rundir.layout import RunDir
+from opdcl.rundir.records import read_metrics
+from opdcl.rundir.seals import changes
+
+# A quickstart whose answers ran on lacked 0.57 to 0.65 of base's probability to end; one whose did not, 0.26.
+MISSED_ENDS = 0.4
+
+# Share of the domain, by held-out KL, below which a recovery from a scaled start did not bring it back.
+DOMAIN_BACK = 0.85
+
+# Share of fresh tokens whose probabilities differ between sampler and trainer, from which it is told.
+MISMATCHED = 0.001
+
+Rows = list[dict[str, Any]]
+
+
+def inert(suites: Sequence[Suite]) -> list[str]:
+    """Return a fault if tuned answers every prompt of every suite as base does."""
+    count = 0
+    for suite in suites:
+        base, tuned = suite.rows.get("base", []), suite.rows.get("tuned", [])
+        for row, other in zip(base, tuned, strict=False):
+            count += 1
+            # A suite of likelihoods has no answers.
+            if row.get("response") is None or row["response"] != other.get("response"):
+                return []
+    what = f"base and tuned give the same answer to all {count} prompts, as if tuned had no adapter"
+    return [what] if count else []
+
+
+def faults_of(run: RunDir, suites: Sequence[Suite]) -> list[str]:
+    """Return the reasons not to believe the results: changed files, other base weights, other adapters."""
+    damage = [*run.adapter_damage().values()]
+    hint = "the results here are those of the adapter that the run recorded, not of this file"
+    faults = [f"{problem}: {hint}." for problem in damage]
+    faults += _changed_files(run, " ".join(damage))
+    again = "the state counts as not measured there; repeat it with opdcl eval RUN --force"
+    for suite in suites:
+        faults += [f"{fault}; {again}." for fault in suite.faults]
+    manifest = run.read_manifest()
+    base, adapters = manifest.get("base") or {}, manifest.get("adapters") or {}
+    before, after = base.get("fingerprint_before"), base.get("fingerprint_after")
+    if before and after and before != after:
+        faults.append(
+            "The base weights changed during the run: base is no longer a valid teacher or reference."
+        )
+    for suite in suites:
+        for state, result in suite.results.items():
+            measured = (result.get("model") or {}).get("adapter_sha256")
+            present = (adapters.get(state) or {}).get("sha256")
+            if measured and present and measured != present:
+                problem = f"{state} was measured with another adapter than the one in this run"
+                faults.append(f"{suite.name}: {problem}.")
+    return faults
+
+
+def _changed_files(run: RunDir, said: str) -> list[str]:
+    """Return which of the files that a run has sealed have changed, besides those already `said`."""
+    try:
+        changed = changes(run)
+    except UsageError as fault:
+        return [] if fault.message in said else [f"{fault.message}."]
+    hint = "opdcl verify RUN lists all; what is shown here may be wrong"
+    found = []
+    for name, problem in changed.items():
+        place = run.path / name
+        if str(place) not in said:
+            found.append(f"{place} {problem} since opdcl wrote it: {hint}.")
+    return found
+
+
+def suite_notes(suite: Suite) -> list[str]:
+    """Return the caveats about missing answers and about the floor of a retention suite."""
+    notes = []
+    if suite.unpaired:
+        reason = "because not every measured state answered them; the further metrics still include them"
+        notes.append(f"{suite.name}: {suite.unpaired} prompts are left out {reason}.")
+    if suite.role != "retention" or suite.floor is None or "base" not in suite.rows:
+        return notes
+    base, states = mean(suite.values("base"), suite.clusters), states_of([suite])
+    floor = f"{percent(suite.floor)}, the score of {suite.floor_is}"
+    if states and headroom_fault(states) == "no headroom":
+        unfit = f"unfit for this model: base scores {percent(base.value)}, and the floor is {floor}"
+        notes.append(f"{suite.name}: {unfit}. It can show neither a loss nor a recovery.")
+    elif base.low <= suite.floor:
+        reason = f"base is not measurably above the floor of {floor}"
+        notes.append(f"{suite.name}: {reason}, so this suite can hardly show forgetting.")
+    return notes
+
+
+def recovery_notes(run: RunDir) -> list[str]:
+    """Return the caveats that follow from the metrics of a finished recovery."""
+    stage = run.find_stage("recover")
+    if stage is None or not stage.is_done():
+        return []
+    rows = read_metrics(stage.metrics)
+    notes = []
+    for row in rows:
+        if health := row.get("health"):
+            limit = f"{health['sign']} was {health['value']:.3g}, beyond its limit of {health['bound']:.3g}"
+            notes.append(f"Recovery, step {row['step']}: {limit}; {health['action']}.")
+    if any("reward" in row for row in rows):
+        notes.append(_reward_note(rows, section(run, "recover")["reward"]["suite"]))
+    notes += _validation_notes(rows) + start_notes(rows)
+    fresh = [row for row in rows if "mismatch" in row]
+    mismatched = sum(row["mismatch"] * row["tokens"] for row in fresh)
+    share = mismatched / max(1, sum(row["tokens"] for row in fresh))
+    if share > MISMATCHED:
+        gap = "sampler's and trainer's probabilities differed by more than a factor of two"
+        notes.append(f"For {share:.2%} of the fresh tokens, {gap}.")
+    return notes
+
+
+def _reward_note(rows: Rows, suite: str) -> str:
+    rewards = [row["reward"] for row in rows if "reward" in row]
+    fifth = max(1, len(rewards) // 5)
+    first, last = sum(rewards[:fifth]) / fifth, sum(rewards[-fifth:]) / fifth
+    means = f"{first:.3f} over the first {fifth} steps with a reward and {last:.3f} over the last {fifth}"
+    return f"Recovery also used the reward of {suite}: its mean was {means}."
+
+
+def validations_of(rows: Rows) -> tuple[dict[int, dict[str, Any]], int | None]:
+    """Return step -> held-out numbers, and the step whose adapter was kept; None without one."""
+    validations = {row["step"]: row["validation"] for row in rows if row.get("validation")}
+    kept = [step for step, validation in validations.items() if validation.get("best")]
+    return validations, max(kept, default=None)
+
+
+def _validation_notes(rows: Rows) -> list[str]:
+    """Describe the held-out KL to further teachers, and answers that run on."""
+    notes: list[str] = []
+    validations, kept = validations_of(rows)
+    if kept is None:
+        return notes
+    first, best = validations[min(validations)], validations[kept]
+    for key in sorted(first):
+        stream, _, teacher = key.partition("_kl/")
+        if teacher:
+            kl = f"from {first[key]:.3f} to {best[key]:.3f} nats per token"
+            notes.append(f"Held-out KL to {teacher} on its {stream} prompts: {kl}.")
+    missed = best.get("missed_ends", 0)
+    if missed > MISSED_ENDS:
+        lack = f"recovered lacks {missed:.0%} of the probability to end"
+        notes.append(f"Recovery: where base ends its answers, {lack}; its answers run on.")
+    return notes
+
+
+def start_notes(rows: Rows) -> list[str]:
+    """Say where a recovery started, and what that start did for it, from the rows of its metrics."""
+    chosen = next((row["start"] for row in rows if "start" in row), None)
+    validations, kept = validations_of(rows)
+    is_scaled = chosen is not None and chosen["alpha"] != 1
+    scaled = f"the tuned adapter times {chosen['alpha']:g}" if is_scaled else "the tuned adapter"
+    if kept == 0:
+        return [f"Recovered is {scaled}: no training step came nearer to the teachers on held-out prompts."]
+    if chosen is None or kept is None:
+        return []
+    if not any("loss" in row for row in rows):
+        return [f"Recovered is {scaled}: no training was done."]
+    if not is_scaled:
+        return []
+    notes = [f"The recovery started from {scaled}."]
+    if chosen["score"] <= NO_WORSE * validations[kept]["score"]:
+        notes.append(
+            f"On held-out prompts the start alone, {scaled}, is about as near to the teachers: "
+            "`--set recover.method=interpolate` gives it without training."
+        )
+    share = validations[kept].get("domain_kept", 1.0)
+    if share < DOMAIN_BACK:
+        notes.append(
+            f"The domain did not come back from the start: on held-out questions {share:.0%} of it is kept. "
+            "Start nearer to tuned with `recover.start`, or take more `recover.steps`."
+        )
+    return notes

@@ -1,0 +1,103 @@
+"""The results of a run as types. Their fields are the keys of `opdcl report RUN --json`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from opdcl.results.closeness import Closeness
+from opdcl.results.intervals import Estimate
+from opdcl.results.plain import ByState, Spread
+from opdcl.results.stats import Findings, NonInferiority
+from opdcl.results.writing import WritingTests
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of the measured states on one suite, or on a group of its prompts."""
+
+    n: int
+    floor: float | None
+    states: ByState
+
+
+@dataclass(frozen=True)
+class SuiteScores(Scores):
+    role: str
+    metric: str | None
+    metrics: dict[str, dict[str, float]]
+    """Further metric -> state -> value."""
+    writing: dict[str, dict[str, Estimate]]
+    """State -> measure -> mean over prompts, of how the answers are written."""
+
+
+@dataclass(frozen=True)
+class Group(Scores):
+    """A group of the headline's prompts, with an R of its own."""
+
+    recovery: Estimate | None
+    recovery_raw: Estimate | None
+    non_inferiority: NonInferiority | None
+
+
+@dataclass(frozen=True)
+class Changes(Spread):
+    """The paired differences of retention; None where a state is not measured."""
+
+    tuned_minus_base: Estimate | None
+    recovered_minus_tuned: Estimate | None
+    recovered_minus_base: Estimate | None
+    domain_tuned_minus_base: Estimate | None
+    domain_recovered_minus_tuned: Estimate | None
+    domain_recovered_minus_base: Estimate | None
+
+
+@dataclass(frozen=True)
+class Tests:
+    """The paired tests of the headline suites; None where a pair is not measured."""
+
+    changes: Changes
+    mcnemar: dict[str, float | None]
+    detectable_drop: float | None
+    writing: WritingTests
+
+
+@dataclass(frozen=True)
+class Ceiling(Estimate):
+    """Student minus teacher on one suite."""
+
+    teacher: str
+    n: int
+    place: str
+    detectable: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The results of a run; the fields are the keys of `opdcl report RUN --json`."""
+
+    verdict: str
+    name: str
+    headline: dict[str, str | None]
+    suites: dict[str, SuiteScores]
+    findings: Findings
+    closeness: Closeness | None
+    groups: dict[str, Group]
+    tests: Tests
+    ceiling: dict[str, Ceiling]
+    cost: dict[str, dict[str, float]]
+    faults: list[str]
+    notes: list[str]
+    """What to know when reading the results. It begins with the faults."""
+
+    def headline_suite(self, role: str) -> SuiteScores | None:
+        name = self.headline[role]
+        return self.suites[name] if name else None
+
+    @property
+    def writing_tests(self) -> WritingTests:
+        """How recovered writes beside base: greedily on the suite, and sampled for the closeness."""
+        tests = dict(self.tests.writing)
+        if self.closeness:
+            for measure, test in self.closeness.writing.items():
+                tests[f"{measure} at temperature 1"] = test
+        return tests
