@@ -92,7 +92,7 @@ class Result(Outcome):
         tables = [Table("", ["suite", "n", "floor", *STATES], rows, "")] if rows else []
         notes = [f"report: {self.report}", f"next: {self._next()}"]
         super().__init__(
-            sentence=results.verdict,
+            sentence="\n".join([results.verdict, *results.further]),
             tables=tables,
             data=self.summary,
             notes=notes,

@@ -177,7 +177,10 @@ def _recovery_need(job: Job, config: RecoverConfig, source: RecoverySource, size
     """Return the bytes that a recovery takes, besides the base, if all answers are as long as they may be."""
     device = pick_device(job.workflow.model.device)
     need = size.merged + size.adapter * 20
-    for teacher in config.teachers.values():
+    named = {config.general_teacher, config.domain_teacher, *(row.teacher for row in source.rows["domain"])}
+    for name, teacher in config.teachers.items():
+        if name not in named:
+            continue
         if teacher.model:
             need += _size(teacher.model.resident(), device, rank=0).weights
         if teacher.kind in ("ema", "adapter"):

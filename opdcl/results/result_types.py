@@ -76,6 +76,8 @@ class Summary:
     """The results of a run; the fields are the keys of `opdcl report RUN --json`."""
 
     verdict: str
+    further: list[str]
+    """The sentences after the verdict: distance to base, how the answers differ, what to do."""
     name: str
     headline: dict[str, str | None]
     suites: dict[str, SuiteScores]

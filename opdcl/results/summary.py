@@ -73,6 +73,7 @@ def _summarise(results: Results) -> Summary:
         remarks += notes.suite_notes(suite)
     summary = Summary(
         verdict="",
+        further=[],
         name=run.settings().get("name") or run.path.name,
         headline={role: suite.name if suite else None for role, suite in headline.items()},
         suites={suite.name: _suite_scores(suite) for suite in suites},

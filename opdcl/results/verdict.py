@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 
 from opdcl.results import writing
 from opdcl.results.format import POINTS, SHARE, interval, percent, points
-from opdcl.results.status import FAULT, FLOOR_REASONS, NO_DROP, SMALLEST_DROP, STATES, both_halves
+from opdcl.results.status import (
+    FAULT,
+    FLOOR_REASONS,
+    MOST_OF_THE_GAIN,
+    NO_DROP,
+    SMALLEST_DROP,
+    STATES,
+    both_halves,
+)
 
 if TYPE_CHECKING:
     from opdcl.results.closeness import Closeness
@@ -29,7 +37,7 @@ RETENTION = {
 }
 DOMAIN = {
     "kept": "domain kept",
-    "partly kept": "{} of the domain kept",
+    "partly kept": "domain partly kept",
     "lost": "domain lost",
     "not shown": "domain not shown to be kept",
     "gain not shown": "domain gain not shown",
@@ -63,8 +71,11 @@ def conclude(
     if faults:
         findings = replace(findings, status=FAULT)
     summary = replace(summary, findings=findings)
-    words = _fault(faults) if faults else _verdict(summary, retention, domain)
-    return replace(summary, verdict=words)
+    if faults:
+        return replace(summary, verdict=_fault(faults))
+    further = [_distance(summary.closeness), writing_sentence(summary.writing_tests), _advice(summary)]
+    words = _verdict(summary, retention, domain)
+    return replace(summary, verdict=words, further=[sentence for sentence in further if sentence])
 
 
 def _fault(faults: Sequence[str]) -> str:
@@ -73,7 +84,7 @@ def _fault(faults: Sequence[str]) -> str:
 
 
 def _verdict(summary: Summary, retention: Suite | None, domain: Suite | None) -> str:
-    """Return the first words with the outcome, then how recovered writes."""
+    """Return the first words, and the outcome in one sentence."""
     if retention is None or not retention.rows:
         missing = f"suite {retention.name} has no results" if retention else "there is no retention suite"
         return f"Not measured yet: {missing}."
@@ -88,46 +99,41 @@ def _verdict(summary: Summary, retention: Suite | None, domain: Suite | None) ->
         missing = " and ".join(retention.missing)
         known = ", ".join(f"{state} {score}" for state, score in scores.items())
         return f"Not measured yet: {retention.plain} has no result for {missing} (so far: {known})."
-    outcome = _retention_clause(summary, retention, scores)
-    kept = f"no D, because {why_no_domain_retention(domain)}"
-    if summary.findings.domain_retention:
-        kept = f"D = {interval(summary.findings.domain_retention)}"
-    unlike = writing_sentence(summary.writing_tests)
-    return f"{_heading(summary)}: {outcome}; {kept}. {unlike}".rstrip()
+    recovery, kept = summary.findings.recovery, summary.findings.domain_retention
+    is_back = summary.findings.retention_status in ("recovered", "partly recovered")
+    if is_back and recovery and not _deciding_closeness(summary):
+        outcome = f"{_share(recovery)} of the lost {retention.plain} came back (R = {interval(recovery)})"
+    else:
+        outcome = _retention_clause(summary, retention, scores)
+    if kept:
+        domain_outcome = f"{_share(kept)} of the domain gain is kept (D = {interval(kept)})"
+    else:
+        domain_outcome = f"no D, because {why_no_domain_retention(domain)}"
+    return f"{_heading(summary)}: {outcome}; {domain_outcome}."
 
 
 def _heading(summary: Summary) -> str:
     """Return the first words: what is shown of the recovery, and of the domain."""
-    found, kept = summary.findings.retention_status, summary.findings.domain_status
+    findings = summary.findings
+    found, kept = findings.retention_status, findings.domain_status
     if (found, kept) == ("recovered", "kept"):
         return "Recovered and kept"
     if (found, kept) == ("not shown", "kept"):
         return "Kept, recovery not shown"
-    words = RETENTION[found]
-    if found == "partly recovered" and (share := _partly(summary)):
-        words += f" ({share})"
-    domain_words = DOMAIN[kept]
-    if kept == "partly kept" and summary.findings.domain_retention:
-        domain_words = domain_words.format(_at_least(summary.findings.domain_retention))
+    words, domain_words = RETENTION[found], DOMAIN[kept]
+    is_back = findings.non_inferiority and findings.non_inferiority.shown and not _deciding_closeness(summary)
+    if found == "partly recovered" and is_back:
+        differs = any(test and test.different for test in summary.writing_tests.values())
+        words = "Score recovered, writing differs" if differs else "Score recovered, writing uncertain"
+    share = findings.domain_retention
+    if kept == "partly kept" and share and share.value >= MOST_OF_THE_GAIN:
+        domain_words = "domain probably kept"
     return f"{words}, {domain_words}"
 
 
-def _at_least(share: Estimate) -> str:
-    """Format the lower end of a share, rounded down: the first words claim no more than is shown."""
-    return f"at least {math.floor(100 * share.low)} %"
-
-
-def _partly(summary: Summary) -> str:
-    """Say what of base is shown to be back; empty where no share is."""
-    findings = summary.findings
-    if closeness := _deciding_closeness(summary):
-        return _at_least(closeness.c) if closeness.c else ""
-    if findings.non_inferiority and findings.non_inferiority.shown:
-        tests = [test for test in summary.writing_tests.values() if test and not test.shown]
-        differs = any(test.different for test in tests)
-        return "the score is back, the writing is not" + ("" if differs else " shown to be")
-    share = findings.recovery
-    return _at_least(share) if share and share.low > 0 else ""
+def _share(share: Estimate) -> str:
+    """Return a share as words begin with it: all, or so many percent."""
+    return "all" if share.value >= 0.995 else f"{100 * share.value:.0f} %"
 
 
 def _deciding_closeness(summary: Summary) -> Closeness | None:
@@ -160,6 +166,35 @@ def _retention_clause(summary: Summary, retention: Suite, scores: dict[str, str]
     return f"{levels}, no R, {why_no_recovery(summary)}"
 
 
+def _distance(near: Closeness | None) -> str:
+    """Say how much of tuned's distance to base is gone, and what remains."""
+    if near is None or not (near.states.get("tuned") and near.states.get("recovered")):
+        return ""
+    tuned, recovered = (near.states[state]["distance"].value for state in ("tuned", "recovered"))
+    if tuned <= 0:
+        return ""
+    gone = max(1 - recovered / tuned, 0)
+    return f"Distance to base: {tuned:.2f} -> {recovered:.2f} nats a token, {100 * gone:.0f} % gone."
+
+
+def _advice(summary: Summary) -> str:
+    """Say what to do next; empty where nothing is missing, or nothing is measured yet."""
+    findings = summary.findings
+    found, recovery, kept = findings.retention_status, findings.recovery, findings.domain_retention
+    more_prompts = "measure on more prompts: opdcl eval RUN --set eval.limit=N --force."
+    if kept and kept.value < MOST_OF_THE_GAIN:
+        return "To keep more of the domain: raise recover.domain_rollouts, or recover.start towards 1, tuned."
+    if found == "too few prompts":
+        return f"To tell, {more_prompts}"
+    if found == "not shown":
+        return f"If the held-out KL fell, {more_prompts} If not, take more steps."
+    if found != "partly recovered":
+        return ""
+    if recovery and recovery.value >= MOST_OF_THE_GAIN and writing.alike(summary.writing_tests):
+        return f"To show more, {more_prompts}"
+    return "More steps bring more back: opdcl recover RUN --steps N --force."
+
+
 def writing_sentence(tests: WritingTests) -> str:
     """Say how recovered writes unlike base; empty where no difference is shown."""
     faults = []
@@ -168,7 +203,7 @@ def writing_sentence(tests: WritingTests) -> str:
             name, _, where = key.partition(" ")
             fault = _writing_fault(name, test)
             faults.append(f"{where}, {fault}" if where else fault)
-    return f"Recovered's answers are unlike base's: {'; '.join(faults)}." if faults else ""
+    return f"Its answers still differ from base's: {'; '.join(faults)}." if faults else ""
 
 
 def _writing_fault(name: str, test: WritingTest) -> str:

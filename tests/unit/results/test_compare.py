@@ -266,5 +266,5 @@ def test_an_arm_that_no_longer_stops_is_not_recovered_and_a_note_says_why(make):
     assert comparison["arms"][1]["writing"]["ended"]["recovered"] == pytest.approx(0.2)
     notes = [note for note in comparison["notes"] if "token limit" in note]
     assert notes == [
-        "writes_on: Recovered's answers are unlike base's: 20.0 % end before the token limit (base 100.0 %)."
+        "writes_on: Its answers still differ from base's: 20.0 % end before the token limit (base 100.0 %)."
     ]

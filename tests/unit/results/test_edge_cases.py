@@ -47,7 +47,7 @@ def test_an_adapter_that_was_deleted_has_lost_the_domain(told):
     summary = told((340, 5, 340), domain=(0, 250, 0))
     assert split(summary["verdict"])[0] == "Recovered, domain lost"
     assert summary["status"] == "recovered, domain lost"
-    assert "; D = 0.00 [" in summary["verdict"]
+    assert "0 % of the domain gain is kept (D = 0.00 [" in summary["verdict"]
 
 
 def test_an_adapter_that_was_zeroed_has_lost_it_from_the_floor_too(told):
@@ -63,11 +63,9 @@ def test_both_halves_are_in_the_first_words(told):
     assert split(summary["verdict"])[0] == "Recovered and kept"
     assert summary["status"] == "recovered and kept"
     assert split(told((340, 5, 5))["verdict"])[0] == "Kept, recovery not shown"
-    least = (halves := told((340, 5, 340), domain=(0, 250, 150)))["domain_retention"]["low"]
-    assert (
-        split(halves["verdict"])[0] == f"Recovered, at least {math.floor(100 * least)} % of the domain kept"
-    )
-    assert 0.5 < least < 0.6
+    halves = told((340, 5, 340), domain=(0, 250, 150))
+    assert split(halves["verdict"])[0] == "Recovered, domain partly kept"
+    assert 0.5 < halves["domain_retention"]["low"] < 0.6
 
 
 @pytest.mark.parametrize(
@@ -157,7 +155,7 @@ def concluded(run, near):
 @pytest.mark.parametrize(
     ("block", "heading", "status"),
     [
-        (closeness(0.87), "Partly recovered (at least 83 %), domain kept", "partly recovered"),
+        (closeness(0.87), "Partly recovered, domain kept", "partly recovered"),
         (closeness(0.99), "Recovered and kept", "recovered"),
         (closeness(0.02), "Kept, recovery not shown", "not shown"),
         (closeness(None), "Recovery not measured, domain kept", "no headroom"),
@@ -186,8 +184,7 @@ def test_sampled_answers_that_are_shorter_are_told_as_such(run, told):
     summary = concluded(run, closeness(0.99, tokens=test))
     assert summary["retention_status"] == "partly recovered"
     assert (
-        "Recovered's answers are unlike base's: at temperature 1, they are 24 % shorter."
-        in summary["verdict"]
+        "Its answers still differ from base's: at temperature 1, they are 24 % shorter." in summary["further"]
     )
 
 
@@ -215,8 +212,7 @@ def test_partly_recovered_counts_from_the_floor(told):
     assert summary["recovery"]["value"] == pytest.approx(-0.272727, abs=1e-6)
     assert split(summary["verdict"])[0] == "Kept, recovery not shown"
     summary = told((400, 50, 320), floors=(180, 0))
-    low = math.floor(100 * summary["recovery"]["low"])
-    assert split(summary["verdict"])[0] == f"Partly recovered (at least {low} %), domain kept"
+    assert split(summary["verdict"])[0] == "Partly recovered, domain kept"
 
 
 def test_a_recovered_model_that_answers_a_quarter_shorter_is_told(told):
@@ -224,9 +220,8 @@ def test_a_recovered_model_that_answers_a_quarter_shorter_is_told(told):
         return {"tokens": 60 + i % 41}
 
     summary = told((340, 5, 340), base=long, recovered=lambda i: {"tokens": round(0.76 * (60 + i % 41))})
-    heading, sentence = split(summary["verdict"])
-    assert heading == "Partly recovered (the score is back, the writing is not), domain kept"
-    assert "Recovered's answers are unlike base's: they are 24 % shorter." in sentence
+    assert split(summary["verdict"])[0] == "Score recovered, writing differs, domain kept"
+    assert "Its answers still differ from base's: they are 24 % shorter." in summary["further"]
 
 
 def test_d_counts_from_the_floor_and_the_raw_ratio_stays_beside_it(run, told):
@@ -240,7 +235,7 @@ def test_d_counts_from_the_floor_and_the_raw_ratio_stays_beside_it(run, told):
     assert people["domain_retention_raw"]["value"] == pytest.approx(0.9489, abs=1e-4)
     # 0.8992 rounds to the 0.90 that "kept" needs, and is less.
     assert 0.895 < people["domain_retention"]["low"] < 0.9
-    assert split(people["verdict"])[0] == "Recovered, at least 89 % of the domain kept"
+    assert split(people["verdict"])[0] == "Recovered, domain probably kept"
     assert [row[0] for row in terminal_rows(Results(run).summary) if row[0][0] in "RD"] == [
         "R",
         "D",

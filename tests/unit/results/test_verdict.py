@@ -1,6 +1,5 @@
 """The words of the verdict claim what the numbers show, and no more."""
 
-import math
 import re
 
 import pytest
@@ -37,8 +36,8 @@ def test_recovered_states_r_and_d(measured):
     summary = measured(320, 80, 320)
     assert summary["retention_status"] == "recovered"
     assert summary["verdict"].startswith(
-        "Recovered, at least 72 % of the domain kept: instruction following is 80.0 % for base, 20.0 % for "
-        "tuned and 80.0 % for recovered, R = 1.00 [0.99, 1.01]; D = 0.88 ["
+        "Recovered, domain partly kept: all of the lost instruction following came back "
+        "(R = 1.00 [0.99, 1.01]); 88 % of the domain gain is kept (D = 0.88 ["
     )
 
 
@@ -46,17 +45,27 @@ def test_a_gain_that_falls_short_of_base_is_partly_recovered(measured):
     summary = measured(320, 80, 280)
     assert summary["retention_status"] == "partly recovered"
     assert summary["verdict"].startswith(
-        f"Partly recovered (at least {math.floor(100 * summary['recovery']['low'])} %), at least 72 % of the "
-        "domain kept: instruction following is 80.0 % for base, 20.0 % for tuned and 70.0 % for recovered, R "
+        "Partly recovered, domain partly kept: 83 % of the lost instruction following came back (R = 0.83 ["
     )
     assert 75 < 100 * summary["recovery"]["low"] < 83
+
+
+@pytest.mark.parametrize(
+    ("passed", "words"),
+    [
+        ((320, 80, 280), "keep more of the domain"),  # D is 0.88
+        ((320, 80, 80), "keep more of the domain"),
+    ],
+)
+def test_what_to_do_next_is_said(measured, passed, words):
+    assert any(words in sentence for sentence in measured(*passed)["further"])
 
 
 def test_without_a_gain_over_tuned_no_recovery_is_found(measured):
     summary = measured(320, 80, 80)
     assert summary["retention_status"] == "not shown"
     assert summary["verdict"].startswith(
-        "Recovery not shown, at least 72 % of the domain kept: instruction following is 80.0 % for base, "
+        "Recovery not shown, domain partly kept: instruction following is 80.0 % for base, "
         "20.0 % for tuned and 20.0 % for recovered, R = 0.00"
     )
 
@@ -66,7 +75,7 @@ def test_a_significant_drop_below_ten_points_is_forgetting_without_a_ratio(measu
     summary = measured(320, 290, recovered)
     assert summary["recovery"] is None
     verdict = summary["verdict"]
-    assert verdict.startswith(f"{word}, at least 72 % of the domain kept: instruction following")
+    assert verdict.startswith(f"{word}, domain partly kept: instruction following is")
     assert "no R, because a drop from base to tuned of 7.5 points [4." in verdict
     assert "is too small for a ratio, which needs 10; " in verdict
 
@@ -75,7 +84,7 @@ def test_six_prompts_are_too_few_to_tell(measured):
     summary = measured({0, 1, 2, 3}, {0, 1}, {0, 1, 2}, n=6)
     assert summary["retention_status"] == "too few prompts"
     assert summary["verdict"].startswith(
-        "Too few prompts to tell, at least 72 % of the domain kept: instruction following is 66.7 % for "
+        "Too few prompts to tell, domain partly kept: instruction following is 66.7 % for "
         "base, 33.3 % for tuned and 50.0 % for recovered, a drop from base to tuned of 33.3 points ["
     )
     least = summary["tests"]["detectable_drop"]
@@ -100,7 +109,7 @@ def test_no_forgetting_is_only_said_where_it_would_have_been_seen(measured):
     least = summary["tests"]["detectable_drop"]
     assert least < 0.1
     assert summary["verdict"].startswith(
-        "No measurable forgetting, at least 72 % of the domain kept: instruction following is 80.0 % for "
+        "No measurable forgetting, domain partly kept: instruction following is 80.0 % for "
         "base, 79.5 % for tuned and 80.0 % for recovered, a drop from base to tuned of 0.5 points [-"
     )
     assert f"where 400 prompts would show one of {100 * least:.1f}; " in summary["verdict"]
@@ -113,7 +122,7 @@ def test_a_base_near_the_floor_cannot_show_anything(measured):
     summary = measured(80, 20, 80, **floor(70))
     assert summary["retention_status"] == "no headroom"
     assert summary["verdict"].startswith(
-        "Recovery not measured, at least 72 % of the domain kept: instruction following is 20.0 % for base, "
+        "Recovery not measured, domain partly kept: instruction following is 20.0 % for base, "
         "5.0 % for tuned and 20.0 % for recovered, where a content-free answer scores "
     )
     assert measured(320, 80, 320, **floor(40))["retention_status"] == "recovered"
@@ -126,7 +135,7 @@ def test_a_base_above_the_floor_on_too_few_prompts_is_not_called_near_it(run, me
     summary = measured(2, 0, 2, n=8, base=floor, tuned=floor, recovered=floor)
     assert summary["retention_status"] == "too few prompts"
     assert summary["verdict"].startswith(
-        "Too few prompts to tell, at least 72 % of the domain kept: instruction following is 25.0 % for "
+        "Too few prompts to tell, domain partly kept: instruction following is 25.0 % for "
         "base, 0.0 % for tuned and 25.0 % for recovered, base is not shown to be above the floor; "
     )
     assert "base is not shown to be above the floor" in pages(run)["report.md"]
@@ -146,8 +155,11 @@ def test_answers_that_do_not_end_and_repeat_themselves_are_not_recovered(measure
     loops = {"recovered": lambda i: {"response": "and so we met again " * 4, "ended": False}}
     summary = measured(320, 80, 320, base=ending(1), tuned=ending(1), **loops)
     assert summary["retention_status"] == "partly recovered"
-    ended = "Recovered's answers are unlike base's: 0.0 % end before the token limit (base 100.0 %)"
-    assert f"{ended}; 70.6 % of their 4-grams are repetitions (base 0.0 %)." in summary["verdict"]
+    assert summary["verdict"].startswith(
+        "Score recovered, writing differs, domain partly kept: all of the lost"
+    )
+    ended = "Its answers still differ from base's: 0.0 % end before the token limit (base 100.0 %)"
+    assert f"{ended}; 70.6 % of their 4-grams are repetitions (base 0.0 %)." in summary["further"]
 
 
 def test_too_few_answers_to_show_that_they_end_as_often_do_not_count_as_recovered(measured):
@@ -157,13 +169,13 @@ def test_too_few_answers_to_show_that_they_end_as_often_do_not_count_as_recovere
     test = summary["tests"]["writing"]["ended"]
     assert (test["shown"], test["different"]) == (False, False)
     assert summary["retention_status"] == "partly recovered"
-    assert "(the score is back, the writing is not shown to be)" in summary["verdict"]
+    assert summary["verdict"].startswith("Score recovered, writing uncertain, ")
 
 
 def test_bad_writing_is_told_without_a_recovery_too(measured):
-    verdict = measured(320, 318, 320, base=ending(0.9), tuned=ending(1), recovered=ending(0.3))["verdict"]
-    assert verdict.startswith("No measurable forgetting")
-    assert "unlike base's: 30.0 % end before the token limit (base 90.0 %)" in verdict
+    summary = measured(320, 318, 320, base=ending(0.9), tuned=ending(1), recovered=ending(0.3))
+    assert summary["verdict"].startswith("No measurable forgetting")
+    assert "differ from base's: 30.0 % end before the token limit (base 90.0 %)" in summary["further"][0]
 
 
 def grouped(i):
