@@ -2,7 +2,7 @@
 
 Rows lie one behind the other, so no product sees padding. On a CPU, rows of one length attend together; on a
 GPU, one kernel attends within all rows. Layers with the same input are one node, and so are a norm and a
-rotation.
+rotation: those of transformers are a dozen passes each.
 
 Source: Touvron et al., arXiv 2302.13971, section 2.2 (RMSNorm, SwiGLU, rotary positions); Qwen2 adds biases
 to queries, keys and values, Qwen3 an RMSNorm to each head of queries and keys.
@@ -181,9 +181,30 @@ def _of_runs(prefix: list[int], lengths: list[int], like: torch.Tensor) -> Atten
 
 
 def rms_norm(x: torch.Tensor, norm: Any) -> torch.Tensor:
-    """Return RMSNorm over the last dimension; the weight is frozen."""
-    with torch.autocast(x.device.type, enabled=False):  # it would make the result fp32
-        return functional.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
+    """Return RMSNorm over the last dimension, in fp32 as transformers does; the weight is frozen."""
+    if x.device.type != "cpu":  # one kernel; autocast would make its result fp32
+        with torch.autocast(x.device.type, enabled=False):
+            return functional.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
+    out: torch.Tensor = _RmsNorm.apply(x, norm.weight, norm.variance_epsilon)
+    return out
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight_H, epsilon):
+        wide = x.float()
+        square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+        scale = square.div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x, weight_H, scale)
+        return (wide * scale).to(x.dtype).mul_(weight_H)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight_H, scale = ctx.saved_tensors
+        wide, slope = x.float(), (grad * weight_H).float()
+        # The scale falls as x grows in its own direction.
+        along = torch.linalg.vecdot(slope, wide)[..., None].mul_(scale.pow(3)).div_(-x.shape[-1])
+        return slope.mul_(scale).addcmul_(wide, along).to(x.dtype), None, None
 
 
 class _Rotation(torch.autograd.Function):
