@@ -1,8 +1,9 @@
 """The training forward pass: hidden states of answers only, with the common prefix computed once.
 
-Chat prompts share a beginning (the template's system turn), often half of their length. On a CPU, where the
-rows of the Llama family are packed, the prefix stands there once, and every row attends to its keys and
-values. The gradient flows back through them, so the result is that of the plain pass up to rounding.
+Chat prompts share a beginning (the template's system turn), often half of their length. On a CPU, the prefix
+runs through the model as one row, and every row attends to its keys and values. The gradient flows back
+through them, so the result is that of the plain pass up to rounding. On a GPU, launching the second pass costs
+more than the prefix.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from transformers import DynamicCache
 
+from opdcl import parallel
 from opdcl.model.architecture import architecture
 from opdcl.model.llama_pass import packed_states, packs
 
@@ -25,19 +28,21 @@ def answer_states(causal_lm, sequences: Sequences) -> torch.Tensor:
         causal_lm: The model whose `base_model` gives hidden states.
         sequences: The rows.
     """
+    prefix = _shared_length(sequences) if _shares_prefix(causal_lm) else 0
     longest = max(len(ids) for ids, _ in sequences)
     if packs(causal_lm, longest):
-        return _packed(causal_lm, sequences)
-    return _padded(causal_lm, sequences, longest)
+        return _packed(causal_lm, sequences, prefix)
+    return _padded(causal_lm, sequences, prefix, longest - prefix)
 
 
 def _shares_prefix(causal_lm) -> bool:
-    return bool(causal_lm.device.type == "cpu")
+    """Return whether the common prefix is computed once: on a CPU, if every layer attends fully."""
+    plain = architecture(causal_lm.config).full_attention
+    return plain and causal_lm.device.type == "cpu" and not parallel.sharded()
 
 
-def _packed(causal_lm, sequences: Sequences) -> torch.Tensor:
+def _packed(causal_lm, sequences: Sequences, prefix: int) -> torch.Tensor:
     """Compute the rows one behind the other."""
-    prefix = _shared_length(sequences) if _shares_prefix(causal_lm) else 0
     tails = [ids[prefix:] for ids, _ in sequences]
     states_MH, starts = packed_states(causal_lm, sequences[0][0][:prefix], tails)
     predicts: list[int] = []
@@ -47,27 +52,40 @@ def _packed(causal_lm, sequences: Sequences) -> torch.Tensor:
     return states_MH.index_select(0, torch.tensor(predicts, dtype=torch.long, device=causal_lm.device))
 
 
-def _padded(causal_lm, sequences: Sequences, width: int) -> torch.Tensor:
+def _padded(causal_lm, sequences: Sequences, prefix: int, width: int) -> torch.Tensor:
     """Compute the rows as transformers does, padded on the right, where causality hides it."""
     device = causal_lm.device
     ids_BT = torch.zeros(len(sequences), width, dtype=torch.long)
     predicts_BT = torch.zeros(len(sequences), width, dtype=torch.bool)
     for row, (ids, answer) in enumerate(sequences):
-        ids_BT[row, : len(ids)] = torch.tensor(ids)
-        predicts_BT[row, : len(ids) - 1] = torch.tensor(answer[1:], dtype=torch.bool)
+        length = len(ids) - prefix
+        ids_BT[row, :length] = torch.tensor(ids[prefix:])
+        predicts_BT[row, : length - 1] = torch.tensor(answer[prefix + 1 :], dtype=torch.bool)
     mask = None  # then attention may use the kernel that never stores its scores
     if not architecture(causal_lm.config).full_attention:
         lengths_B = torch.tensor([len(ids) for ids, _ in sequences], device=device)
         mask = torch.arange(width, device=device)[None] < lengths_B[:, None]
+    cache = _prefix_cache(causal_lm, sequences[0][0][:prefix], len(sequences)) if prefix else None
     hidden_BTH = causal_lm.base_model(
         input_ids=ids_BT.to(device),
         attention_mask=mask,
-        position_ids=torch.arange(width, device=device)[None],
-        use_cache=False,
+        position_ids=torch.arange(prefix, prefix + width, device=device)[None],
+        past_key_values=cache,
+        use_cache=cache is not None,
     ).last_hidden_state
     # By index, not by mask: a mask's size is known only when the device has finished.
     at_N = predicts_BT.flatten().nonzero()[:, 0].to(device)
     return hidden_BTH.flatten(0, 1)[at_N]
+
+
+def _prefix_cache(causal_lm, prefix_ids: list[int], rows: int) -> DynamicCache:
+    cache = DynamicCache()
+    ids_1T = torch.tensor([prefix_ids], device=causal_lm.device)
+    causal_lm.base_model(input_ids=ids_1T, past_key_values=cache, use_cache=True)
+    for layer in cache.layers:
+        layer.keys = layer.keys.expand(rows, -1, -1, -1)
+        layer.values = layer.values.expand(rows, -1, -1, -1)
+    return cache
 
 
 def for_attention(model, visible: torch.Tensor) -> torch.Tensor:
