@@ -22,7 +22,7 @@ import torch
 from opdcl.config.recover import RewardSection
 from opdcl.config.teacher import LossSection
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, rows_at_once, shared_rows
-from opdcl.model.positions import cut
+from opdcl.model.positions import cut, for_each_part
 
 # How far a token's probability ratio may move before the reward stops pushing it (PPO, arXiv 1707.06347).
 CLIP = 0.2
@@ -189,7 +189,7 @@ class _TokenLoss(torch.autograd.Function):
         count = len(student_NH)
         found = TokenLosses(*(student_NH.new_empty(count, dtype=torch.float32) for _ in TokenLosses._fields))
 
-        for part in cut(student_NH):
+        def compute(part: slice) -> None:
             student_NV = student.log_probs(part, len(weight_VH))
             teacher_NV = teacher.log_probs(part, len(weight_VH))
             size = rows_at_once(student_NV)
@@ -208,6 +208,8 @@ class _TokenLoss(torch.autograd.Function):
                 found.loss[at], found.kl[at] = loss, kl
                 log_p.copy_(slope)  # no longer needed: the block holds the gradient from here on
             grad_NH[part] = student_NV.to(weight_VH.dtype) @ weight_VH
+
+        for_each_part(student_NH, compute)
         ctx.save_for_backward(grad_NH)
         ctx.mark_non_differentiable(*found[1:])
         return tuple(found)

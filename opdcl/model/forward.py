@@ -2,13 +2,14 @@
 
 Chat prompts share a beginning (the template's system turn), often half of their length. On a CPU, the prefix
 runs through the model as one row, and every row attends to its keys and values. The gradient flows back
-through them, so the result is that of the plain pass up to rounding. On a GPU, launching the second pass costs
-more than the prefix.
+through them, so the result is that of the plain pass up to rounding. Parts of the rows run side by side. On a
+GPU, launching the second pass costs more than the prefix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from transformers import DynamicCache
@@ -16,9 +17,14 @@ from transformers import DynamicCache
 from opdcl import parallel
 from opdcl.model.architecture import architecture
 from opdcl.model.llama_pass import packed_states, packs
+from opdcl.model.quantized import is_quantized
+from opdcl.model.side_by_side import side_by_side
 
 # Per row: its token ids, and for each id whether it belongs to an answer.
 Sequences = Sequence[tuple[list[int], list[bool]]]
+
+# Fewest tokens of a part that runs on its own: with fewer, reading the weights takes longer than multiplying.
+PART_TOKENS = 96
 
 
 def answer_states(causal_lm, sequences: Sequences) -> torch.Tensor:
@@ -28,17 +34,94 @@ def answer_states(causal_lm, sequences: Sequences) -> torch.Tensor:
         causal_lm: The model whose `base_model` gives hidden states.
         sequences: The rows.
     """
-    prefix = _shared_length(sequences) if _shares_prefix(causal_lm) else 0
-    longest = max(len(ids) for ids, _ in sequences)
-    if packs(causal_lm, longest):
-        return _packed(causal_lm, sequences, prefix)
-    return _padded(causal_lm, sequences, prefix, longest - prefix)
+    share_prefix = _shares_prefix(causal_lm)
+    count = _part_count(causal_lm, sequences) if share_prefix else 1
+    if count == 1:
+        return _states(causal_lm, sequences, share_prefix)
+    weights = [weight for weight in causal_lm.parameters() if weight.requires_grad]
+    if not torch.is_grad_enabled():
+        weights = []
+    states = partial(_states, causal_lm, share_prefix=share_prefix)
+    return _SideBySide.apply(states, sequences, _cut(sequences, count), *weights)
 
 
 def _shares_prefix(causal_lm) -> bool:
     """Return whether the common prefix is computed once: on a CPU, if every layer attends fully."""
     plain = architecture(causal_lm.config).full_attention
     return plain and causal_lm.device.type == "cpu" and not parallel.sharded()
+
+
+class _SideBySide(torch.autograd.Function):
+    """The states of all rows, computed in parts; the weights' gradients are the sum over the parts."""
+
+    @staticmethod
+    def forward(ctx, states, sequences, parts, *weights):
+        grad = any(ctx.needs_input_grad)
+
+        def run(rows: list[int]) -> torch.Tensor:
+            with torch.set_grad_enabled(grad):
+                return states([sequences[row] for row in rows])
+
+        ctx.parts, ctx.weights = parts, weights
+        ctx.answers = [sum(answer[1:]) for _, answer in sequences]
+        ctx.states = side_by_side([partial(run, rows) for rows in parts])
+        by_row: dict[int, torch.Tensor] = {}
+        for rows, part in zip(parts, ctx.states, strict=True):
+            by_row |= zip(rows, part.detach().split([ctx.answers[row] for row in rows]), strict=True)
+        return torch.cat([by_row[row] for row in range(len(sequences))])
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_of = grad.split(ctx.answers)
+        tasks = []
+        for rows, states in zip(ctx.parts, ctx.states, strict=True):
+            grad_of_part = torch.cat([grad_of[row] for row in rows])
+            tasks.append(partial(torch.autograd.grad, states, ctx.weights, grad_of_part))
+        first, *others = side_by_side(tasks)
+        for grads in others:
+            torch._foreach_add_(first, grads)
+        return None, None, None, *first
+
+
+def _part_count(causal_lm, sequences: Sequences) -> int:
+    """Return into how many parts rows are cut: 1 where threads would draw random numbers in any order."""
+    if causal_lm.device.type != "cpu" or is_quantized(causal_lm):
+        return 1
+    if causal_lm.training and any(isinstance(m, torch.nn.Dropout) for m in causal_lm.modules()):
+        return 1
+    prefix = _shared_length(sequences)
+    # Each part computes the prefix itself.
+    least = max(PART_TOKENS, 4 * prefix)
+    tokens = sum(len(ids) - prefix for ids, _ in sequences)
+    return max(1, min(torch.get_num_threads(), len(sequences), tokens // least))
+
+
+def _cut(sequences: Sequences, count: int) -> list[list[int]]:
+    """Cut the rows into parts that take about the same time; rows of similar length share a part."""
+    prefix = _shared_length(sequences)
+
+    def cost(rows: list[int]) -> int:
+        return prefix + len(rows) * (len(sequences[rows[0]][0]) - prefix)
+
+    def halves(rows: list[int], count: int) -> list[list[int]]:
+        if count == 1:
+            return [rows]
+        left = count // 2
+        best = min(
+            range(left, len(rows) - count + left + 1),
+            key=lambda cut: max(cost(rows[:cut]) / left, cost(rows[cut:]) / (count - left)),
+        )
+        return halves(rows[:best], left) + halves(rows[best:], count - left)
+
+    return halves(sorted(range(len(sequences)), key=lambda row: -len(sequences[row][0])), count)
+
+
+def _states(causal_lm, sequences: Sequences, share_prefix: bool) -> torch.Tensor:
+    prefix = _shared_length(sequences) if share_prefix else 0
+    longest = max(len(ids) for ids, _ in sequences)
+    if packs(causal_lm, longest):
+        return _packed(causal_lm, sequences, prefix)
+    return _padded(causal_lm, sequences, prefix, longest - prefix)
 
 
 def _packed(causal_lm, sequences: Sequences, prefix: int) -> torch.Tensor:

@@ -27,6 +27,7 @@ HEAVY_MODULES = (
     "model.fused_lora",
     "model.llama_pass",
     "model.short_attention",
+    "model.side_by_side",
     "model.positions",
     "model.precision",
     "model.distributions",

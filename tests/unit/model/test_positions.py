@@ -5,17 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opdcl.model.positions import CHUNK, cross_entropy, cut
+from opdcl.model.positions import CHUNK, THREAD_POSITIONS, cross_entropy, cut, for_each_part
 
 
 @pytest.mark.parametrize("count", [1, 40, CHUNK + 3])
-def test_equals_torchs_cross_entropy(count):
+@pytest.mark.parametrize("threads", [1, 2])
+def test_equals_torchs_cross_entropy(count, threads):
     torch.manual_seed(0)
     states, head = torch.randn(count, 8, requires_grad=True), torch.randn(50, 8)
     tokens, weight = torch.randint(50, (count,)), torch.rand(count)
     reference = torch.nn.functional.cross_entropy(states @ head.T, tokens, reduction="none")
     (expected,) = torch.autograd.grad((reference * weight).sum(), states)
-    ours = cross_entropy(states, head, tokens)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        ours = cross_entropy(states, head, tokens)
+    finally:
+        torch.set_num_threads(before)
     torch.testing.assert_close(ours, reference)
     torch.testing.assert_close(torch.autograd.grad((ours * weight).sum(), states)[0], expected)
 
@@ -25,10 +31,15 @@ def test_no_answer_has_no_loss():
     assert cross_entropy(states, torch.randn(50, 8), torch.zeros(0, dtype=torch.long)).sum() == 0
 
 
-@pytest.mark.parametrize("count", [0, 1, CHUNK, 3 * CHUNK + 1])
-def test_each_position_is_in_one_part(count):
-    seen = torch.zeros(count)
-    for part in cut(seen):
-        seen[part] += 1
-        assert part.stop - part.start <= CHUNK
-    assert bool((seen == 1).all())
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_each_position_is_in_one_part(threads):
+    for count in (0, 1, THREAD_POSITIONS, 3 * THREAD_POSITIONS + 1, CHUNK + 1):
+        seen = torch.zeros(count)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            for_each_part(seen, lambda part, seen=seen: seen[part].add_(1))
+        finally:
+            torch.set_num_threads(before)
+        assert bool((seen == 1).all())
+    assert max(p.stop - p.start for p in cut(torch.zeros(10 * CHUNK), threads)) <= CHUNK

@@ -1,0 +1,48 @@
+"""Independent parts of a pass side by side on a CPU, each on a thread of its own with its share of the cores.
+
+torch splits every operation over all cores, and after each they wait for the slowest. With small operations
+they wait as long as they compute. Parts that never wait for each other keep the cores busy.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def side_by_side(tasks: Sequence[Callable[[], T]]) -> list[T]:
+    """Return the results of tasks that run at the same time, in order; a task's exception is raised."""
+    if len(tasks) == 1:
+        return [tasks[0]()]
+    # Both are settings of a thread.
+    grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+
+    def run(task: Callable[[], T]) -> T:
+        dtype = torch.get_autocast_dtype("cpu")
+        with torch.set_grad_enabled(grad), torch.autocast("cpu", dtype=dtype, enabled=autocast):
+            return task()
+
+    futures = [_pool(len(tasks), torch.get_num_threads()).submit(run, task) for task in tasks]
+    wait(futures)  # also if one fails: the caller may then change what the others use
+    return [future.result() for future in futures]
+
+
+@functools.cache
+def _pool(parts: int, cores: int) -> ThreadPoolExecutor:
+    pool, started = ThreadPoolExecutor(parts), threading.Barrier(parts)
+
+    def start() -> None:
+        torch.get_num_threads()  # the first call in a thread, which takes over the number of the process
+        torch.set_num_threads(max(1, cores // parts))
+        started.wait()  # so that each of the pool's threads runs this once
+
+    wait([pool.submit(start) for _ in range(parts)])
+    torch.set_num_threads(cores)  # of this thread, and of threads to come
+    return pool
