@@ -40,11 +40,14 @@ class Outcome:
         self.remarks = [remark for remark in self.remarks if remark not in self.faults]
 
     def __repr__(self) -> str:
-        return f"<opdcl: {harmless(self.sentence)}>"
+        first = self.sentence.split("\n")[0]
+        return f"<opdcl: {harmless(first)}>"
 
     def _repr_html_(self) -> str:
         parts = [f"<p><strong>Fault:</strong> {_html(fault)}</p>" for fault in self.faults]
-        parts.append(f"<p><strong>{_html(self.sentence)}</strong></p>")
+        first, *further = self.sentence.split("\n")
+        parts.append(f"<p><strong>{_html(first)}</strong></p>")
+        parts += [f"<p>{_html(line)}</p>" for line in further]
         for table in self.tables:
             head = "".join(f"<th>{_html(column)}</th>" for column in table.columns)
             parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>")

@@ -30,13 +30,13 @@ def memory_for(monkeypatch):
     from opdcl.model import forward
 
     def limit(rows: int, fault: BaseException) -> None:
-        states = forward._packed
+        states = forward._states
 
-        def limited(causal_lm, sequences):
+        def limited(causal_lm, sequences, **options):
             if torch.is_grad_enabled() and len(sequences) > rows:
                 raise fault
-            return states(causal_lm, sequences)
+            return states(causal_lm, sequences, **options)
 
-        monkeypatch.setattr(forward, "_packed", limited)
+        monkeypatch.setattr(forward, "_states", limited)
 
     return limit
