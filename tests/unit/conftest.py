@@ -32,10 +32,10 @@ def memory_for(monkeypatch):
     def limit(rows: int, fault: BaseException) -> None:
         states = forward._states
 
-        def limited(causal_lm, sequences, **options):
+        def limited(causal_lm, sequences, share_prefix):
             if torch.is_grad_enabled() and len(sequences) > rows:
                 raise fault
-            return states(causal_lm, sequences, **options)
+            return states(causal_lm, sequences, share_prefix)
 
         monkeypatch.setattr(forward, "_states", limited)
 
