@@ -95,7 +95,8 @@ def quotes() -> str:
     rows = []
     for found in read("quote").get("quotes", []):
         answers = [found[state]["text"] + ("" if found[state]["ended"] else " …") for state in STATES]
-        rows.append([cell.replace("|", "\\|").replace("<", "&lt;") for cell in (found["prompt"], *answers)])
+        texts = [" ".join(text.split()) for text in (found["prompt"], *answers)]
+        rows.append([text.replace("|", "\\|").replace("<", "&lt;") for text in texts])
     return rows_of(["prompt", *STATES], rows, 4) if rows else NOT_MEASURED
 
 

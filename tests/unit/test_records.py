@@ -272,9 +272,9 @@ def test_the_second_model_has_a_row_for_each_data_set(tables, tmp_path, monkeypa
 
 def test_a_quoted_answer_cannot_break_the_table(tables, tmp_path, monkeypatch):
     answers = {state: {"text": "a|b <c>", "ended": state != "tuned"} for state in tables.STATES}
-    write(tmp_path / "quote.json", {"quotes": [{"prompt": "p", **answers}]})
+    write(tmp_path / "quote.json", {"quotes": [{"prompt": "p\n\nq", **answers}]})
     monkeypatch.setattr("page_cells.HERE", tmp_path)
-    assert "| p | a\\|b &lt;c> | a\\|b &lt;c> … | a\\|b &lt;c> |" in tables.quotes()
+    assert "| p q | a\\|b &lt;c> | a\\|b &lt;c> … | a\\|b &lt;c> |" in tables.quotes()
 
 
 def test_the_sizes_are_those_of_the_arithmetic_and_say_so(tables):
