@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import textwrap
 import time
@@ -134,6 +135,10 @@ PROSE_WIDTH = 100
 TO_COPY = ("next: ", "hint: ", "report: ", "wrote ", " ")
 
 
+# Spaces within an interval, around an equals sign, and before a percent sign or a unit of nats.
+TOGETHER = re.compile(r"(?<=\d,) (?=-?\d)| (?=[=%\[])|(?<==) ")
+
+
 def wrapped(text: str, console: Console) -> str:
     """Return a text whose lines of prose break at words on a terminal; a pipe gets it as it is."""
     if not console.is_terminal:
@@ -142,7 +147,9 @@ def wrapped(text: str, console: Console) -> str:
     lines = []
     for line in text.split("\n"):
         if not line.startswith(TO_COPY):
+            line = TOGETHER.sub("\N{NO-BREAK SPACE}", line)
             line = textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+            line = line.replace("\N{NO-BREAK SPACE}", " ")
         lines.append(line)
     return "\n".join(lines)
 

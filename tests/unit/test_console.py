@@ -146,3 +146,18 @@ def test_numbers_of_a_progress_line_have_three_digits(capsys):
     with Output().stage("recover") as line:
         line.progress(1, 1, loss=0.739, tokens_per_s=23.947)
     assert capsys.readouterr().err == "recover 1/1 loss 0.739 tokens/s 23.9\n"
+
+
+def test_a_terminal_breaks_prose_at_words_and_keeps_commands_and_intervals_whole():
+    output, screen = on_a_terminal()
+    width = output._err.width
+    command = "next: opdcl run " + "a-very-long-name/" * 10
+    output.note("word " * 60 + "R = 0.77 [0.46, 1.15]")
+    output.note(command)
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue())  # colours
+    prose, _, last = shown.rpartition("next: ")
+    lines = [line for line in prose.splitlines() if line]
+    assert len(lines) > 2
+    assert all(len(line) <= width for line in lines)
+    assert any("R = 0.77 [0.46, 1.15]" in line for line in lines)
+    assert last.replace("\n", "") == command.removeprefix("next: ")
