@@ -33,6 +33,7 @@ from opdcl.results import closeness as results
 from opdcl.results.intervals import ratio
 from opdcl.results.plain import as_json
 from opdcl.rundir.layout import RunDir
+from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.stages import answers, closeness
 
 # Prompt, answer so far, log-probabilities of base -> those of the spoilt model.
@@ -90,7 +91,7 @@ def spoilt(rule: Rule) -> Iterator[None]:
     graded: list = []
 
     def sample(model, prompts, *, max_new_tokens, eos_ids, seed, **options):
-        rollouts = [*map(closeness.Rollout, prompts)]
+        rollouts = [*map(Rollout, prompts)]
         uniform = torch.rand(len(prompts), max_new_tokens, generator=torch.Generator().manual_seed(seed))
         cache, ids, mask = None, *padded([p.ids for p in prompts], eos_ids[0])
         for step in range(max_new_tokens):
@@ -130,7 +131,7 @@ def spoilt(rule: Rule) -> Iterator[None]:
         return forward_kl(p, q), reverse_kl(p, q)
 
     with (
-        patch.object(closeness, "sample", torch.no_grad()(sample)),
+        patch.object(answers, "sample", torch.no_grad()(sample)),
         patch.object(closeness, "_hidden_states", remember),
         patch.object(closeness, "both_divergences", divergences),
     ):
@@ -147,9 +148,9 @@ def padded(prompts: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tens
 def other_content(prompts: list[list[int]]) -> Iterator[None]:
     """Let base answer another prompt in place of the student, in the block: its style, other content."""
     shift = max(1, len(prompts) // 3)
-    others = map(closeness.Prompt, prompts[shift:] + prompts[:shift])
+    others = map(Prompt, prompts[shift:] + prompts[:shift])
     another = {tuple(p): q for p, q in zip(prompts, others, strict=True)}
-    sample, hidden = closeness.sample, closeness._hidden_states
+    sample, hidden = answers.sample, closeness._hidden_states
     passes = []
 
     def answer(model, asked, **options):
@@ -161,10 +162,10 @@ def other_content(prompts: list[list[int]]) -> Iterator[None]:
     def states(model, texts):
         passes.append(1)
         if len(passes) % 2:  # the student's pass
-            texts = [closeness.Rollout(another[tuple(t.prompt_ids)], t.completion_ids) for t in texts]
+            texts = [Rollout(another[tuple(t.prompt_ids)], t.completion_ids) for t in texts]
         return hidden(model, texts)
 
-    with patch.object(closeness, "sample", answer), patch.object(closeness, "_hidden_states", states):
+    with patch.object(answers, "sample", answer), patch.object(closeness, "_hidden_states", states):
         yield
 
 

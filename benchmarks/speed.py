@@ -423,7 +423,7 @@ def agreement(options: argparse.Namespace) -> None:
         trainer, _ = our_trainer("opdcl", options, folder, Clock(), [])
     trainer.model.eval()
     queue, grader = trainer.queue, trainer.grader
-    limit = queue.config.limit("general", on_policy=True)
+    limit = queue.config.limit("general")
     rollouts = queue.student.complete(queue.prompts["general"], max_new_tokens=limit, seed=1)
     graded, model = grader.grade(rollouts, grader.teachers["general"]), grader.backbone.causal_lm
     ours = grader.measure(graded)["kl"]
