@@ -210,7 +210,7 @@ class Output:
     def note(self, text: str) -> None:
         """Print a line on stderr, unless the mode is quiet or JSON."""
         if self._shows_notes:
-            self._say(text)
+            self._say(text, "green" if text.startswith("next: ") else None)
 
     def warn(self, text: str) -> None:
         """Print a line on stderr in every mode, in red: it must not be missed."""
@@ -253,9 +253,9 @@ class Output:
         """Print what is wrong and what to do next."""
         if parallel.rank() and not from_any_worker:
             return
-        self._say("error: " + fault.message.replace("\n", "\nerror: "))
+        self._say("error: " + fault.message.replace("\n", "\nerror: "), "red")
         if fault.hint:
-            self._say(f"hint: {fault.hint}")
+            self._say(f"hint: {fault.hint}", "cyan")
 
     def stage(self, name: str, on_progress: Callable[[], None] = lambda: None) -> StageLine:
         """Return the progress line of a stage, a context manager."""

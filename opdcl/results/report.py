@@ -54,7 +54,7 @@ QUANTIZED = (
 
 
 def write(results: Results) -> list[Path]:
-    """Write `report.md`, `report.html` and the model card `README.md` into the run; return their paths.
+    """Write report.md, report.html and the model card README.md into the run; return those that changed.
 
     The same run gives the same bytes: nothing depends on the time or place of writing.
     """
@@ -70,9 +70,12 @@ def write(results: Results) -> list[Path]:
         render("report.html", context | {"figures": figures}),
         _render_card(context, context["base_model"], context["base"]["license"], []),
     ]
+    changed = []
     for file, text in zip(results.run.reports, texts, strict=True):
-        write_atomic(file, text)
-    return list(results.run.reports)
+        if not file.is_file() or file.read_text(encoding="utf-8", errors="replace") != text:
+            write_atomic(file, text)
+            changed.append(file)
+    return changed
 
 
 def pull_request(run: RunDir, summary: Summary, gates: Sequence[Mapping[str, str]]) -> str:

@@ -134,7 +134,8 @@ def measure_fully(run: RunDir, state: str, suite: str, passes: int | set[int], n
 
 def pages(run: RunDir) -> dict[str, str]:
     """Write the report; return file name -> text."""
-    return {path.name: path.read_text(encoding="utf-8") for path in report.write(Results(run))}
+    report.write(Results(run))
+    return {path.name: path.read_text(encoding="utf-8") for path in run.reports}
 
 
 def compared(runs: list[RunDir]) -> dict:
