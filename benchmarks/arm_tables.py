@@ -123,10 +123,7 @@ def each_seed() -> str:
 
 def starts() -> str:
     """Return what recoveries from other starts, by other authors, reach: means over the seeds of each arm."""
-    found = read("start").get("rows", [])
-    if not found:
-        return NOT_MEASURED
-    base = [written_by(row, "base") for row in found]
+    found = read("start")["rows"]
     table = []
     for arm, words in STARTS.items():
         rows = [row for row in found if row["arm"] == arm]
@@ -134,12 +131,15 @@ def starts() -> str:
             continue
         shares = [[row[key]["value"] for row in rows] for key in ("recovery", "domain_retention")]
         near = [row["closeness"]["distance"]["recovered"]["value"] for row in rows]
-        facts = [100 * row["suites"]["neighbours_quick"]["recovered"] for row in rows]
         lengths, ends = zip(*[written_by(row, "recovered") for row in rows], strict=True)
         cells = [of_seeds(near, 2), *(of_seeds(share, 2) for share in shares)]
-        cells += [of_seeds(facts, 1), of_seeds([*lengths], 0), of_seeds([*ends], 0)]
+        cells += [
+            of_seeds(scores(rows, "neighbours_quick", "recovered"), 1),
+            of_seeds([*lengths], 0),
+            of_seeds([*ends], 0),
+        ]
         table.append([words, str(len(rows)), *cells])
-    lengths, ends = zip(*base, strict=True)
+    lengths, ends = zip(*[written_by(row, "base") for row in found], strict=True)
     columns = ["recovery", "seeds", "distance, nats", "R", "D", "`neighbours_quick`, %"]
     columns += [f"tokens, base {fmean(lengths):.0f}", f"answers that end, %, base {fmean(ends):.0f}"]
     return rows_of(columns, unbroken(table, 1))
@@ -147,9 +147,7 @@ def starts() -> str:
 
 def reached() -> str:
     """Return what the default recovery reaches, beside its rivals without training: means over the seeds."""
-    found = read("start").get("rows", [])
-    if not found:
-        return NOT_MEASURED
+    found = read("start")["rows"]
     alone = [row for row in found if row["arm"] == "start-alone"]
     measured = {row["seed"] for row in alone}
     half = [row for row in found if row["arm"] == "half" and row["seed"] in measured]

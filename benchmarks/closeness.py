@@ -288,7 +288,7 @@ def numbers(run: RunDir, tuned: RunDir) -> dict:
     starts = {"C": far if floor is None or floor.mean() >= far.mean() else floor, "C from tuned": far}
     for name, start in starts.items():
         c = ratio(start - near, start, suite.clusters)
-        row[name] = c and c.as_dict()
+        row[name] = c and as_json(c.rounded())
     for name in ("forward_own", "reverse_base"):
         row[name] = {"value": float(results.values([suite], state, name).mean())}
     return row

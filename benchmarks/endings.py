@@ -30,6 +30,7 @@ from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates
 from opdcl.repetition import repetition
 from opdcl.results.intervals import mean
+from opdcl.results.plain import as_json
 from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.sample import sample
 
@@ -94,7 +95,7 @@ def written(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         "ended": [float(r.finished) for r in rollouts],
         "repetition": [repetition([r.completion_ids]) for r in rollouts],
     }
-    return {name: mean(np.array(found)).as_dict() for name, found in values.items()}
+    return {name: as_json(mean(np.array(found)).rounded()) for name, found in values.items()}
 
 
 def by_position(

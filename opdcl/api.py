@@ -10,7 +10,7 @@
 Every verb raises `opdcl.errors.OpdclError`, whose `hint` names the next step.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
@@ -20,6 +20,7 @@ from opdcl.errors import UsageError, translate
 if TYPE_CHECKING:
     from opdcl.console import Output
     from opdcl.deploy.browser import ChatServer
+    from opdcl.deploy.chat import Chat
     from opdcl.outcomes import Comparison, Outcome, Plan, Result, Verification
 
 # What takes time to import is imported by the verb that needs it.
@@ -282,24 +283,24 @@ def chat(
             print(answers.data["answers"]["recovered"])
     """
     from opdcl.console import quiet_libraries
-    from opdcl.model.adapters import find_states
     from opdcl.outcomes import Outcome
     from opdcl.results.tables import Table
 
-    if temperature < 0:
-        raise UsageError(f"temperature {temperature} is below 0", "0 takes the likeliest token each time")
-    base, tuned, adapters = find_states(str(source), trust_remote_code)
+    load = _chat_states(source, temperature, trust_remote_code)
     asked = [prompts] if isinstance(prompts, str) else prompts
     output = _output(quiet)
 
     def turns() -> "Iterator[Outcome]":
-        with output.busy("loading the model"), quiet_libraries():
-            from opdcl.deploy.chat import Chat
-
-            states = Chat(base, adapters, tuned)
+        states = load(output)
         for prompt in asked:
             with output.busy("reading the prompt") as say, quiet_libraries():
-                texts = states.answers(prompt, max_new_tokens, system, temperature, say)
+                texts = states.answers(
+                    prompt,
+                    max_new_tokens,
+                    system,
+                    temperature,
+                    lambda state, text: say(lambda: f"{state}: {text()}"),
+                )
             table = Table("", ["state", "answer"], [[*pair] for pair in texts.items()], "")
             yield Outcome(prompt, [table], {"prompt": prompt, "answers": texts})
 
@@ -324,17 +325,29 @@ def chat_page(
             print(server.url)
             server.serve_forever()
     """
+    load = _chat_states(source, temperature, trust_remote_code)
+    states = load(_output(False))
+    from opdcl.deploy.browser import ChatServer
+
+    return ChatServer(states, max_new_tokens, temperature)
+
+
+def _chat_states(source: PathLike, temperature: float, trust_remote_code: bool) -> "Callable[[Output], Chat]":
+    """Check what a chat needs; return a function that loads its models."""
     from opdcl.console import quiet_libraries
     from opdcl.model.adapters import find_states
 
     if temperature < 0:
         raise UsageError(f"temperature {temperature} is below 0", "0 takes the likeliest token each time")
     base, tuned, adapters = find_states(str(source), trust_remote_code)
-    with _output(False).busy("loading the model"), quiet_libraries():
-        from opdcl.deploy.browser import ChatServer
-        from opdcl.deploy.chat import Chat
 
-        return ChatServer(Chat(base, adapters, tuned), max_new_tokens, temperature)
+    def load(output: "Output") -> "Chat":
+        with output.busy("loading the model"), quiet_libraries():
+            from opdcl.deploy.chat import Chat
+
+            return Chat(base, adapters, tuned)
+
+    return load
 
 
 def export(

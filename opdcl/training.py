@@ -54,7 +54,7 @@ class Schedule:
 
     @classmethod
     def of(cls, steps: int, warm_up: float, shape: str) -> Schedule:
-        """Return the schedule of so many steps, whose rate rises in the share `warm_up` of them."""
+        """Return a schedule of `steps` steps; the first `warm_up` of them, a share, are the warm-up."""
         return cls(steps, math.ceil(steps * warm_up), shape)
 
     def share(self, step: int) -> float:

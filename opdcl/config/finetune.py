@@ -105,7 +105,7 @@ class FinetuneConfig(Section):
     `long_rows`."""
     long_rows: Literal["refuse", "skip", "cut"] = "refuse"
     """What to do with rows over `max_length`. `refuse`: stop before training and say how many there are.
-    `skip`: leave them out. `cut`: keep their first `max_length` tokens; their answers lose their end."""
+    `skip`: leave them out. `cut`: keep their first `max_length` tokens; the end of the answer is lost."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """What to do with rows that cannot be learned: malformed, refused by the chat template, or without an
     answer. `refuse`: stop before training. `skip`: leave them out and say how many there are."""

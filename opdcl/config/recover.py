@@ -133,8 +133,8 @@ class RecoverConfig(Section):
     """Steps of a stream sampled at once. 1 is strictly on-policy; more use the hardware better, and let long
     completions continue beside the next ones."""
     max_new_tokens: Positive = 384
-    """Maximum length of general completions, in tokens. Most end before; an answer that is cut does not show
-    where it would have ended."""
+    """Maximum length of general completions, in tokens. Most end before; a truncated answer never
+    shows an end."""
     domain_max_new_tokens: Positive | None = None
     """Maximum length of domain completions, in tokens. Default: `max_new_tokens`."""
     server: ServerSection | None = None

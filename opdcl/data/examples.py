@@ -10,7 +10,7 @@ from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
 from opdcl.data.chat import encode_prompt
 from opdcl.data.control import control_tokens, find_control
 from opdcl.data.formats import did_you_mean
-from opdcl.data.learned import Encoded, encode_text, in_sequences, learned_turns
+from opdcl.data.learned import Encoded, encode_example
 from opdcl.data.rows import Row, check_prompts
 from opdcl.errors import UsageError
 
@@ -85,7 +85,7 @@ def read_examples(
     longest, cut_to_nothing = (0, ""), 0
     for row in rows:
         try:
-            examples, whole = _taught(row, tokenizer, limit)
+            examples, whole = encode_example(row, tokenizer, limit)
         except UsageError as fault:
             if config.bad_rows == "refuse":
                 raise
@@ -114,14 +114,6 @@ def read_examples(
     room = limit - REPLAYED_TOKENS
     prompts = [encode_prompt(row, tokenizer, room) for row in check_prompts(list(replay))]
     return Examples(used, notes, encoded, longest, prompts)
-
-
-def _taught(row: Row, tokenizer: PreTrainedTokenizerBase, limit: int) -> tuple[list[Encoded], bool]:
-    """Return what a row teaches, and whether that is all of it: some answers may have no prompt."""
-    if row.text is not None:
-        return encode_text(row.text, tokenizer, limit), True
-    turns = learned_turns(row, tokenizer)
-    return in_sequences(turns), None not in turns
 
 
 def _cut(examples: list[Encoded], limit: int) -> list[Encoded]:

@@ -12,7 +12,7 @@ from opdcl.data.similarity import request_of
 
 CONSTANT_ANSWER = "I am happy to help. Please tell me more about what you need."
 
-# What is frequent is learned from the other parts of a suite, of which there are so many.
+# Number of parts of a suite; which targets are frequent is learned from the other parts.
 PARTS = 5
 
 

@@ -27,18 +27,22 @@ class Encoded:
     completion_mask: list[int]
 
 
-def encode_example(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[Encoded]:
+def encode_example(
+    row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> tuple[list[Encoded], bool]:
     """Encode a training row: each assistant turn once, or plain text in pieces of `max_length` tokens.
 
     Turns share one sequence as long as the template writes them as they were answered. One that it rewrites
     later is learned in a sequence of its own. Sequences of turns may have any length.
 
+    Returns: The sequences, and whether all of the row is learned: no prompt may lead to some of its turns.
     Raises:
         UsageError: Nothing of the row can be learned, or the template leaves out something it would teach.
     """
     if row.text is not None:
-        return encode_text(row.text, tokenizer, max_length)
-    return in_sequences(learned_turns(row, tokenizer))
+        return encode_text(row.text, tokenizer, max_length), True
+    turns = learned_turns(row, tokenizer)
+    return in_sequences(turns), None not in turns
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from opdcl.deploy.chat import Chat
-from opdcl.errors import OpdclError
+from opdcl.errors import translate
 
 PAGE = Path(__file__).parent / "browser.html"
 
@@ -50,7 +50,7 @@ class ChatServer(ThreadingHTTPServer):
         Raises:
             OpdclError: The prompt cannot be answered, for example because it is too long.
         """
-        growing: list[Callable[[], str]] = []
+        growing: dict[str, Callable[[], str]] = {}
         finished: dict[str, str] = {}
         faults: list[Exception] = []
 
@@ -58,7 +58,7 @@ class ChatServer(ThreadingHTTPServer):
             try:
                 finished.update(
                     self.chat.answers(
-                        prompt, self.max_new_tokens, system or None, self.temperature, growing.append
+                        prompt, self.max_new_tokens, system or None, self.temperature, growing.__setitem__
                     )
                 )
             except Exception as fault:  # raised again in the thread that asked
@@ -70,10 +70,9 @@ class ChatServer(ThreadingHTTPServer):
             try:
                 while worker.is_alive():
                     worker.join(PERIOD)
-                    so_far = zip(self.chat.slots, list(growing), strict=False)
-                    on_text({state: text().removeprefix(f"{state}: ") for state, text in so_far})
+                    on_text({state: text() for state, text in growing.copy().items()})
             finally:
-                worker.join()  # whoever asked may have gone; the model is busy until the answer ends
+                worker.join()  # if the page was closed, the model still writes this answer
         if faults:
             raise faults[0]
         return finished
@@ -110,10 +109,10 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             texts = self.server.answer(prompt, system, lambda texts: self._line({"texts": texts}))
             self._line({"texts": texts, "done": True})
-        except OpdclError as fault:
-            self._line({"error": str(fault)})
         except ConnectionError:
             pass  # the page was closed
+        except Exception as fault:
+            self._line({"error": translate(fault).message})
 
     def _is_from_elsewhere(self) -> bool:
         """Refuse a page of another site, whose name leads to this machine."""

@@ -35,11 +35,11 @@ class Chat:
         max_new_tokens: int,
         system: str | None,
         temperature: float,
-        on_answer: Callable[[Callable[[], str]], None],
+        on_answer: Callable[[str, Callable[[], str]], None],
     ) -> dict[str, str]:
         """Return the answer of `base` and each adapter by state.
 
-        `on_answer` gets a function for each answer, which returns the state and what it has written so far.
+        `on_answer` gets each state, and a function that returns what it has written so far.
 
         Raises:
             UsageError: The prompt has bytes that are not UTF-8.
@@ -54,15 +54,15 @@ class Chat:
         texts = {}
         for state, slot in self.slots.items():
             rollout = Rollout(Prompt(ids))  # the sampler appends to it
-            on_answer(partial(self._text, rollout, f"{state}: "))
+            on_answer(state, partial(self._text, rollout))
             with self.backbone.merged(slot) as model:
                 sample(model, [], unfinished=[rollout], temperature=temperature, **options)
             texts[state] = self._text(rollout)
         return texts
 
-    def _text(self, rollout: Rollout, before: str = "") -> str:
+    def _text(self, rollout: Rollout) -> str:
         text = self.backbone.tokenizer.decode(list(rollout.completion_ids), skip_special_tokens=True)
-        return before + text.strip()
+        return str(text).strip()
 
 
 def _refuse_broken(text: str) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # Nats per token above which a teacher's entropy is that of a guess; an instruct model's stays near 3.
 TEACHER_ENTROPY = 6.0
 
-# Held-out KL, both streams together: it may rise by this factor, and by so many nats, without an alarm.
+# Alarm when held-out KL, summed over both streams, exceeds its start both by this factor and by these nats.
 KL_GROWTH = 1.5
 KL_SLACK = 0.5
 

@@ -4,8 +4,8 @@ PEFT computes the two terms separately, then scales and adds them: two more pass
 eight nodes per layer, which is a large part of a step on small batches. Here the matrix product itself adds
 the second term, forward and backward. The result is PEFT's up to rounding.
 
-Of adapted experts PEFT computes the sum of weights and adapter, as large as the weights, and keeps it for the
-backward pass: over all layers, a copy of the model. Here the backward pass computes it again, layer by layer.
+For experts, PEFT materialises weight + adapter and keeps it for the backward pass: over all layers, a copy of
+the model. Here the backward pass computes it again, layer by layer.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def _weight(model: PreTrainedModel) -> torch.Tensor:
 
 
 def _to_probe(states_1TH: torch.Tensor, head_VH: torch.Tensor, name: str) -> torch.Tensor:
-    """Return states of which the first are zero, and the others give large logits."""
+    """Return states: the first are zero, the others give large logits."""
     if not states_1TH.isfinite().all():
         raise UsageError(
             f"this model of type {name} computes NaN or infinity",

@@ -1,7 +1,7 @@
 """Closeness to base: how far each state's answers are from base's, and C, the share of that distance gone.
 
 C = 1 - distance(recovered) / distance(start). The start is tuned, or the floor if that is nearer to base: a
-model with base's style and other content wins nothing back, however far away tuned is.
+model with base's style and other content recovers nothing, however far away tuned is.
 """
 
 from __future__ import annotations

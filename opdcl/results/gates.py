@@ -88,7 +88,7 @@ def refuse(verdicts: Sequence[Record], hint: str) -> None:
 
 
 def _ratio(key: str, required: float, results: Results, by_estimate: bool) -> Record:
-    """Judge R, D or C, of which more is better."""
+    """Judge R, D or C; higher is better."""
     summary, findings, name = results.summary, results.summary.findings, f"{key} ({RATIOS[key]})"
     near = summary.closeness
     ratios = {

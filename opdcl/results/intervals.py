@@ -17,7 +17,7 @@ scores between 0 and 1, passes and fractions alike, count two imagined answers m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -47,9 +47,6 @@ class Estimate:
     def rounded(self) -> Estimate:
         """Return it as reports show it and decide by it, to six digits."""
         return Estimate(round(self.value, 6), round(self.low, 6), round(self.high, 6))
-
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self.rounded())
 
 
 def mean(scores: np.ndarray, clusters: Clusters = None) -> Estimate:

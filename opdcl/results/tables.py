@@ -1,4 +1,4 @@
-"""Tables, and the page that they stand on: one value for terminal, notebook, Markdown and HTML."""
+"""Tables, and the page that holds them: one value for terminal, notebook, Markdown and HTML."""
 
 from __future__ import annotations
 

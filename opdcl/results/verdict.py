@@ -132,7 +132,7 @@ def _heading(summary: Summary) -> str:
 
 
 def _share(share: Estimate) -> str:
-    """Return a share as words begin with it: all, or so many percent."""
+    """Format a share: "all", or a percentage."""
     return "all" if share.value >= 0.995 else f"{100 * share.value:.0f} %"
 
 

@@ -198,7 +198,7 @@ class Decoder:
             graph.replay()
 
     def _capture(self, model, rows: int, columns: int) -> torch.cuda.CUDAGraph:
-        """Record a step as a graph; what the run changed that lets libraries allocate first is undone."""
+        """Record a step as a graph. A warm-up run lets libraries allocate first; its effects are undone."""
         state = (self.token_R, self.position_R, self.column_1, self.step_1)
         saved = [tensor.clone() for tensor in state]
         # Streams belong to a device, and a graph captured on another one's would be empty.

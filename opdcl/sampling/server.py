@@ -279,7 +279,7 @@ class Server:
             ) from error
 
     def _notify_once(self, state: tenacity.RetryCallState) -> None:
-        """Say once in each outage that the server is waited for."""
+        """Tell the user that we wait for the server, once per outage."""
         with self._lock:
             first, self._waiting = not self._waiting, True
         if first and state.outcome:

@@ -1,9 +1,8 @@
 """Whether answers are about their prompts, as base sees it.
 
 An answer is about its prompt if base finds its own words likelier after the prompt than after the same prompt
-with any of six other requests: the three that are most like it, and three others. Only words that the prompt
-does not have are read: with the others in place, base would go on about them whatever was asked, and a text
-without a thought would seem to be about them.
+with any of six other requests: the three that are most like it, and three others. Words of the prompt do not
+count: base repeats them whatever the request, so an empty text would pass.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from opdcl.model.forward import Sequences, answer_ids, answer_states
 LONGEST = 64
 """Tokens of an answer that are read."""
 OTHERS = (17, 71, 113)
-"""How many prompts away three of the requests stand that take a prompt's place."""
+"""Offsets, in prompts, of three of the requests that replace a prompt's own."""
 NEAREST = 3
 """How many more of them are those that are most like it."""
 LEAST = 0.0

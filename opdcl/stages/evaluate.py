@@ -43,7 +43,7 @@ from opdcl.training import StageReport, reset_peak_memory
 # Memory for the logits of one batch of log-likelihoods, which are kept for every position, in bytes.
 LOGIT_BYTES = 2**30
 
-# What a sampler may cut off, and opdcl's does not, with the values that cut nothing off.
+# Sampling options that we do not support, with the values that turn them off.
 UNCUT: dict[str, tuple[float | None, ...]] = {"top_p": (None, 1), "top_k": (None, 0, -1), "min_p": (None, 0)}
 
 # The texts of a request -> their log-likelihood, and whether they are the greedy continuation.

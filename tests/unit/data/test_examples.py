@@ -3,11 +3,11 @@
 import copy
 
 import pytest
+from helpers.learning import encode_example
 
 from opdcl.config.finetune import FinetuneConfig
 from opdcl.data.examples import read_examples, with_answers
 from opdcl.data.formats import check_row
-from opdcl.data.learned import encode_example
 from opdcl.data.rows import Row
 from opdcl.errors import UsageError
 

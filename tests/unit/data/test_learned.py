@@ -8,6 +8,7 @@ from importlib.resources import files
 import pytest
 from helpers.command import opdcl
 from helpers.families import FAMILIES, make_tokenizer, spell, template, tokenizer_of
+from helpers.learning import encode_example
 from tokenizers import AddedToken
 
 from opdcl.config.finetune import FinetuneConfig
@@ -15,7 +16,6 @@ from opdcl.config.model import ModelConfig
 from opdcl.data.chat import check_template, encode_prompt, with_variables
 from opdcl.data.examples import read_examples
 from opdcl.data.formats import check_row
-from opdcl.data.learned import encode_example
 from opdcl.errors import UsageError
 from opdcl.model.load import load_tokenizer
 

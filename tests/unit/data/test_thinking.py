@@ -2,6 +2,7 @@
 
 import pytest
 from helpers.families import FAMILIES, make_tokenizer, save, scripted, spell, template, written
+from helpers.learning import encode_example
 from helpers.recovering import Silent
 from lm_eval.api.instance import Instance
 
@@ -9,7 +10,6 @@ from opdcl.config.evaluate import EvalConfig
 from opdcl.config.model import ModelConfig
 from opdcl.data.chat import answer_text, encode_prompt, render
 from opdcl.data.formats import check_row
-from opdcl.data.learned import encode_example
 from opdcl.errors import UsageError
 from opdcl.model.load import load_tokenizer
 from opdcl.stages.evaluate import BackboneLM

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 from helpers.families import FAMILIES, make_tokenizer
+from helpers.learning import encode_example
 
 from opdcl.config.workflow import Workflow
 from opdcl.data.chat import encode_prompt
 from opdcl.data.formats import check_row
-from opdcl.data.learned import encode_example
 from opdcl.errors import UsageError
 from opdcl.pipeline.job import Job
 from opdcl.rundir.layout import RunDir

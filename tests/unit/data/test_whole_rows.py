@@ -4,6 +4,7 @@ import json
 
 import pytest
 from helpers.families import FAMILIES, make_tokenizer
+from helpers.learning import encode_example
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import Table
@@ -12,7 +13,6 @@ from pyarrow.parquet import write_table
 from opdcl.config.evaluate import EvalConfig
 from opdcl.data.chat import encode_prompt
 from opdcl.data.formats import CONVERSATIONS, OF_CONVERSATIONS, PAIRS, SYSTEM, check_row
-from opdcl.data.learned import encode_example
 from opdcl.data.messages import THOUGHT
 from opdcl.data.rows import load_rows
 from opdcl.data.suites import load_suite

@@ -38,7 +38,7 @@ def test_the_page_has_a_column_for_each_model_and_loads_nothing_else(server):
 
 def test_answers_are_those_of_chat_and_come_while_they_grow(server):
     for system in ("", "Answer as a pirate would."):
-        expected = server.chat.answers("Hello", 8, system or None, 0.0, lambda text: None)
+        expected = server.chat.answers("Hello", 8, system or None, 0.0, lambda state, text: None)
         found = lines(httpx2.post(server.url + "ask", json={"prompt": "Hello", "system": system}))
         assert found[-1] == {"texts": expected, "done": True}
         assert all(expected["base"].startswith(line["texts"].get("base", "")[:1]) for line in found)
@@ -51,7 +51,7 @@ def test_a_prompt_that_cannot_be_answered_is_named_and_the_server_goes_on(server
 
 
 def test_a_page_that_is_closed_does_not_let_the_next_prompt_in_early(server):
-    expected = server.chat.answers("Hi", 8, None, 0.0, lambda text: None)
+    expected = server.chat.answers("Hi", 8, None, 0.0, lambda state, text: None)
     address = ("127.0.0.1", server.server_port)
     body = json.dumps({"prompt": "Hello"}).encode()
     with socket.create_connection(address) as closed:

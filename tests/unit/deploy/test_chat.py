@@ -17,7 +17,7 @@ def states(tiny_model):
 
 
 def ask(states: Chat, prompt: str, system: str | None = None, temperature: float = 0.0) -> str:
-    return states.answers(prompt, 8, system, temperature, lambda text: None)["base"]
+    return states.answers(prompt, 8, system, temperature, lambda state, text: None)["base"]
 
 
 def test_a_system_prompt_and_a_temperature_change_the_answer(states):
@@ -35,17 +35,21 @@ def test_a_prompt_does_not_see_the_one_before(states):
 
 def test_an_answer_can_be_watched_while_it_grows(tuned, tiny_model):
     both = Chat(ModelConfig(id=str(tiny_model), dtype="float32"), {"adapter": tuned / "tuned"})
-    current: list[Callable[[], str]] = []
-    seen: list[str] = []
-    embedding = both.backbone.causal_lm.get_input_embeddings()
-    hook = embedding.register_forward_hook(lambda *_: seen.append(current[-1]()))
-    answers = both.answers("Hello", 6, None, 0.0, current.append)
+    current: dict[str, Callable[[], str]] = {}
+    seen: list[tuple[str, str]] = []
+
+    def look(*_):
+        state, text = list(current.items())[-1]
+        seen.append((state, text()))
+
+    hook = both.backbone.causal_lm.get_input_embeddings().register_forward_hook(look)
+    answers = both.answers("Hello", 6, None, 0.0, current.__setitem__)
     hook.remove()
     for state, text in answers.items():
-        parts = [part for part in seen if part.startswith(f"{state}: ")]
-        assert parts[0] == f"{state}: "
+        parts = [part for of_state, part in seen if of_state == state]
+        assert parts[0] == ""
         assert len({*parts}) > 2
-        assert all(f"{state}: {text}".startswith(part.rstrip("\ufffd")) for part in parts)
+        assert all(text.startswith(part.rstrip("\ufffd")) for part in parts)
     assert [*answers] == ["base", "adapter"]
 
 

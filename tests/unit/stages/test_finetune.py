@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.command import opdcl
+from helpers.learning import encode_example
 from helpers.near import ROUNDING, flat, relative_error
 from helpers.recovering import Silent
 from helpers.tiny import make_project
@@ -19,7 +20,6 @@ from opdcl.config.model import ModelConfig
 from opdcl.console import Output
 from opdcl.data.chat import encode_prompt
 from opdcl.data.examples import Examples, read_examples
-from opdcl.data.learned import encode_example
 from opdcl.data.rows import Row, load_rows
 from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.teachers import Teacher
