@@ -59,6 +59,17 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return next(iter(difflib.get_close_matches(name, [*known], 1, cutoff)), "")
 
 
+def nearest_path(path: str) -> str:
+    """Return the most similar name beside a missing file or folder, for a hint; "" if there is none."""
+    folder, name = os.path.split(path)
+    try:
+        known = os.listdir(folder or ".")
+    except (OSError, ValueError):
+        return ""
+    near = nearest(name, known, 0.8)
+    return os.path.join(folder, near) if near else ""
+
+
 def listed(names: Iterable[object], most: int = 10) -> str:
     """Return names as text for a message: at most `most` of them, each cut to a readable length."""
     texts = [str(name) for name in names]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -106,5 +106,3 @@ class Gates(Section):
     max_drop: Points | dict[str, Points] | None = None
     """Maximum drop below base on each retention suite, in points, of recovered, or of tuned if nothing is
     recovered. Or suite -> points; `closeness` is the maximum distance to base, in nats per token."""
-    bound: Literal["interval", "estimate"] = "interval"
-    """What has to lie on the right side: the whole 95 % interval, or only the estimate."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from opdcl.errors import UsageError, nearest
+from opdcl.errors import UsageError, nearest, nearest_path
 
 # The recipes that most users need, in this order.
 FIRST = (
@@ -55,6 +55,6 @@ def find_workflow(source: str) -> Path:
     shipped = workflow_files()
     if source in shipped:
         return shipped[source]
-    near = nearest(source, shipped)
+    near = nearest_path(source) or nearest(source, shipped)
     hint = f"did you mean {near}?" if near else f"name a file, or one of: {', '.join(shipped)}"
     raise UsageError(f"no workflow {source!r}", hint)

@@ -23,7 +23,7 @@ from opdcl.data.formats import DECIDING, Row, check_row
 from opdcl.data.messages import FIELDS_HINT, kind_of
 from opdcl.data.own_tasks import task_files
 from opdcl.data.values import is_missing
-from opdcl.errors import UsageError, listed
+from opdcl.errors import UsageError, listed, nearest, nearest_path
 from opdcl.hub import Repository, parse, snapshot
 
 
@@ -221,6 +221,8 @@ def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
         yield from _hub(source, repository, split)
     else:
         hint = f"a file, a folder, a Hub id as owner/name@revision, or one of: {', '.join(SHIPPED_DATA)}"
+        if near := nearest_path(source) or nearest(source, SHIPPED_DATA, 0.8):
+            hint = f"did you mean {near}?"
         raise UsageError(f"data {source!r} does not exist", hint)
 
 

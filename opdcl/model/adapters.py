@@ -9,7 +9,7 @@ from typing import Any
 
 from opdcl.config.model import ModelConfig
 from opdcl.config.shipped import ROW_FILES
-from opdcl.errors import UsageError
+from opdcl.errors import UsageError, nearest_path
 from opdcl.hub import HUB_IDS, Repository, holds, parse, snapshot
 from opdcl.model.adapter_files import checked_settings, copied_weights
 from opdcl.model.consent import base_of_run
@@ -122,6 +122,8 @@ def _not_found(place: str, path: Path) -> UsageError:
         hint = f"opdcl finetune {place} -o runs/mine  # then: opdcl recover runs/mine; opdcl eval runs/mine"
         return UsageError(f"{place} holds rows, not an adapter", hint)
     hint = "name a run (opdcl finetune makes one), an adapter folder, or a Hub id: owner/name[@revision]"
+    if not path.exists() and (near := nearest_path(place)):
+        hint = f"did you mean {near}?"
     if (path / "adapter_model.bin").is_file():
         hint = "load it with peft and save it again: save_pretrained writes safetensors"
         return UsageError(f"{place} holds its adapter as a pickle, which can run code", hint)

@@ -17,7 +17,7 @@ from opdcl.data import scoring
 from opdcl.data.chat import encode_prompt
 from opdcl.data.examples import Examples, bad_rows, read_examples, with_answers
 from opdcl.data.rows import Row, check_prompts
-from opdcl.errors import UsageError
+from opdcl.errors import UsageError, nearest_path
 from opdcl.pipeline.defaults import named_after, resolve_for_machine, text_config
 from opdcl.pipeline.plan import STAGE_NUMBERS, Records, StageRecord, Task, make_plan, stage_folder
 from opdcl.pipeline.sources import Sources
@@ -235,7 +235,8 @@ class Job:
             _ = self.closeness
             for suite, path in evaluation.data.items():
                 if path not in self.sources.given and not os.path.exists(path):
-                    raise UsageError(f"eval.data.{suite}: {path} does not exist", f"--data {suite}=PATH")
+                    hint = f"--data {suite}={nearest_path(path) or 'PATH'}"
+                    raise UsageError(f"eval.data.{suite}: {path} does not exist", hint)
 
     def plan(self) -> list[Task]:
         """Return what there is to do in the run directory, as it is now."""

@@ -1,6 +1,6 @@
 """Gates: whether a run is shown to meet a requirement, shown to miss it, or neither.
 
-A gate compares its requirement with the whole 95 % interval, unless `gates.bound` is `estimate`. So a
+A gate compares its requirement with the whole 95 % interval. So a
 harmless run is refused by chance in at most 2.5 % of cases, and one that was measured on few prompts is not
 waved through.
 """
@@ -46,13 +46,13 @@ def judge(gates: Mapping[str, Any], results: Results) -> list[Record]:
     Raises:
         UsageError: `max_drop` names a suite that the run does not have.
     """
-    summary, by_estimate = results.summary, gates.get("bound") == "estimate"
+    summary = results.summary
     found = []
     for key in RATIOS:
         if gates.get(key) is not None:
-            found.append(_ratio(key, gates[key], results, by_estimate))
+            found.append(_ratio(key, gates[key], results))
     if gates.get("max_drop") is not None:
-        found += _drops(gates["max_drop"], results, by_estimate)
+        found += _drops(gates["max_drop"], results)
     if summary.findings.status == FAULT:
         found = [_undecided(record["gate"], f"{record['gate']}: {summary.verdict}") for record in found]
     return found
@@ -62,11 +62,9 @@ def _undecided(gate: str, why: str) -> Record:
     return {"gate": gate, "outcome": "inconclusive", "sentence": why}
 
 
-def _decided(gate: str, excess: Estimate, by_estimate: bool, sentence: str) -> Record:
+def _decided(gate: str, excess: Estimate, sentence: str) -> Record:
     """Judge by how far a requirement is exceeded: a value, and the two ends of its interval."""
     lowest, highest = sorted((excess.low, excess.high))
-    if by_estimate:
-        lowest = highest = excess.value
     outcome = "inconclusive"
     if lowest >= 0:
         outcome = "passed"
@@ -87,7 +85,7 @@ def refuse(verdicts: Sequence[Record], hint: str) -> None:
             raise error(f"gate {outcome}: {'; '.join(chosen)}", hint)
 
 
-def _ratio(key: str, required: float, results: Results, by_estimate: bool) -> Record:
+def _ratio(key: str, required: float, results: Results) -> Record:
     """Judge R, D or C; higher is better."""
     summary, findings, name = results.summary, results.summary.findings, f"{key} ({RATIOS[key]})"
     near = summary.closeness
@@ -99,7 +97,7 @@ def _ratio(key: str, required: float, results: Results, by_estimate: bool) -> Re
     if ratio := ratios[key]:
         excess = Estimate(ratio.value - required, ratio.low - required, ratio.high - required)
         sentence = f"{name} is {interval(ratio)}, required {required:g}"
-        return _decided(key, excess, by_estimate, sentence)
+        return _decided(key, excess, sentence)
     harm = summary.tests.changes.recovered_minus_base
     if key == "recovery" and findings.no_recovery_because == NO_DROP and harm and harm.high < 0:
         sentence = f"{name} is not known, but recovered - base is {interval(harm, POINTS)}"
@@ -115,7 +113,7 @@ def _ratio(key: str, required: float, results: Results, by_estimate: bool) -> Re
     return _undecided(key, f"{name} is not known: {reasons[key]}")
 
 
-def _drops(limits: float | Mapping[str, float], results: Results, by_estimate: bool) -> list[Record]:
+def _drops(limits: float | Mapping[str, float], results: Results) -> list[Record]:
     """Judge how far the last measured state lies below base on each suite, and its distance to base."""
     retention = {suite.name: suite for suite in results.suites if suite.role == "retention"}
     if not isinstance(limits, Mapping):
@@ -128,13 +126,13 @@ def _drops(limits: float | Mapping[str, float], results: Results, by_estimate: b
     found = []
     for name, limit in limits.items():
         if name == CLOSENESS:
-            found.append(_distance(results.summary.closeness, limit, by_estimate))
+            found.append(_distance(results.summary.closeness, limit))
         else:
-            found.append(judge_drop(retention[name], limit, by_estimate))
+            found.append(judge_drop(retention[name], limit))
     return found or [_undecided("max_drop", "max_drop: no retention suite is measured")]
 
 
-def judge_drop(suite: Suite, limit: float, by_estimate: bool = False) -> Record:
+def judge_drop(suite: Suite, limit: float) -> Record:
     """Judge how far the last measured state lies below base on a suite; `limit` is in points."""
     gate, state = f"max_drop {suite.name}", suite.latest
     if "base" not in suite.rows or state is None:
@@ -144,14 +142,14 @@ def judge_drop(suite: Suite, limit: float, by_estimate: bool = False) -> Record:
     excess = Estimate(100 * change.value + limit, 100 * change.low + limit, 100 * change.high + limit)
     prompts = len(suite.measured)
     said = f"{suite.name}: {state} - base is {interval(change, POINTS)}, n = {prompts}, allowed -{limit:g}"
-    record = _decided(gate, excess, by_estimate, said)
+    record = _decided(gate, excess, said)
     if record["outcome"] == "inconclusive":
         half_width = (excess.high - excess.low) / 2
         record["sentence"] += f"; {_prompts_that_decide(prompts, half_width, excess.value)}"
     return record
 
 
-def _distance(near: Closeness | None, limit: float, by_estimate: bool) -> Record:
+def _distance(near: Closeness | None, limit: float) -> Record:
     """Judge the distance to base, in nats per token."""
     gate = "max_drop closeness"
     for state in ("recovered", "tuned"):
@@ -159,7 +157,7 @@ def _distance(near: Closeness | None, limit: float, by_estimate: bool) -> Record
             found = near.states[state]["distance"]
             said = f"closeness: {state} is {interval(found, DISTANCE)} from base, allowed {limit:g}"
             excess = Estimate(limit - found.value, limit - found.high, limit - found.low)
-            return _decided(gate, excess, by_estimate, said)
+            return _decided(gate, excess, said)
     return _undecided(gate, "closeness is not measured: eval.closeness names its prompts")
 
 
@@ -180,7 +178,7 @@ def judge_again(run: RunDir, file: Path) -> tuple[Summary, list[Record]]:
     if not file.is_file():
         raise UsageError(f"{file} is no file", "--gates names a YAML file with a section `gates`")
     required = load([str(file)])[0].gates.model_dump()
-    if all(value is None for key, value in required.items() if key != "bound"):
+    if all(value is None for value in required.values()):
         raise UsageError(f"{file} sets no gate", "gates: {max_drop: 5}")
     for check in verify(run):
         if not check.ok:

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from opdcl.errors import EnvironmentFault, OpdclError, UsageError, translate
+from opdcl.errors import EnvironmentFault, OpdclError, UsageError, nearest_path, translate
 from opdcl.rundir.files import folder_appears_whole, write_atomic
 
 
@@ -78,3 +78,13 @@ def test_too_many_open_files_is_the_machines_fault():
 def test_the_number_in_the_text_of_another_librarys_error_is_read():
     told = translate(RuntimeError("I/O error: No space left on device (os error 28)"))
     assert told.message.startswith("the disk or quota is full")
+
+
+def test_a_missing_file_is_compared_with_those_beside_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for name in ("rows.jsonl", "runs/mine"):
+        (tmp_path / name).touch()
+    assert nearest_path("rows.json") == "rows.jsonl"
+    assert nearest_path(str(tmp_path / "runs" / "mines")) == str(tmp_path / "runs" / "mine")
+    assert [nearest_path(name) for name in ("prompts.csv", "nowhere/rows.jsonl", "a\0b")] == ["", "", ""]

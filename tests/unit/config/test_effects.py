@@ -22,8 +22,7 @@ READ_BY_A_METHOD = {
 }
 # Settings that are read by their dumped name.
 READ_BY_NAME = dict.fromkeys(
-    ("gates.recovery", "gates.domain_retention", "gates.closeness", "gates.max_drop", "gates.bound"),
-    "model_dump",
+    ("gates.recovery", "gates.domain_retention", "gates.closeness", "gates.max_drop"), "model_dump"
 )
 
 
