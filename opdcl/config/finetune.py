@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
 
 from opdcl.config.section import Auto, BatchSize, Positive, Rate, Section, Seed, Share, Weight
 
@@ -117,15 +116,3 @@ class FinetuneConfig(Section):
     """Seed of the row order and of the adapter's initialization."""
     self_distill: SelfDistillSection = SelfDistillSection()
     """Settings of method `self-distill`."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_the_former_name(cls, value: Any) -> Any:
-        if not isinstance(value, dict) or "empty_answers" not in value:
-            return value
-        if value["empty_answers"] != "refuse":
-            context = {"key": "empty_answers", "reason": "is called bad_rows now"}
-            context["hint"] = "finetune.bad_rows=skip leaves out rows without an answer and malformed ones"
-            raise PydanticCustomError("renamed", "{reason}", context)
-        # Stored runs name all settings, so this is the default.
-        return {name: setting for name, setting in value.items() if name != "empty_answers"}

@@ -69,9 +69,26 @@ def load_tree(
     tree: dict[str, Any], origins: dict[str, str], overrides: list[str], flags: dict[str, Any], stage: str
 ) -> tuple[Workflow, dict[str, str]]:
     """Return the workflow of an earlier command with one stage added, overridden as in `load`."""
-    tree = {k: v for k, v in tree.items() if v is not None}
+    tree = without_former_defaults({k: v for k, v in tree.items() if v is not None}, origins)
     tree[stage] = dict(tree.get(stage) or {})
     return _override(tree, dict(origins), overrides, flags)
+
+
+def without_former_defaults(tree: dict[str, Any], origins: Collection[str]) -> dict[str, Any]:
+    """Remove the settings of a stored run that this version no longer has, unless somebody had set them.
+
+    A run stores all settings, so it holds the defaults of those that are gone. Of one that somebody had set,
+    the schema says that it is unknown.
+    """
+    try:
+        Workflow.model_validate(tree)
+    except ValidationError as fault:
+        for error in fault.errors():
+            key = error_key(error)[0]
+            is_set = any(f"{origin}.".startswith(f"{key}.") for origin in origins)
+            if error["type"] == "extra_forbidden" and not is_set:
+                _take_out(tree, key)
+    return tree
 
 
 def _override(
@@ -121,13 +138,17 @@ def validate(
             raise UsageError(f"{key} looks like a secret, and a run stores its configuration on disk", hint)
     while own is not None and (inherited := [k for k in _keys_without_effect(tree) if not _is_in(k, own)]):
         for key in inherited:
-            *sections, name = key.split(".")
-            functools.reduce(lambda node, section: node[section], sections, tree).pop(name)
+            _take_out(tree, key)
             (origins or {}).pop(key, None)
     try:
         return Workflow.model_validate(tree)
     except ValidationError as fault:
         raise explain(fault, origins or {}) from fault
+
+
+def _take_out(tree: dict[str, Any], key: str) -> None:
+    *sections, name = key.split(".")
+    functools.reduce(lambda node, section: node[section], sections, tree).pop(name)
 
 
 def _keys_without_effect(tree: dict[str, Any]) -> set[str]:

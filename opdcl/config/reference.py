@@ -133,7 +133,7 @@ def explain(fault: ValidationError, origins: dict[str, str]) -> UsageError:
             lines[key] = f"unknown key {key}{where}"
         elif error["type"] == "missing":
             lines[key] = f"{key} is required{where}"
-        elif error["type"] in ("no_effect", "renamed", "suite", "teacher", "quantized", "source"):
+        elif error["type"] in ("no_effect", "suite", "teacher", "quantized", "source"):
             hints[key] = context.get("hint") or "remove the setting"
             lines[key] = f"{key} {error['msg']}{where}"
         elif words := next((words for words, types in WORDS.items() if error["type"] in types.split()), ""):

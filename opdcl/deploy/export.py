@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opdcl.config.model import ModelConfig
-from opdcl.config.workflow import Workflow
 from opdcl.data.rows import on_hub
 from opdcl.deploy.gguf import LARGEST_GAP, compare, find_converter, in_words, to_gguf
 from opdcl.errors import UsageError
@@ -195,8 +194,8 @@ def write_card(
     licence = license_of(base)
     if licence is None:
         report.note(f"the licence of {origin} is not known here: state it in README.md")
-    finetune = Workflow.model_validate(run.settings()).finetune
-    dataset = on_hub(finetune.data) if finetune else None
+    finetune = run.settings().get("finetune")
+    dataset = on_hub(finetune["data"]) if finetune else None
     text = card(run, state, origin, name, licence, [dataset.id] if dataset else [])
     write_atomic(folder / "README.md", text)
 

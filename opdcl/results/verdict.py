@@ -181,7 +181,7 @@ def _advice(summary: Summary) -> str:
     """Say what to do next; empty where nothing is missing, or nothing is measured yet."""
     findings = summary.findings
     found, recovery, kept = findings.retention_status, findings.recovery, findings.domain_retention
-    more_prompts = "measure on more prompts: opdcl eval RUN --set eval.limit=N --force."
+    more_prompts = "measure on more prompts: opdcl eval RUN --set eval.limit=N."
     if kept and kept.value < MOST_OF_THE_GAIN:
         return "To keep more of the domain: raise recover.domain_rollouts, or recover.start towards 1, tuned."
     if found == "too few prompts":

@@ -7,6 +7,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from opdcl.config.load import load_tree, validate
+from opdcl.errors import UsageError
 from opdcl.pipeline.defaults import describe_automatic, resolve, resolve_for_machine, with_dtype
 from opdcl.pipeline.job import read_records
 from opdcl.pipeline.plan import make_plan
@@ -138,3 +139,13 @@ def test_a_run_that_is_continued_has_the_same_inputs(tmp_path):
     assert kept["finetune.learning_rate"] == "auto: hidden size 576, alpha/r 2"
     assert "finetune.learning_rate" not in added
     assert added["recover.learning_rate"] == "auto: hidden size 576, alpha/r 2"
+
+
+def test_a_run_of_an_earlier_version_goes_on_unless_somebody_had_set_what_is_gone():
+    stored = validate({"finetune": {"data": "handbook"}}).model_dump()
+    stored["gates"]["bound"] = "interval"
+    stored["finetune"]["lora"]["bias"] = {"kind": "none"}
+    flow, _ = load_tree(json.loads(json.dumps(stored)), {"finetune.data": "a.yaml:2"}, [], {}, "recover")
+    assert flow.recover is not None
+    with pytest.raises(UsageError, match=r"unknown key gates\.bound, a\.yaml:9"):
+        load_tree(stored, {"gates.bound": "a.yaml:9"}, [], {}, "recover")

@@ -173,16 +173,6 @@ def test_run_and_dry_run_name_what_a_folder_of_documents_leaves_out(project):
     assert told in done.stderr
 
 
-def test_the_former_name_of_bad_rows_leads_to_the_new_one(project):
-    words = ["run", "tiny.yaml", *SMALL, "--dry-run", "--set"]
-    refused = opdcl(*words, "finetune.empty_answers=skip", cwd=project)
-    assert refused.returncode == 2
-    assert "finetune.empty_answers is called bad_rows now" in refused.stderr
-    assert "finetune.bad_rows=skip leaves out" in refused.stderr
-    # The configuration of an earlier run names every setting.
-    assert opdcl(*words, "finetune.empty_answers=refuse", cwd=project).returncode == 0
-
-
 def test_a_first_try_that_made_nothing_is_replaced_with_what_it_recorded(project):
     run = RunDir(project / "out")
     stage = run.stage(1, "finetune")
