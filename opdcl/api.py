@@ -104,6 +104,7 @@ def recover(
     seed: int | None = None,
     out: PathLike | None = None,
     base: PathLike | None = None,
+    system: str | None = None,
     columns: Mapping[str, str] | None = None,
     **options: Unpack[Options],
 ) -> "Result | Comparison | Plan":
@@ -118,6 +119,7 @@ def recover(
         seed: Random seed of the stage.
         out: Run directory to make. Default: runs/NAME.
         base: Base of the adapter or tuned model. Default: the one that the adapter names.
+        system: System prompt that the model is used with, or @FILE; prompts may bring their own.
         columns: Columns of your rows that have other names, as in `finetune`.
         options: `settings`, `dry_run`, `force`, `quiet`; see `help(opdcl.api.Options)`.
 
@@ -134,6 +136,7 @@ def recover(
         "recover.learning_rate": learning_rate,
         "recover.seed": seed,
         "model.id": base,
+        "recover.system": system,
         "columns": columns,
     }
     return add_stage("recover", path, out, chosen, **options)
@@ -147,6 +150,7 @@ def evaluate(
     limit: int | None = None,
     out: PathLike | None = None,
     base: PathLike | None = None,
+    system: str | None = None,
     columns: Mapping[str, str] | None = None,
     max_drop: float | Mapping[str, float] | None = None,
     **options: Unpack[Options],
@@ -154,13 +158,15 @@ def evaluate(
     """Score base, tuned and recovered on the same prompts, and write the report.
 
     Args:
-        path: Run directory; or an adapter or tuned model: a folder, or a Hub id.
+        path: Run directory; or an adapter or model: a folder, or a Hub id. A model is measured alone unless
+            `base` is given.
         retention: Suites that measure forgetting: ifeval,arc_easy.
         domain: Domain suite, or a file of questions and answers.
         data: Local file with a suite's data.
         limit: Evaluate only the first N documents of each suite.
         out: Run directory to make. Default: runs/NAME.
         base: Base of the adapter or tuned model. Default: the one that the adapter names.
+        system: System prompt that the model is used with, or @FILE; prompts may bring their own.
         columns: Columns of your rows that have other names, as in `finetune`.
         max_drop: Points that retention suites may fall below base: 5, or SUITE=3, or closeness=0.8.
         options: `settings`, `dry_run`, `force`, `quiet`; see `help(opdcl.api.Options)`.
@@ -178,6 +184,7 @@ def evaluate(
         "eval.domain": suites or None,
         "eval.limit": limit,
         "model.id": base,
+        "eval.system": system,
         "columns": columns,
         "gates.max_drop": max_drop,
     }

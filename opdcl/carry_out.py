@@ -50,7 +50,8 @@ def add_stage(
     """Run the workflow of a run or an adapter, `source`, with one more stage: `recover` or `eval`."""
 
     def read(overrides: list[str], flags: dict[str, Any]) -> Configured:
-        path, saved = open_or_begin(str(source), as_folder(out) if out else None, flags.get("model.id"))
+        folder = as_folder(out) if out else None
+        path, saved = open_or_begin(str(source), folder, flags.get("model.id"), stage)
         stored = saved["workflow"]
         if not options.get("force"):
             _refuse_another_file(RunDir(path), stored, flags)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opdcl.errors import OpdclError
-from opdcl.results.status import STATES
 from opdcl.results.tables import Table
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.verify import Finding, verify
@@ -84,19 +83,17 @@ class Result(Outcome):
 
     def __init__(self, path: Path, results: Summary, gates: Sequence[dict[str, str]] = ()):
         from opdcl.results.plain import as_json
-        from opdcl.results.report_tables import terminal_rows
+        from opdcl.results.report_tables import terminal_tables
 
         self.path, self.gates = path, [*gates]
         self._results = results
         self.summary: dict[str, Any] = as_json(results)
         if gates:
             self.summary["gates"] = self.gates
-        rows = terminal_rows(results)
-        tables = [Table("", ["suite", "n", "floor", *STATES], rows, "")] if rows else []
         notes = [f"report: {self.report}", f"next: {self._next()}"]
         super().__init__(
             sentence="\n".join([results.verdict, *results.further]),
-            tables=tables,
+            tables=terminal_tables(results),
             data=self.summary,
             notes=notes,
             faults=results.faults,
@@ -131,6 +128,9 @@ class Result(Outcome):
     def _next(self) -> str:
         """Return the command that leads on: what the run lacks, else its answers."""
         place = shlex.quote(str(self.path))
+        if self._results.alone and self._results.suites:
+            base = RunDir(self.path).settings().get("model", {}).get("id", "MODEL")
+            return f"opdcl finetune ROWS.jsonl --base {shlex.quote(str(base))}"
         if not self.adapters:
             # Not the command that began the run: its relative paths may have started in another folder.
             if (workflow := RunDir(self.path).workflow).exists():

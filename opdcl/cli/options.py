@@ -17,6 +17,13 @@ Source = Annotated[
     str,
     Argument(metavar="SOURCE", help="Run directory; or an adapter or tuned model: a folder, or a Hub id."),
 ]
+Measured = Annotated[
+    str,
+    Argument(
+        metavar="SOURCE",
+        help="Run directory; an adapter; or a model, which is measured alone unless --base is given.",
+    ),
+]
 RunOrAdapter = Annotated[
     str, Argument(metavar="RUN", help="Run directory, adapter folder, or Hub id of an adapter.")
 ]
@@ -44,6 +51,10 @@ def _columns(text: str) -> dict[str, str]:
 
 Base = Annotated[
     str | None, Option(help="Base model: smollm2-135m (embedded, the default), a Hub id, or a path.")
+]
+System = Annotated[
+    str | None,
+    Option(metavar="TEXT|@FILE", help="System prompt of use, for prompts that bring none of their own."),
 ]
 BaseOfAdapter = Annotated[
     str | None, Option(help="Base of the adapter or tuned model. Default: the one that the adapter names.")

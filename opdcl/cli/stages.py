@@ -97,6 +97,7 @@ def recover(
     seed: opt.Seed = None,
     out: opt.Out = None,
     base: opt.BaseOfAdapter = None,
+    system: opt.System = None,
     columns: opt.Columns = None,
     settings: opt.Settings = None,
     dry_run: opt.DryRun = False,
@@ -117,6 +118,7 @@ def recover(
         seed=seed,
         out=out,
         base=base,
+        system=system,
         columns=columns,
         settings=settings,
         dry_run=dry_run,
@@ -127,7 +129,7 @@ def recover(
 
 
 def evaluate(
-    source: opt.Source,
+    source: opt.Measured,
     retention: Annotated[
         list[str] | None,
         Option(metavar="SUITE,...", help="Suites that measure forgetting: ifeval,arc_easy. Repeatable."),
@@ -142,6 +144,7 @@ def evaluate(
     limit: Annotated[int | None, Option(help="Evaluate only the first N documents of each suite.")] = None,
     out: opt.Out = None,
     base: opt.BaseOfAdapter = None,
+    system: opt.System = None,
     columns: opt.Columns = None,
     max_drop: Annotated[
         list[str] | None,
@@ -158,7 +161,7 @@ def evaluate(
     json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Score base, tuned and recovered on the same prompts. Writes the report.
+    """Score base, tuned and recovered on the same prompts, or one model alone. Writes the report.
 
     With --max-drop, exit code 3 if a larger drop is shown, 5 if the scores do not decide it.
     """
@@ -171,6 +174,7 @@ def evaluate(
         limit=limit,
         out=out,
         base=base,
+        system=system,
         columns=columns,
         max_drop=opt.drops(max_drop),
         settings=settings,

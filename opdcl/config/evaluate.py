@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from opdcl.config.model import ServerSection
-from opdcl.config.section import Auto, Count, Names, Positive, Section, differ_in_case
+from opdcl.config.section import Auto, Count, Names, Positive, Section, SystemPrompt, differ_in_case
 from opdcl.config.shipped import shipped_suites
 from opdcl.errors import nearest
 
@@ -31,6 +31,9 @@ class EvalConfig(Section):
     closeness: Annotated[str, Field(min_length=1)] | None = "requests"
     """Prompts on which closeness to base is measured: `requests` (360, shipped), `requests_quick` (40 of
     them), a file, or a Hub dataset. No stage may learn from them. None: it is not measured."""
+    system: SystemPrompt | None = None
+    """System prompt with which closeness and suites are answered, or `@FILE`, as in the recovery, whose own
+    is the default. Multiple choice has none."""
     data: dict[str, str] = {}
     """Local files: SUITE: PATH replaces the dataset of a task of lm-eval, as in `{ifeval: input_data.jsonl}`;
     the columns stay the same. Under a new name, a file of questions and answers becomes a suite, and so does

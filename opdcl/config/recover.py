@@ -9,7 +9,19 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from opdcl.config.model import SERVED_TOKENS, ServerSection
-from opdcl.config.section import Auto, BatchSize, Count, Positive, Rate, Section, Seed, Share, Steps, Weight
+from opdcl.config.section import (
+    Auto,
+    BatchSize,
+    Count,
+    Positive,
+    Rate,
+    Section,
+    Seed,
+    Share,
+    Steps,
+    SystemPrompt,
+    Weight,
+)
 from opdcl.config.teacher import BUILT_IN, LossSection, TeacherName, TeacherSection
 from opdcl.errors import nearest
 
@@ -109,6 +121,9 @@ class RecoverConfig(Section):
     at its start grades itself."""
     domain_teacher: TeacherName = "tuned"
     """Teacher of domain prompts, likewise."""
+    system: SystemPrompt | None = None
+    """System prompt that the model is used with, or `@FILE` in the current folder: prompts are answered with
+    it, unless they bring their own. The fine-tune learns rows as they are."""
     teachers: dict[TeacherName, TeacherSection] = {}
     """Further teachers by name. A teacher grades the stream that names it, its own `prompts`, and the domain
     prompts whose `teacher` field names it."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 if TYPE_CHECKING:
@@ -71,3 +73,20 @@ class Section(BaseModel):
         section = getattr(self, section_name) if section_name else self
         default = type(section).model_fields[name].default if section else None
         return section is not None and bool(getattr(section, name) != default)
+
+
+def _read_system(value: str) -> str:
+    """Return a system prompt; one that begins with @ names its file. The text is stored, not the name."""
+    if not value.startswith("@"):
+        return value
+    try:
+        text = Path(os.path.expanduser(value[1:])).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as fault:
+        raise ValueError(f"names a file that cannot be read: {value[1:]}") from fault
+    if not text or text.startswith("@"):
+        raise ValueError(f"names a file without a system prompt: {value[1:]}")
+    return text
+
+
+# A system prompt: a text, or `@FILE` in the current folder.
+SystemPrompt = Annotated[str, Field(min_length=1), AfterValidator(_read_system)]

@@ -99,6 +99,12 @@ class Workflow(Section):
             raise ValueError("a seed is repeated, so one result would count twice")
         return value
 
+    def system_of(self, stage: Literal["recover", "eval"]) -> str | None:
+        """Return the system prompt with which a stage has its prompts answered."""
+        recovery = self.recover.system if self.recover else None
+        own = self.eval.system if stage == "eval" and self.eval else None
+        return own or recovery
+
     def teachers(self) -> dict[str, TeacherSection]:
         """Return the teachers that the recovery defines, by name."""
         return self.recover.teachers if self.recover else {}

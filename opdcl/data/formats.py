@@ -73,6 +73,18 @@ class Row:
                 rows.append(answered)
         return [*rows, self]
 
+    @property
+    def system(self) -> str | None:
+        """The system message of its conversation."""
+        has_one = bool(self.prompt) and self.prompt[0]["role"] == "system"
+        return self.prompt[0]["content"] if has_one else None
+
+    def with_system(self, text: str | None) -> Row:
+        """Return the row with this system message, unless it has one or is no conversation."""
+        if not text or not self.prompt or self.system:
+            return self
+        return replace(self, prompt=[{"role": "system", "content": text}, *self.prompt])
+
     def key(self) -> str:
         """Return a text that two rows share only if a model is shown the same."""
         return repr([self.prompt, self.tools, self.variables])

@@ -112,7 +112,7 @@ def recognised(source: str, rows: list[Row]) -> str:
     parts = [f"{message['role']}: {message['content']}" for message in first.prompt]
     if first.answer is not None:
         parts.append(f"assistant: {first.answer}")
-    example = _short(first.text or " ".join(parts), 160)
+    example = shortened(first.text or " ".join(parts), 160)
     return f"{source}: {formats}; the first: {example}"
 
 
@@ -121,12 +121,12 @@ def unread(source: str, rows: list[Row]) -> str:
     counts = Counter(name for row in rows for name in row.unread).most_common()
     if not counts:
         return ""
-    names = [f"{_short(name, 40)} ({count} row{'s' * (count > 1)})" for name, count in counts]
+    names = [f"{shortened(name, 40)} ({count} row{'s' * (count > 1)})" for name, count in counts]
     fields = "1 field is" if len(names) == 1 else f"{len(names)} fields are"
     return f"{source}: {fields} not read: {listed(names, 8)}"
 
 
-def _short(text: str, limit: int) -> str:
+def shortened(text: str, limit: int) -> str:
     """Return a text on one line, cut to a length."""
     line = " ".join(text.split())
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
@@ -203,6 +203,7 @@ def _shipped_file(name: str) -> Path:
     evals = package_folder("evals")
     files = {
         "handbook": evals / "handbook" / "facts.jsonl",
+        "contradictions": evals / "contradictions" / "facts.json",
         "requests": evals / "closeness" / "prompts.jsonl",
     }
     return files.get(name) or package_folder("workflows") / "data" / f"{name}.jsonl"
@@ -237,8 +238,10 @@ def _shipped(source: str, split: str) -> Iterator[tuple[Any, str]]:
         # Every beginning of the file has all groups of prompts.
         yield from itertools.islice(rows, 40 if source == "requests_quick" else None)
     else:
-        parts = json.loads(file.with_name("parts.json").read_text(encoding="utf-8"))
-        documents = parts.get(source.removeprefix("handbook/"))
+        documents = None
+        if "/" in source:
+            parts = json.loads(file.with_name("parts.json").read_text(encoding="utf-8"))
+            documents = parts[source.partition("/")[2]]
         for fact, where in rows:
             if documents is None or fact["document"] in documents:
                 for question in fact["train"]:

@@ -54,6 +54,8 @@ class Suite:
     generative = True
     """Whether the model writes answers; otherwise the likelihoods of given ones are compared."""
     fewshot_seed = 0
+    system: str | None = None
+    """System prompt of the prompts that bring none."""
 
     def __init__(self, name: str, loaded: Any):
         self.name, self.loaded = name, loaded
@@ -115,6 +117,7 @@ class Suite:
 
         self.task.set_fewshot_seed(self.fewshot_seed)
         options: Any = {"apply_chat_template": True, "chat_template": template}
+        options["system_instruction"] = self.system
         self.task.build_all_requests(limit=limit, rank=0, world_size=1, **options)
         return [request_ids(request, tokenizer) for request in self.task.instances]
 

@@ -128,7 +128,7 @@ def _not_found(place: str, path: Path) -> UsageError:
         hint = "load it with peft and save it again: save_pretrained writes safetensors"
         return UsageError(f"{place} holds its adapter as a pickle, which can run code", hint)
     if (path / "config.json").is_file() and not RunDir(path).is_run():
-        hint = f"opdcl eval {place} --base BASE measures what it cost; transformers and vLLM load it as it is"
+        hint = f"opdcl eval {place} --base BASE measures what it cost; without --base, the model alone"
         return UsageError(f"{place} is a model folder: it holds no adapter", hint)
     if inner := sorted(path.glob(f"*/{ADAPTER}"), key=lambda file: file.stat().st_mtime):
         hint = f"name the folder of one of its adapters, such as {inner[-1].parent}"

@@ -2,6 +2,7 @@
 
 opdcl recover my-adapter --domain prompts.jsonl -o runs/mine
 opdcl recover my-model --base its-base --domain prompts.jsonl -o runs/mine
+opdcl eval my-model -o runs/mine  # the scores of this model alone
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ from typing import Any
 
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
+from opdcl.hub import HUB_IDS
 from opdcl.model.adapters import base_of, find_adapter, template_beside, tuned_model
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.records import read_config
 
 
-def open_or_begin(source: str, out: Path | None, base: str | None) -> tuple[Path, dict[str, Any]]:
+def open_or_begin(
+    source: str, out: Path | None, base: str | None, next_stage: str = "recover"
+) -> tuple[Path, dict[str, Any]]:
     """Return the run directory of `source`, a run, an adapter or a model, and its settings so far.
 
     `out` is the run directory for an adapter or a model; if a run is there, it goes on. `base` replaces the
-    base that the adapter names; a model names none. Nothing is written.
+    base that the adapter names. A model names none: without `base` it is measured alone, if `next_stage` is
+    `eval`. Nothing is written.
 
     Raises:
         UsageError: `source` is none of these, or its base was not found.
@@ -35,11 +40,20 @@ def open_or_begin(source: str, out: Path | None, base: str | None) -> tuple[Path
         hint = f"its adapter can begin another run: name {stage.adapter}"
         raise UsageError(f"{source} is a run directory that has lost its config.json", hint)
     tuned = tuned_model(source, ModelConfig())
-    folder = Path() if tuned else find_adapter(source)
     place = str(Path(source).resolve()) if os.path.exists(source) else source
     run = RunDir(out or Path("runs") / Path(place.partition("@")[0]).name)
+    saved = read_config(run.config) if run.is_run() else {"workflow": {}, "origins": {}}
+    is_whole = tuned or source in HUB_IDS or (source.endswith(".gguf") and os.path.isfile(source))
+    if is_whole and next_stage == "eval" and not base and not saved["workflow"].get("start"):
+        return run.path, _alone(saved, tuned, place)
+    if is_whole and not tuned:
+        hint = "a tuned model is a folder with safetensors, or a Hub id; opdcl eval MODEL measures one alone"
+        raise UsageError(f"{source} cannot stand beside a base", hint)
+    folder = Path() if tuned else find_adapter(source)
     if run.is_run():
-        saved = read_config(run.config)
+        if tuned and not saved["workflow"].get("start"):
+            hint = "choose another directory with -o"
+            raise UsageError(f"{run.path} is a run without a tuned model, and can have none later", hint)
         return run.path, {**saved, "workflow": saved["workflow"] | {"start": place}}
     tree: dict[str, Any] = {"start": place}
     origins = {"start": "argument"}
@@ -53,6 +67,16 @@ def open_or_begin(source: str, out: Path | None, base: str | None) -> tuple[Path
         tree["model"] = {"chat_template": template}
         origins["model.chat_template"] = source
     return run.path, {"workflow": tree, "origins": origins}
+
+
+def _alone(saved: dict[str, Any], found: ModelConfig | None, place: str) -> dict[str, Any]:
+    """Return the settings of a run whose base is the model that was named, which is measured alone."""
+    model = {"id": place}
+    if found and found.revision:
+        model = {"id": found.id, "revision": found.revision}
+    workflow = saved["workflow"]
+    origins = saved["origins"] | {"model.id": "argument"}
+    return {**saved, "workflow": workflow | {"model": workflow.get("model", {}) | model}, "origins": origins}
 
 
 def _base(source: str, folder: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from opdcl.config.evaluate import CLOSENESS, EvalConfig
 from opdcl.config.recover import RecoverConfig
@@ -82,6 +82,11 @@ class Job:
         """Return the checked rows of a source, read by the workflow's names of columns."""
         return self.sources.rows(source, split, self.workflow.columns)
 
+    def _asked_in(self, stage: Literal["recover", "eval"], rows: list[Row]) -> list[Row]:
+        """Return prompts as a stage asks them: with its system prompt, where they bring none."""
+        system = self.workflow.system_of(stage)
+        return [row.with_system(system) for row in rows]
+
     def suite(self, name: str) -> Suite:
         """Return a loaded suite."""
         from opdcl.data.suites import load_suite
@@ -89,9 +94,18 @@ class Job:
         config = self.workflow.eval or EvalConfig()
         limit = config.max_new_tokens if name in config.data else None
         # The data of a group are those of its tasks.
-        key = "suite", name, limit, *config.data.items(), *self.workflow.columns.items()
-        trusted = self.workflow.model.trust_remote_code
-        return self.sources.once(key, lambda: load_suite(name, config, self.rows, trusted))
+        system, trusted = self.workflow.system_of("eval"), self.workflow.model.trust_remote_code
+        key = "suite", name, limit, system, *config.data.items(), *self.workflow.columns.items()
+
+        def rows_of(source: str) -> list[Row]:
+            return self._asked_in("eval", self.rows(source))
+
+        def load() -> Suite:
+            suite = load_suite(name, config, rows_of, trusted)
+            suite.system = system
+            return suite
+
+        return self.sources.once(key, load)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -148,7 +162,10 @@ class Job:
         general: list[Row] = []
         for row in source.rows["general"]:
             general += row.turns() if row.tools else [row]
-        return replace(source, rows={"general": general, "domain": domain})
+        rows: dict[Stream, list[Row]] = {"general": general, "domain": domain}
+        rows = {stream: self._asked_in("recover", rows[stream]) for stream in rows}
+        held_out = {stream: self._asked_in("recover", of) for stream, of in source.held_out.items()}
+        return replace(source, rows=rows, held_out=held_out)
 
     @cached_property
     def self_distillation(self) -> tuple[RecoverConfig, RecoverySource]:
@@ -180,7 +197,7 @@ class Job:
         config = self.workflow.eval
         if config is None or config.closeness is None:
             return []
-        return check_prompts(self.rows(config.closeness))[: config.limit]
+        return self._asked_in("eval", check_prompts(self.rows(config.closeness))[: config.limit])
 
     def asked(self, name: str) -> list[list[int]]:
         """Return the token ids of the prompts of a suite, or of closeness, that each state answers.

@@ -101,6 +101,8 @@ def _stage_inputs(workflow: Workflow, hashes: dict[str, str], records: Records) 
         inputs[name] = meaningful_settings(config.model_dump()) if config else {}
         if config:
             inputs[name]["dtype"] = workflow.model.dtype
+            if not inputs[name].get("system"):  # which runs of an earlier version do not have
+                inputs[name].pop("system", None)
         for key, value in hashes.items():
             if key.startswith(f"{name}."):
                 inputs[name][f"content of {key.removeprefix(f'{name}.')}"] = value
@@ -137,12 +139,16 @@ def _eval_tasks(
         return []
     # How answers are decoded changes them too, if only by rounding.
     how = meaningful_settings(config.model_dump(include=DECODING)) | {"dtype": workflow.model.dtype}
+    if system := workflow.system_of("eval"):
+        how["system"] = system
     states = {"base": _model_hash(workflow)}
     for state, stage in STAGE_OF.items():
         # An earlier command may have made the adapter that this workflow does not make itself.
         if weights := training.get(stage) or records.finished(stage):
             states[state] = weights
-    measured = config.suites() | ({CLOSENESS: CLOSENESS} if config.closeness else {})
+    measured = config.suites()
+    if config.closeness and len(states) > 1:  # base alone is at no distance from anything
+        measured[CLOSENESS] = CLOSENESS
     tasks = []
     for suite, role in measured.items():
         for state, weights in states.items():

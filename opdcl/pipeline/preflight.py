@@ -14,7 +14,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
 from opdcl.data.formats import Row
-from opdcl.data.rows import left_out, unread
+from opdcl.data.rows import left_out, shortened, unread
 from opdcl.errors import UsageError
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job, read_records
@@ -54,6 +54,7 @@ def checked_plan(job: Job, force: bool = False) -> tuple[list[Task], list[str]]:
     _refuse_other_dtype(job)
     todo = {task.name for task in tasks if task.unfinished}
     _check_machine(workflow)
+    _check_gates(workflow, tasks)
     _check_tuned_model(job)
     notes = []
     if todo:
@@ -64,11 +65,14 @@ def checked_plan(job: Job, force: bool = False) -> tuple[list[Task], list[str]]:
         notes += _check_recovery(job)
     if workflow.eval:
         _check_suites(job, "eval" in todo)
+    for stage in ("recover", "eval"):
+        if stage in todo:
+            notes.append(system_note(job, workflow.system_of(stage)))
     _check_servers(workflow, todo)
     files = job.sources.files  # those of suites are read by now
     of_files = [left_out(source) for source in files]
     of_files += [unread(source, rows) for source, rows in files.items()]
-    return tasks, [note for note in of_files + notes if note]
+    return tasks, [note for note in dict.fromkeys(of_files + notes) if note]
 
 
 def refuse_foreign(run: RunDir) -> None:
@@ -132,6 +136,14 @@ def _check_machine(workflow: Workflow) -> None:
     check_trackers(workflow.track)
 
 
+def _check_gates(workflow: Workflow, tasks: list[Task]) -> None:
+    """Refuse gates where base is measured alone: each of them compares another state with base."""
+    is_gated = any(value is not None for value in workflow.gates.model_dump().values())
+    if is_gated and {task.state for task in tasks} == {"base"}:
+        hint = "--base BASE names the model to compare with; or leave the gate out"
+        raise UsageError(f"a gate needs two models, and {workflow.model.id} is measured alone", hint)
+
+
 def _check_tuned_model(job: Job) -> None:
     """Refuse a tuned model whose base this is not, and settings that need every adapter to stand on base."""
     from opdcl.model.adapters import start_files, tuned_model
@@ -150,7 +162,7 @@ def _check_tuned_model(job: Job) -> None:
         if ours != theirs:
             what = "embeddings of size" if key == "vocab_size" else key
             message = f"{tuned.id} has another shape than {base.id}: {what} {theirs}, there {ours}"
-            raise UsageError(message, hint)
+            raise UsageError(message, f"{hint}; opdcl eval MODEL measures each of them alone")
     # A merged model is often saved without the tokenizer, which is base's.
     if any(start_files(str(workflow.start))[0].parent.glob("tokenizer*")):
         check_same_tokenizer(job.tokenizer, job.sources.tokenizer(tuned), tuned.id, hint)
@@ -249,6 +261,28 @@ def _check_recovery(job: Job) -> list[str]:
         lost = "so general behaviour is not recovered; name some with --prompts"
         notes.append(f"warning: there are no general prompts, {lost}")
     return notes
+
+
+def system_note(job: Job, used: str | None) -> str:
+    """Say where rows were learned with another system prompt than prompts are answered with; else nothing."""
+    workflow = job.workflow
+    if workflow.finetune:
+        rows = job.sources.finetune_rows(workflow)[0]
+    elif workflow.recover and workflow.recover.domain:
+        rows = job.rows(workflow.recover.domain)
+    else:
+        return ""
+    asked = [row for row in rows if row.prompt]
+    others = [row for row in asked if row.system != used]
+    share, own = f"warning: {len(others)} of {len(asked)} rows", [row.system for row in others if row.system]
+    if own and not used:
+        found = f"{share} have a system prompt ({shortened(own[0], 60)})"
+        return f"{found}; general prompts and suites have none: --system TEXT gives it to them"
+    if own:
+        return f"{share} have another system prompt than --system: {shortened(own[0], 60)}"
+    if others and workflow.finetune:  # what an adapter learned elsewhere is not known
+        return f"{share} were learned without a system prompt: a column `system` in the rows teaches it"
+    return ""
 
 
 def _check_turn_end(job: Job) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from opdcl.results.intervals import Estimate
 from opdcl.results.plain import ByRole, ByState
 from opdcl.results.scores import Suite, states_of
 from opdcl.results.stats import Findings
-from opdcl.results.status import HEADLINE_ROLES, STATES
+from opdcl.results.status import ALONE, HEADLINE_ROLES, STATES
 from opdcl.results.verdict import writing_sentence
 from opdcl.results.writing import WritingTests
 from opdcl.rundir.layout import RunDir
@@ -157,20 +157,23 @@ def compare(runs: Sequence[RunDir]) -> Comparison:
 def _arm_row(arm: Arm, headline: Mapping[str, Suite], near: Suite | None) -> ArmRow:
     scores, states = ByRole(), {}
     for role, suite in headline.items():
-        recovered = arm.scores(suite.name)
-        if recovered is not None:
-            scores[role] = stats.mean(recovered, suite.clusters).rounded()
+        found = arm.scores(suite.name)
+        if found is not None:
+            scores[role] = stats.mean(found, suite.clusters).rounded()
         states[role] = states_of(arm.suites(suite.name))
     retention = headline.get("retention")
     tests = writing.compared_with_base(arm.suites(retention.name) if retention else [])
     measured = [member.near for member in arm.pooled if member.near.rows]
+    findings = stats.findings(states.get("retention"), states.get("domain"), writing.alike(tests))
+    if arm.members[0].alone:
+        findings = replace(findings, status=ALONE)
     is_whole = near is not None and len(measured) == len(arm.pooled) and _same_prompts(measured, near)
     return ArmRow(
         name=arm.name,
         method=arm.settings.get("recover.method"),
         seeds=len(arm.pooled),
         scores=scores,
-        findings=stats.findings(states.get("retention"), states.get("domain"), writing.alike(tests)),
+        findings=findings,
         writing=tests,
         closeness=closeness.summarise(measured) if is_whole else None,
         runs=[_run_row(member) for member in arm.members],
@@ -181,8 +184,8 @@ def _run_row(member: Member) -> RunRow:
     scores, findings = ByRole(), member.summary.findings
     for role, suite in member.headline.items():
         states = member.summary.suites[suite.name].states
-        if "recovered" in states:
-            scores[role] = states["recovered"]
+        if member.compared in states:
+            scores[role] = states[member.compared]
     return RunRow(
         path=member.path,
         seeds=member.seeds,
@@ -206,7 +209,8 @@ def _references(state: str, arms: list[Arm], headline: Mapping[str, Suite]) -> l
     for arm in arms:
         found = set()
         for member in arm.pooled:
-            if scores := _scores_of(member, state):
+            scores = {} if member.alone else _scores_of(member, state)
+            if scores:
                 found.add(_index(results, scores))
         if found:
             arms_of.setdefault(tuple(sorted(found)), []).append(arm.name)

@@ -48,11 +48,17 @@ class Member(Results):
         return str(self.run.path)
 
     @property
+    def compared(self) -> str:
+        """The state that is compared with other runs: recovered, or base if that was measured alone."""
+        return "base" if self.alone else "recovered"
+
+    @property
     def missing(self) -> list[str]:
         """Describe the headline results that are not measured yet."""
         found = []
         for suite in self.headline.values():
-            found += [f"{state} on {suite.name}" for state in suite.missing]
+            states = [state for state in suite.missing if state == "base" or not self.alone]
+            found += [f"{state} on {suite.name}" for state in states]
         return found
 
 
@@ -76,8 +82,9 @@ class Arm:
         """Return a suite's results in the pooled runs; all of them answer the same prompts."""
         return [member.named[name] for member in self.pooled if name in member.named]
 
-    def scores(self, name: str, state: str = "recovered") -> np.ndarray | None:
+    def scores(self, name: str) -> np.ndarray | None:
         """Return `(S, N)` scores of the measured runs on a suite, or None if there is none."""
+        state = self.members[0].compared
         return values_of([suite for suite in self.suites(name) if state in suite.rows], state)
 
 
@@ -169,9 +176,10 @@ def split_seeds(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
     sections = {key: value for key, value in run.settings().items() if key not in IGNORED}
     for key, value in flatten(sections).items():
         option = key.rsplit(".", 1)[-1]
+        is_unset = option == "system" and value is None  # runs of an earlier version have no such setting
         if option in SEEDS:
             seeds[key] = value
-        elif option not in ignored:
+        elif option not in ignored and not is_unset:
             settings[key] = value
     return settings, seeds
 

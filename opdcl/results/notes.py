@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from opdcl.config.recover import NO_WORSE
 from opdcl.errors import UsageError
 from opdcl.results.format import percent
 from opdcl.results.scores import Suite, section, states_of
-from opdcl.results.stats import headroom_fault, mean
+from opdcl.results.stats import difference, headroom_fault, mean
+from opdcl.results.status import HEADLINE_ROLES
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.records import read_metrics
 from opdcl.rundir.seals import changes
@@ -19,6 +21,9 @@ MISSED_ENDS = 0.4
 
 # Share of the domain, by held-out KL, below which a recovery from a scaled start did not bring it back.
 DOMAIN_BACK = 0.85
+
+# From this score of base on, a suite has no room above base.
+CEILING = 0.95
 
 # Share of fresh tokens whose probabilities differ between sampler and trainer, from which it is told.
 MISMATCHED = 0.001
@@ -87,6 +92,7 @@ def suite_notes(suite: Suite) -> list[str]:
     if suite.unpaired:
         reason = "because not every measured state answered them; the further metrics still include them"
         notes.append(f"{suite.name}: {suite.unpaired} prompts are left out {reason}.")
+    notes += _noise_notes(suite) + _ceiling_notes(suite)
     if suite.role != "retention" or suite.floor is None or "base" not in suite.rows:
         return notes
     base, states = mean(suite.values("base"), suite.clusters), states_of([suite])
@@ -98,6 +104,30 @@ def suite_notes(suite: Suite) -> list[str]:
         reason = f"base is not measurably above the floor of {floor}"
         notes.append(f"{suite.name}: {reason}, so this suite can hardly show forgetting.")
     return notes
+
+
+def _noise_notes(suite: Suite) -> list[str]:
+    """Say how far two scores of base lie apart by chance, if its answers were drawn twice."""
+    rows = suite.rows.get("base", [])
+    if not rows or any("again" not in row for row in rows):
+        return []
+    again = replace(suite, rows={"base": [{"scores": {suite.metric: row["again"]}} for row in rows]})
+    apart = difference(again.values("base"), suite.values("base"), suite.clusters)
+    noise = 100 * (apart.high - apart.low) / 2
+    return [f"{suite.name}: base against itself, with other draws: ±{noise:.1f} points."]
+
+
+def _ceiling_notes(suite: Suite) -> list[str]:
+    """Say what a suite cannot show because base has nearly all of its points."""
+    if suite.role not in HEADLINE_ROLES or "base" not in suite.rows:
+        return []
+    score = suite.values("base").mean()
+    if not CEILING <= score <= 1:
+        return []
+    seen = "a loss can be seen, a gain cannot"
+    if suite.role == "domain":
+        seen = "there is hardly anything in it for the fine-tune to learn, so it can show a loss only"
+    return [f"{suite.name}: base scores {percent(score)}: {seen}."]
 
 
 def recovery_notes(run: RunDir) -> list[str]:

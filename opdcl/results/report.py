@@ -123,11 +123,11 @@ def _render_card(context: dict[str, Any], base: str, license: str | None, datase
             )
     metadata = ModelCardData(
         base_model=harmless(base),
-        library_name="peft",
+        library_name=None if summary.alone else "peft",
         pipeline_tag="text-generation",
         license=license and harmless(license),
         datasets=[harmless(name) for name in datasets] or None,
-        tags=["lora", "peft", "opdcl", "on-policy-distillation"],
+        tags=["opdcl"] if summary.alone else ["lora", "peft", "opdcl", "on-policy-distillation"],
         model_name=harmless(summary.name) if scores else None,
         eval_results=scores or None,
     )
@@ -204,7 +204,7 @@ def _context(results: Results) -> dict[str, Any]:
         "base_model": _public(tuned["id"]) if tuned else base_model,
         "its_base": base_model if tuned else "",
         "facts": _facts(run, manifest, base, adapters),
-        "card_state": latest,
+        "card_state": "base" if summary.alone else latest,
         "embedded": EMBEDDED.format(base_model) if name in HUB_IDS else "",
         "quantized": QUANTIZED.format(base_model, base["quantization"]) if base["quantization"] else "",
         "adapter_path": adapter_path,
@@ -217,8 +217,10 @@ def _public(model: str) -> str:
 
 
 def _ratios(summary: Summary, domain: Suite | None) -> list[dict[str, Any]]:
-    """Return R, D and C with what they mean, or why there is none."""
+    """Return R, D and C with what they mean, or why there is none; of base alone, nothing."""
     findings, near = summary.findings, summary.closeness
+    if summary.alone:
+        return []
     recovered = "Share of the lost score that came back, counted from tuned or the floor, whichever is higher"
     if raw := different_raw(findings.recovery, findings.recovery_raw):
         recovered += f"; from tuned alone, {raw}"

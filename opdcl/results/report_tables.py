@@ -11,7 +11,16 @@ from opdcl.results import format
 from opdcl.results.format import CHANGE, Unit, cell, metric_words
 from opdcl.results.scores import section
 from opdcl.results.status import HEADLINE_ROLES, NON_INFERIORITY_MARGIN, STATES
-from opdcl.results.tables import WRITING, Table, by_state, different_raw, distances, with_rows, writing_rows
+from opdcl.results.tables import (
+    WRITING,
+    Table,
+    by_state,
+    different_raw,
+    distances,
+    of_base_alone,
+    with_rows,
+    writing_rows,
+)
 from opdcl.results.writing import MARGINS
 from opdcl.rundir.layout import RunDir
 
@@ -37,7 +46,8 @@ def bars(summary: Summary) -> list[dict[str, Any]]:
         highest = max(estimate.high for estimate in suite.states.values())
         axis = next((end for end in AXES if end >= highest), 1.0)
         title = f"{summary.headline[role]}, {metric_words(suite.metric or '')}, {suite.n} prompts"
-        rows: dict[str, dict[str, Any]] = {state: {} for state in STATES}
+        shown = ("base",) if summary.alone else STATES
+        rows: dict[str, dict[str, Any]] = {state: {} for state in shown}
         for state, estimate in suite.states.items():
             at = {end: _at(value, axis) for end, value in vars(estimate).items()}
             rows[state] = at | {"score": estimate.value}
@@ -50,8 +60,18 @@ def _at(score: float, axis: float) -> str:
     return f"{100 * min(max(score / axis, 0), 1):.1f}"
 
 
+def terminal_tables(summary: Summary) -> list[Table]:
+    """Return the score table for a terminal, if there are scores."""
+    table = Table("", ["suite", "n", "floor", *STATES], terminal_rows(summary), "")
+    return _of_its_states(summary, with_rows([table]))
+
+
+def _of_its_states(summary: Summary, tables: list[Table]) -> list[Table]:
+    return [of_base_alone(table) for table in tables] if summary.alone else tables
+
+
 def terminal_rows(summary: Summary) -> list[list[str]]:
-    """Return the score table for a terminal: suite and metric, n, floor, and each state with its interval."""
+    """Return suite and metric, n, floor, and each state with its interval."""
     rows = []
     for name, suite in summary.suites.items():
         if suite.n:
@@ -97,7 +117,8 @@ def main_tables(summary: Summary) -> list[Table]:
         "not end were cut at the token limit. A repeated 4-gram is four words in a row that occurred earlier "
         "in the same answer."
     )
-    return [Table("Scores", ["suite", *STATES], rows, caption), *with_rows([_groups_table(summary)]), *near]
+    scores = Table("Scores", ["suite", *STATES], rows, caption)
+    return _of_its_states(summary, [scores, *with_rows([_groups_table(summary)]), *near])
 
 
 def _groups_table(summary: Summary) -> Table:
@@ -146,7 +167,8 @@ def detail_tables(summary: Summary) -> list[Table]:
     metrics = Table("All metrics", ["metric", *STATES], rows, caption)
     rows = [[stage, *_cost_cells(spent)] for stage, spent in summary.cost.items()]
     cost = Table("Cost", ["stage", "time, min:s", "tokens", "peak memory"], rows)
-    return with_rows([_differences_table(summary), _ceiling_table(summary.ceiling), metrics, cost])
+    tables = [_differences_table(summary), _ceiling_table(summary.ceiling), metrics, cost]
+    return _of_its_states(summary, with_rows(tables))
 
 
 def _differences_table(summary: Summary) -> Table:

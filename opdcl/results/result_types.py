@@ -79,6 +79,8 @@ class Summary:
     further: list[str]
     """The sentences after the verdict: distance to base, how the answers differ, what to do."""
     name: str
+    alone: bool
+    """Whether the run is of a base alone, so that nothing is compared."""
     headline: dict[str, str | None]
     suites: dict[str, SuiteScores]
     findings: Findings

@@ -42,8 +42,9 @@ RetentionStatus = Literal[
 ]
 DomainStatus = Literal["kept", "partly kept", "lost", "not shown", "gain not shown", "not measured"]
 
-# Instead of a status, where a score of a headline suite is no number.
+# Instead of a status: where a score of a headline suite is no number, and where base is measured alone.
 FAULT = "fault"
+ALONE = "base alone"
 
 
 def both_halves(retention: RetentionStatus, domain: DomainStatus) -> str:

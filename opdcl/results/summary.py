@@ -35,6 +35,7 @@ class Results:
             self.suites = load_suites(run)
             self.near = closeness.load(run)
         self.headline = headline_of(self.suites)
+        self.alone = _is_alone(run)
 
     @cached_property
     def summary(self) -> Summary:
@@ -75,6 +76,7 @@ def _summarise(results: Results) -> Summary:
         verdict="",
         further=[],
         name=run.settings().get("name") or run.path.name,
+        alone=results.alone,
         headline={role: suite.name if suite else None for role, suite in headline.items()},
         suites={suite.name: _suite_scores(suite) for suite in suites},
         findings=stats.findings(
@@ -91,6 +93,12 @@ def _summarise(results: Results) -> Summary:
         notes=remarks + notes.recovery_notes(run),
     )
     return verdict.conclude(summary, retention, domain, inert)
+
+
+def _is_alone(run: RunDir) -> bool:
+    """Return whether a run measures base alone: it has no fine-tune, and is not to have one."""
+    planned = [key for key in ("start", "finetune", "recover") if run.settings().get(key)]
+    return not planned and not run.adapters()
 
 
 def _suite_scores(suite: Suite) -> SuiteScores:

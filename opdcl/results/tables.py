@@ -48,6 +48,18 @@ def with_rows(tables: Sequence[Table]) -> list[Table]:
     return [table for table in tables if table.rows]
 
 
+def of_base_alone(table: Table) -> Table:
+    """Return a table without the columns of what base alone does not have: other states, and R."""
+    kept = []
+    for number, column in enumerate(table.columns):
+        if column not in (*STATES[1:], "R"):
+            kept.append(number)
+    rows = []
+    for row in table.rows:
+        rows.append([row[number] for number in kept])
+    return table._replace(columns=[table.columns[number] for number in kept], rows=rows)
+
+
 def by_state(estimates: Mapping[str, Estimate | None], unit: Unit = SCORE) -> list[str]:
     """Return one cell for base, tuned and recovered each."""
     return [cell(estimates.get(state), unit) for state in STATES]

@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from opdcl.results import writing
-from opdcl.results.format import POINTS, SHARE, interval, percent, points
+from opdcl.results.format import POINTS, SCORE, SHARE, interval, percent, points
+from opdcl.results.scores import PLAIN_WORDS
 from opdcl.results.status import (
+    ALONE,
     FAULT,
     FLOOR_REASONS,
     MOST_OF_THE_GAIN,
@@ -50,6 +52,8 @@ FAULTS = {
     "repetition": "{} of their 4-grams are repetitions (base {})",
 }
 
+NOTHING_COMPARED = "No other model is compared with it: opdcl eval OTHER --base MODEL does that."
+
 
 def conclude(
     summary: Summary, retention: Suite | None, domain: Suite | None, faults: Sequence[str] = ()
@@ -73,9 +77,22 @@ def conclude(
     summary = replace(summary, findings=findings)
     if faults:
         return replace(summary, verdict=_fault(faults))
-    further = [_distance(summary.closeness), writing_sentence(summary.writing_tests), _advice(summary)]
+    if summary.alone and any(suite.n for suite in summary.suites.values()):
+        findings = replace(findings, status=ALONE)
+        scores = _scores_of_base(summary)
+        return replace(summary, findings=findings, verdict=scores, further=[NOTHING_COMPARED])
+    further = [_distance(summary.closeness), _neighbours(summary), writing_sentence(summary.writing_tests)]
+    further.append(_advice(summary))
     words = _verdict(summary, retention, domain)
     return replace(summary, verdict=words, further=[sentence for sentence in further if sentence])
+
+
+def _scores_of_base(summary: Summary) -> str:
+    scores = []
+    for name, suite in summary.suites.items():
+        if base := suite.states.get("base"):
+            scores.append(f"{PLAIN_WORDS.get(name, name)} {interval(base, SCORE)} on {suite.n} prompts")
+    return f"Base alone: {', '.join(scores)}."
 
 
 def _fault(faults: Sequence[str]) -> str:
@@ -174,7 +191,19 @@ def _distance(near: Closeness | None) -> str:
     if tuned <= 0:
         return ""
     gone = max(1 - recovered / tuned, 0)
-    return f"Distance to base: {tuned:.2f} -> {recovered:.2f} nats a token, {100 * gone:.0f} % gone."
+    moved = f"{tuned:.2f} -> {recovered:.2f} nats a token, {100 * gone:.0f} % gone"
+    return f"Distance to base: {moved} (base against itself: {near.noise:.3f})."
+
+
+def _neighbours(summary: Summary) -> str:
+    """Say how short questions beside the domain are answered, where a control suite asks them."""
+    for name, suite in summary.suites.items():
+        if "neighbours" in name and set(suite.states) == set(STATES):
+            base, tuned, recovered = (percent(suite.states[state].value) for state in STATES)
+            return (
+                f"Beside the domain ({name}): {base} for base, {tuned} for tuned, {recovered} for recovered."
+            )
+    return ""
 
 
 def _advice(summary: Summary) -> str:

@@ -26,6 +26,8 @@ from opdcl.training import StageReport, peak_memory
 # prompt's place among them, so the number is fixed: batch size and interrupts change nothing. All states use
 # the same random numbers, so that a model that is base gives base's answers.
 DRAWN_TOGETHER, SEED = 100, 39
+# The seed of base's second answers to a suite that is sampled.
+SECOND_SEED = 1_000_039
 
 Row = dict[str, Any]
 
@@ -93,6 +95,7 @@ def answer(
     rows_of: Callable[[list[int], list[Rollout]], list[Row]],
     report: StageReport,
     batch_size: int | None,
+    seed: int = SEED,
 ) -> None:
     """Answer all questions without a row in `kept`.
 
@@ -103,11 +106,12 @@ def answer(
         rows_of: Returns the rows of questions, given by number, from their completions.
         report: Receives the number of answers.
         batch_size: How many answers are decoded together; None if they are drawn, `DRAWN_TOGETHER`.
+        seed: Of the draws.
     """
     for batch in _batches(questions, kept.rows, batch_size):
         prompts = [Prompt(questions[i].prompt) for i in batch]
         progress = counter(report, len(kept.rows), len(questions))
-        rollouts = decode(prompts, questions[batch[0]].limit, SEED + batch[0], progress)
+        rollouts = decode(prompts, questions[batch[0]].limit, seed + batch[0], progress)
         rows = rows_of(batch, rollouts)
         kept.add({questions[i].key: row for i, row in zip(batch, rows, strict=True)})
 

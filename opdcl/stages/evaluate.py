@@ -28,6 +28,7 @@ from opdcl.rundir.layout import RunDir
 from opdcl.sampling.rollout import Rollout
 from opdcl.stages import content
 from opdcl.stages.answers import (
+    SECOND_SEED,
     SEED,
     Decode,
     KeptRows,
@@ -53,13 +54,20 @@ Likelihood = tuple[tuple[str, str], tuple[float, bool]]
 class BackboneLM(LM):
     """lm-eval's view of the backbone: of its student if `adapter` holds that on disk, else of base.
 
-    `partial` keeps what is computed, batch by batch.
+    `partial` keeps what is computed, batch by batch. `seed` is that of answers that are drawn.
     """
 
     def __init__(
-        self, backbone: Backbone, adapter: Path | None, config: EvalConfig, partial: Path, report: StageReport
+        self,
+        backbone: Backbone,
+        adapter: Path | None,
+        config: EvalConfig,
+        partial: Path,
+        report: StageReport,
+        seed: int = SEED,
     ):
         super().__init__()
+        self.seed = seed
         self.backbone, self.adapter = backbone, adapter
         self.config, self.partial, self.report = config, partial, report
         self.state: State = "student" if adapter else "base"
@@ -84,7 +92,7 @@ class BackboneLM(LM):
         kept = KeptRows(self.partial, [question.key for question in questions])
         batch_size = None if temperature else int(self.config.batch_size) * parallel.worker_count()
         with self._decoder(temperature) as decode:
-            answer(questions, kept, decode, self._rows, self.report, batch_size)
+            answer(questions, kept, decode, self._rows, self.report, batch_size, self.seed)
         texts = []
         self.lengths, self.ended = [], []
         for question in questions:
@@ -100,7 +108,7 @@ class BackboneLM(LM):
         prompt, options = request_ids(request, self.backbone.tokenizer), request.args[1]
         suite_limit = int(options.get("max_gen_toks", 256))
         limit = max_answer_tokens(self.config, suite_limit, len(prompt), self.backbone.context_length)
-        drawn = [temperature, SEED] if temperature else []
+        drawn = [temperature, self.seed] if temperature else []
         return Question(prompt, limit, self._key(prompt, limit, *drawn), options.get("until") or [])
 
     def _rows(self, numbers: list[int], rollouts: list[Rollout]) -> list[dict[str, Any]]:
@@ -242,20 +250,35 @@ def evaluate(
     started = time.perf_counter()
     reset_peak_memory()
     lm = BackboneLM(backbone, adapter, config, partial_file(run, state, suite.name), report)
-    quiet_lm_eval()
-    # Unseeded, lm-eval would draw other few-shot examples for each state.
-    suite.task.set_fewshot_seed(suite.fewshot_seed)
-    # `simple_evaluate` would collect the environment after each call, which takes longer than a small suite.
-    options: Any = {"apply_chat_template": suite.generative, "limit": config.limit}
-    results = lm_evaluate(lm, suite.loaded, log_samples=True, bootstrap_iters=0, **options)
-    (sampled,) = results["samples"].values()
-    samples = _samples(suite, sampled, lm)
     judge = content.judge(backbone, suite) if suite.content else None
-    if judge:
-        _read(judge, suite.documents(config.limit), samples)
+    samples = _answered(suite, lm, judge)
+    if state == "base" and temperature_of(suite.task.config.generation_kwargs or {}):
+        second_file = partial_file(run, state, f"{suite.name}.second")
+        second = BackboneLM(backbone, adapter, config, second_file, report, SECOND_SEED)
+        for row, again in zip(samples, _answered(suite, second, judge), strict=True):
+            row["again"] = again["scores"][suite.metrics[0]]
+        second_file.unlink()
     floor = _add_floors(suite, config.limit, samples, judge)
     metrics = suite.means([row["scores"] for row in samples])
     return store(run, record, state, suite.name, samples, metrics, floor, started)
+
+
+def _answered(suite: Suite, lm: BackboneLM, judge: Judge | None) -> list[dict[str, Any]]:
+    """Return the scored samples of a suite."""
+    quiet_lm_eval()
+    limit = lm.config.limit
+    # Unseeded, lm-eval would draw other few-shot examples for each state.
+    suite.task.set_fewshot_seed(suite.fewshot_seed)
+    # `simple_evaluate` would collect the environment after each call, which takes longer than a small suite.
+    options: Any = {"apply_chat_template": suite.generative, "limit": limit}
+    if suite.generative:
+        options["system_instruction"] = suite.system
+    results = lm_evaluate(lm, suite.loaded, log_samples=True, bootstrap_iters=0, **options)
+    (sampled,) = results["samples"].values()
+    samples = _samples(suite, sampled, lm)
+    if judge:
+        _read(judge, suite.documents(limit), samples)
+    return samples
 
 
 def _read(judge: Judge, docs: list[dict], samples: list[dict[str, Any]]) -> None:

@@ -222,7 +222,7 @@ def test_evaluation_alone_measures_the_states_that_are_there(run):
 
 def test_an_unfinished_finetune_is_not_evaluated(run):
     finish({"finetune": FINETUNE}, run, status="running")
-    assert [*plan({"eval": {"retention": ["instructions"]}}, run)] == ["base/instructions", "base/closeness"]
+    assert [*plan({"eval": {"retention": ["instructions"]}}, run)] == ["base/instructions"]
 
 
 @pytest.mark.parametrize(

@@ -300,7 +300,7 @@ def test_a_run_with_a_damaged_config_is_still_a_run_and_a_stranger_s_folder_is_n
         open_run(tmp_path).settings()
 
 
-@pytest.mark.parametrize("verb", ["report", "eval", "recover"])
+@pytest.mark.parametrize("verb", ["report", "recover"])
 def test_a_model_folder_is_refused_and_nothing_is_written(model_folder, verb):
     before = {path: path.read_bytes() for path in model_folder.iterdir()}
     done = opdcl(verb, model_folder)

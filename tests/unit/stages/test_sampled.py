@@ -124,3 +124,30 @@ def test_a_result_depends_on_the_temperature(backbone, tmp_path):
         return [row["response"] for row in read_jsonl(run.eval_samples("base", suite.name))]
 
     assert responses("a", 0.7) == responses("b", 0.7) != responses("c", 0.2)
+
+
+def test_base_alone_answers_twice_and_only_where_answers_are_drawn(backbone, tmp_path):
+    config, sampled = EvalConfig(limit=3, max_new_tokens=8, batch_size=3), load_suite("instructions_sampled")
+    seeds = []
+
+    class Seen(BackboneLM):
+        def generate_until(self, requests, disable_tqdm=False):
+            texts = super().generate_until(requests)
+            seeds.append((self.seed, texts))
+            return texts
+
+    def rows(suite):
+        run = RunDir(tmp_path / suite.name)
+        stage.evaluate(config, suite, backbone, "base", run, {}, Silent())
+        assert [path.name for path in (run.evals / "base").iterdir() if "partial" in path.name] == []
+        return read_jsonl(run.eval_samples("base", suite.name))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "BackboneLM", Seen)
+        drawn = rows(sampled)
+        greedy = rows(load_suite("instructions"))
+    (first, texts), (second, other), _ = seeds
+    assert first != second
+    assert [row["response"] for row in drawn] == texts != other
+    assert all(isinstance(row["again"], bool) for row in drawn)
+    assert not any("again" in row for row in greedy)

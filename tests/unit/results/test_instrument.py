@@ -1,0 +1,55 @@
+"""What the instrument itself does: base against itself, and suites on which base has no room."""
+
+import json
+
+import numpy as np
+import pytest
+from helpers.synthetic import measure_states, rewrite_samples
+
+from opdcl.results.stats import difference
+from opdcl.results.summary import Results
+from opdcl.rundir.files import read_jsonl
+
+
+def notes_on(run, suite: str) -> list[str]:
+    return [note for note in Results(run).summary.notes if note.startswith(f"{suite}: ")]
+
+
+@pytest.mark.parametrize("passed", [30, 36, 38, 40])
+def test_a_suite_at_its_ceiling_says_what_it_cannot_show(run, passed):
+    measure_states(run, "instructions", (passed, 8, 28))
+    said = [note for note in notes_on(run, "instructions") if "a loss can be seen, a gain cannot" in note]
+    assert bool(said) == (passed >= 38)
+    if said:
+        assert f"base scores {100 * passed / 40:.1f} %" in said[0]
+    measure_states(run, "handbook", (passed, 40, 40))
+    assert any("for the fine-tune to learn" in note for note in notes_on(run, "handbook")) == (passed >= 38)
+
+
+def test_a_suite_at_its_floor_cannot_show_forgetting(run):
+    measure_states(run, "instructions", (2, 1, 2), fields=lambda i: {"floor": i < 2})
+    assert any("neither a loss nor a recovery" in note for note in notes_on(run, "instructions"))
+
+
+def test_base_against_itself_is_told_where_its_answers_were_drawn_twice(run):
+    rows = read_jsonl(run.eval_samples("base", "instructions"))
+    metric = json.loads(run.eval_result("base", "instructions").read_text())["metric"]
+    first = np.array([row["scores"][metric] for row in rows], float)
+    second = np.roll(first, 3)
+    for row, score in zip(rows, second, strict=True):
+        row["again"] = bool(score)
+    assert notes_on(run, "instructions") == []
+    rewrite_samples(run, "base", "instructions", rows)
+    apart = difference(second, first)
+    noise = 100 * (apart.high - apart.low) / 2
+    assert f"instructions: base against itself, with other draws: ±{noise:.1f} points." in notes_on(
+        run, "instructions"
+    )
+
+
+def test_neighbours_of_the_domain_have_a_sentence_once_all_three_are_measured(run):
+    measure_states(run, "neighbours", (20, 4))
+    assert not any("Beside the domain" in line for line in Results(run).summary.further)
+    measure_states(run, "neighbours", (20, 4, 15))
+    said = "Beside the domain (neighbours): 50.0 % for base, 10.0 % for tuned, 37.5 % for recovered."
+    assert said in Results(run).summary.further
