@@ -19,7 +19,7 @@ FIRST = (
 )
 
 SHIPPED_DATA = (
-    *("handbook", "handbook/staff", "handbook/site", "handbook/quick"),
+    *("handbook", "handbook/staff", "handbook/site", "handbook/quick", "contradictions"),
     *("everyday", "requests", "requests_quick"),
 )
 
