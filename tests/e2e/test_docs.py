@@ -119,6 +119,7 @@ BEFORE = {
         *ELSEWHERE[:2],
         'cp "$OPDCL_CACHE/models/smollm2-135m/chat_template.jinja" my-template.jinja',
     ],
+    "docs/questions.md": ["opdcl finetune rows.jsonl -o runs/mine"],
     "docs/processes.md": ["opdcl finetune rows.jsonl -o runs/mine"],
     "docs/export.md": ["opdcl finetune rows.jsonl -o runs/mine", "opdcl workflows cp own-data mine.yaml"],
     "docs/servers.md": ["opdcl finetune rows.jsonl -o runs/mine"],

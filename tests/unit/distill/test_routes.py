@@ -111,6 +111,14 @@ def test_rows_name_teachers_and_teachers_add_prompts(backbone, answered):
     assert [(p.teacher, p.context is not None) for p in same] == [("a", False), ("b", True)]
 
 
+def test_a_general_prompt_near_the_domain_can_be_given_to_tuned(backbone, answered):
+    rows = [{"prompt": f"When does water boil in town {n}?", "teacher": "tuned"} for n in range(3)]
+    rows += [{"prompt": f"Write a line about {n}."} for n in range(3)]
+    (answered / "near.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = encode(RecoverConfig(rollouts=8, general=str(answered / "near.jsonl")), "general", backbone)
+    assert sorted(p.teacher for p in found.train + found.held_out) == ["", "", "", "tuned", "tuned", "tuned"]
+
+
 def test_one_student_learns_from_two_specialists_and_its_distance_to_each_is_reported(backbone, answered):
     """Forward KL on the specialists' own completions: success does not depend on the student's samples."""
     for name, seed in (("left", 1), ("right", 2)):
