@@ -1,7 +1,7 @@
 """Write the five domains of benchmarks/rounds.yaml: 28 facts of the shipped handbook each, beside that file.
 
-    python benchmarks/rounds.py
-    opdcl run benchmarks/rounds.yaml -o runs/rounds
+python benchmarks/rounds.py
+opdcl run benchmarks/rounds.yaml -o runs/rounds
 """
 
 from __future__ import annotations

@@ -84,13 +84,15 @@ class Result(Outcome):
     def __init__(self, path: Path, results: Summary, gates: Sequence[dict[str, str]] = ()):
         from opdcl.results.plain import as_json
         from opdcl.results.report_tables import terminal_tables
+        from opdcl.results.verdict import next_command
 
         self.path, self.gates = path, [*gates]
         self._results = results
         self.summary: dict[str, Any] = as_json(results)
         if gates:
             self.summary["gates"] = self.gates
-        notes = [f"report: {self.report}", f"next: {self._next()}"]
+        lead_on = next_command(RunDir(path), results, shlex.quote(str(path)))
+        notes = [f"report: {self.report}", f"next: {lead_on}"]
         super().__init__(
             sentence="\n".join([results.verdict, *results.further]),
             tables=terminal_tables(results),
@@ -124,25 +126,6 @@ class Result(Outcome):
         return (
             f"opdcl verify {shlex.quote(str(self.path))}  # checks the files; restore them, or measure again"
         )
-
-    def _next(self) -> str:
-        """Return the command that leads on: what the run lacks, else its answers."""
-        place = shlex.quote(str(self.path))
-        if self._results.alone and self._results.suites:
-            base = RunDir(self.path).settings().get("model", {}).get("id", "MODEL")
-            return f"opdcl finetune ROWS.jsonl --base {shlex.quote(str(base))}"
-        if not self.adapters:
-            # Not the command that began the run: its relative paths may have started in another folder.
-            if (workflow := RunDir(self.path).workflow).exists():
-                return f"opdcl run {shlex.quote(str(workflow))} -o {place}"
-            return f"opdcl finetune ROWS.jsonl -o {place}"
-        if "recovered" not in self.adapters:
-            settings = RunDir(self.path).settings()
-            # An adapter made elsewhere brings no prompts of its domain.
-            made_elsewhere = settings.get("start") and not settings.get("finetune")
-            return f"opdcl recover {place}{' --domain PROMPTS.jsonl' if made_elsewhere else ''}"
-        measured = any("recovered" in suite.states for suite in self._results.suites.values())
-        return f"opdcl chat {place}" if measured else f"opdcl eval {place} --domain TEST.jsonl"
 
     @property
     def report(self) -> Path:

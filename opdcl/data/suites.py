@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,9 @@ from opdcl.hub import fail_fast
 
 # A log-likelihood, and whether greedy decoding would give the same text.
 SURE, IMPOSSIBLE = (0.0, True), (-1000.0, False)
+
+# The metric with one score for each constraint of a prompt.
+PER_CONSTRAINT = "inst_level_strict_acc"
 
 # Tokens of an answer to a question of a user's file, unless `eval.max_new_tokens` says otherwise.
 ANSWER_TOKENS = 96
@@ -103,11 +107,16 @@ class Suite:
     def record(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return prompt, response and target as they are stored, from a sample of lm-eval.
 
-        A conversation has its last question besides, by which a reader knows it from others.
+        A conversation has its last question besides, by which a reader knows it from others; a prompt with
+        constraints has these, so that a reader sees which one an answer violates.
         """
         prompt, question = self.prompt_of(row["doc"]), self.task.doc_to_text(row["doc"])
         stored = {"prompt": prompt, "response": row["resps"][0][0], "target": row["target"] or None}
-        return stored if question == prompt else {**stored, "question": question}
+        if question != prompt:
+            stored["question"] = question
+        if PER_CONSTRAINT in self.metrics:
+            stored["constraints"] = constraints_of(row["doc"])
+        return stored
 
     def encode(self, limit: int | None, tokenizer: Any) -> list[list[int]]:
         """Return the token ids of each prompt, as it is asked: with its few-shot examples."""
@@ -277,6 +286,14 @@ class LikelihoodSuite(Suite):
         self.task.build_all_requests(limit=limit, rank=0, world_size=1)
         texts = ["".join(request.args) for request in self.task.instances]
         return tokenizer(texts)["input_ids"]
+
+
+def constraints_of(doc: dict[str, Any]) -> list[str]:
+    """Return the constraints that `PER_CONSTRAINT` scores, of `instructions` or IFEval, in words."""
+    if kinds := doc.get("instruction_id_list"):
+        # Such as `keywords:forbidden_words`.
+        return [kind.rpartition(":")[2].replace("_", " ") for kind in kinds]
+    return [constraint["text"] for constraint in json.loads(doc.get("constraints", "[]"))]
 
 
 def load_suite(

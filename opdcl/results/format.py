@@ -46,6 +46,9 @@ class Unit(NamedTuple):
         return self.form.format(max(self.factor * value, self.least))
 
 
+# Over fewer prompts than this, no text has an interval: it would show a certainty that is not there.
+FEWEST_PROMPTS = 10
+
 RATIO = Unit("{:.2f}")
 SCORE = Unit("{:.1f}", 100, " %")
 SHARE = Unit("{:.0f}", 100, " %")
@@ -57,9 +60,22 @@ DISTANCE = Unit("{:.3f}", name=" nats per token")
 NATS = Unit("{:.3f}", least=0.0)
 
 
-def interval(estimate: Estimate, unit: Unit = RATIO, between: str = " ") -> str:
-    """Format an estimate with its interval, as `0.98 [0.84, 1.13]` or `47.3 % [42.1, 53.0]`."""
-    return f"{value(estimate, unit)}{between}{bounds(estimate, unit)}"
+def interval(estimate: Estimate, unit: Unit = RATIO, between: str = " ", n: int | None = None) -> str:
+    """Format an estimate with its interval, as `0.98 [0.84, 1.13]` or `47.3 % [42.1, 53.0]`.
+
+    Over too few prompts, `n`, it is the value alone, and a score the number of prompts, as `2 of 3`.
+    """
+    if not is_few(n):
+        return f"{value(estimate, unit)}{between}{bounds(estimate, unit)}"
+    count = estimate.value * (n or 0)
+    if unit is SCORE and math.isclose(count, round(count), abs_tol=1e-3):
+        return f"{count:.0f} of {n}"
+    return value(estimate, unit)
+
+
+def is_few(n: int | None) -> bool:
+    """Return whether `n` prompts are too few for an interval; None stands for enough."""
+    return n is not None and n < FEWEST_PROMPTS
 
 
 def value(estimate: Estimate, unit: Unit = RATIO) -> str:
@@ -72,9 +88,9 @@ def bounds(estimate: Estimate, unit: Unit = RATIO) -> str:
     return f"[{unit.number(estimate.low)}, {unit.number(estimate.high)}]"
 
 
-def cell(estimate: Estimate | None, unit: Unit = RATIO) -> str:
-    """Format an estimate over its interval; empty without one."""
-    return interval(estimate, unit, "\n") if estimate else ""
+def cell(estimate: Estimate | None, unit: Unit = RATIO, n: int | None = None) -> str:
+    """Format an estimate over its interval as `interval` does; empty without one."""
+    return interval(estimate, unit, "\n", n) if estimate else ""
 
 
 def metric_words(metric: str) -> str:

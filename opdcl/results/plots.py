@@ -18,7 +18,7 @@ import matplotlib as mpl
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from opdcl.results.intervals import Estimate
 from opdcl.results.result_types import Summary
@@ -44,10 +44,12 @@ ARM_SHAPES = "oD^PX*p"
 ARM_COLOURS = ("recovered", "domain", "general", "ink")
 
 # Width and height in inches. A phone shows 259 points at 324 pixels, so 9-point text stays readable there.
-NARROW = (3.6, 3.3)
+NARROW = (3.6, 2.9)
 # The main plot has half a desktop page.
 WIDE, TALL = 4.1, 3.1
 LEGEND_LINE = 0.2
+# In nats. A smaller KL, such as tuned's to itself, lies on the lower edge of the logarithmic axis.
+SMALLEST_KL = 0.001
 
 
 @dataclass(frozen=True)
@@ -66,54 +68,91 @@ class Mark:
         return 100 * self.domain.value, 100 * self.retention.value
 
 
-def recovery_kl(rows: list[dict], teachers: dict[str, str]) -> Markup | None:
-    """Plot KL(student, teacher) per stream, one panel each.
+def recovery_kl(rows: list[dict], teachers: dict[str, str]) -> list[Markup]:
+    """Plot KL(student, teacher) over the steps, one figure for each stream that has points.
 
     A faint line is training, a strong one the teacher's held-out answers, a dotted one the student's own.
+    The axis is logarithmic: what matters at the end is small beside the beginning.
 
     `teachers` maps each stream to the name of its teacher.
     """
     held_out = [row for row in rows if row.get("validation")]
-    trained = [row for row in rows if row.get("stream") and row.get("kl") is not None]
-    if not held_out and not trained:
-        return None
-    with _figure(*NARROW) as figure:
-        panels = figure.subplots(2, sharex=True)
-        for axes, (stream, teacher) in zip(panels, teachers.items(), strict=True):
-            _plot_stream(axes, stream, held_out, [row for row in trained if row["stream"] == stream])
-            axes.set_title(f"{stream.capitalize()} prompts: KL to teacher {teacher} (nats)")
-            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-            axes.yaxis.set_major_locator(MaxNLocator(4))
-        panels[-1].set_xlabel("optimizer step")
-        return _svg(figure, "kl", "KL to the teacher per stream over the steps of recovery")
-
-
-def _plot_stream(axes: Axes, stream: str, held_out: list[dict], trained: list[dict]) -> None:
-    colour = PAINT[stream]
-    validated = _held_out_points(held_out, f"{stream}_kl")
-    own = _held_out_points(held_out, "own_kl") if stream == "general" else []
-    training = [(row["step"], row["kl"]) for row in trained]
-    _line(axes, training, color=colour, alpha=0.35, linewidth=1.1, marker=".", markersize=4)
-    _line(axes, validated, color=colour, marker="o", markersize=4)
-    _line(axes, own, color=colour, linestyle=":")
     best = max((row["step"] for row in held_out if row["validation"].get("best")), default=None)
-    for step, value in validated:
-        if step == best:
-            axes.plot(step, value, "o", markersize=10, markerfacecolor="none", color=PAINT["ink"])
-    if validated:
-        text = f"held-out {validated[-1][1]:.2f}"
-        _label(axes, text, validated[-1], (0, 9), ha="right", va="bottom", color=colour)
-    top = max((value for _, value in training + validated + own), default=0.0) or 1.0
-    axes.set_ylim(-0.04 * top, 1.12 * top)
+    figures = []
+    for stream, teacher in teachers.items():
+        curves = Curves(
+            training=[(row["step"], row["kl"]) for row in rows if _is_training(row, stream)],
+            held_out=_held_out_points(held_out, f"{stream}_kl"),
+            own=_held_out_points(held_out, "own_kl") if stream == "general" else [],
+        )
+        if not curves.points:
+            continue
+        with _figure(*NARROW) as figure:
+            axes = figure.subplots()
+            _plot_curves(axes, PAINT[stream], curves, best)
+            axes.set_title(f"{stream.capitalize()} prompts: KL to {_plain(teacher)} (nats)")
+            axes.set_xlabel("optimizer step")
+            figure.legend(loc="outside lower left", ncols=2, frameon=False)
+            figures.append(_svg(figure, f"kl-{stream}", f"KL to the teacher of {stream} prompts, by step"))
+    return figures
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What one stream's plot shows: step and KL of each point."""
+
+    training: list[tuple[float, float]]
+    held_out: list[tuple[float, float]]
+    own: list[tuple[float, float]]
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        return [*self.training, *self.held_out, *self.own]
+
+
+def _is_training(row: dict[str, Any], stream: str) -> bool:
+    return row.get("stream") == stream and row.get("kl") is not None
+
+
+def _plot_curves(axes: Axes, colour: str, curves: Curves, best: int | None) -> None:
+    values = [value for _, value in curves.points]
+    lowest = max(min(values), SMALLEST_KL)
+    highest = max(*values, 2 * lowest)
+    training, held_out, own = (
+        _raised(line, lowest) for line in (curves.training, curves.held_out, curves.own)
+    )
+    faint = {"alpha": 0.35, "linewidth": 1.1, "marker": ".", "markersize": 4}
+    _line(axes, training, "training batches", color=colour, **faint)
+    _line(axes, held_out, "held-out answers", color=colour, marker="o", markersize=4)
+    _line(axes, own, "the student's own", color=colour, linestyle=":")
+    kept = [(step, value) for step, value in held_out if step == best]
+    ring = {"linestyle": "none", "marker": "o", "markersize": 10, "markerfacecolor": "none"}
+    _line(axes, kept, "adapter kept", color=PAINT["ink"], **ring)
+    if held_out:
+        text = f"{curves.held_out[-1][1]:.2f}"
+        _label(axes, text, held_out[-1], (0, 9), ha="right", va="bottom", color=colour)
+    axes.set_yscale("log")
+    axes.set_ylim(lowest / 1.4, 1.4 * highest)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if highest < 100 * lowest else (1,)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda kl, _: f"{kl:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+
+
+def _raised(points: list[tuple[float, float]], lowest: float) -> list[tuple[float, float]]:
+    """Return the points with no KL below the lower edge of the axis."""
+    return [(step, max(value, lowest)) for step, value in points]
+
+
+def _line(axes: Axes, points: list[tuple[float, float]], label: str, **style: Any) -> None:
+    """Draw a line with its name in the legend; without points, neither."""
+    if points:
+        axes.plot([x for x, _ in points], [y for _, y in points], label=label, **style)
 
 
 def _held_out_points(held_out: list[dict], key: str) -> list[tuple[float, float]]:
     points = [(row["step"], row["validation"].get(key)) for row in held_out]
     return [point for point in points if point[1] is not None]
-
-
-def _line(axes: Axes, points: list[tuple[float, float]], **style: Any) -> None:
-    axes.plot([x for x, _ in points], [y for _, y in points], **style)
 
 
 def tradeoff(summary: Summary) -> Markup | None:

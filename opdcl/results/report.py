@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from opdcl.results import format, report_tables
 from opdcl.results.intervals import Estimate
 from opdcl.results.notes import validations_of
 from opdcl.results.result_types import Summary
-from opdcl.results.samples import RULE, pick_examples, pick_samples, worst_samples
+from opdcl.results.samples import RULE, pick_examples, sort_samples, worst_samples
 from opdcl.results.scores import Suite, section
 from opdcl.results.status import STATES
 from opdcl.results.summary import Results, further_teachers
 from opdcl.results.tables import MISSING, different_raw
-from opdcl.results.verdict import split, tone, why_no_domain_retention, why_no_recovery
+from opdcl.results.verdict import advice, next_command, split, tone, why_no_domain_retention, why_no_recovery
 from opdcl.rundir.files import write_atomic
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.records import read_metrics
@@ -33,7 +34,6 @@ FILTERS = (
     format.percent,
     format.interval,
     format.value,
-    format.bounds,
     format.code,
     format.fence,
     format.quoted,
@@ -173,8 +173,9 @@ def _context(results: Results) -> dict[str, Any]:
     recovery = _metrics(run, "recover")
     losses = [row["loss"] for row in _metrics(run, "finetune") if row.get("loss") is not None]
     validations = [row for row in recovery if row.get("validation")]
-    samples = {suite.name: groups for suite in headline.values() if (groups := pick_samples(suite))}
+    samples = {suite.name: groups for suite in results.suites if (groups := sort_samples(suite))}
     heading, sentence = split(summary.verdict)
+    to_do = [line for line in summary.further if line == advice(summary)]
     latest = adapter_path = None
     for state in ("tuned", "recovered"):
         if any(state in suite.rows for suite in results.suites):
@@ -186,13 +187,16 @@ def _context(results: Results) -> dict[str, Any]:
         "summary": summary,
         "heading": heading,
         "sentence": sentence,
+        "differs": [line for line in summary.further if line not in to_do],
+        "to_do": to_do,
+        "next": next_command(run, summary, "RUN"),
         "tone": tone(summary),
         "made": report_tables.made(run, manifest, base_model),
         "bars": report_tables.bars(summary),
         "ratios": _ratios(summary, headline.get("domain")),
         "tables": report_tables.main_tables(summary),
         "details": report_tables.detail_tables(summary),
-        "examples": pick_examples(samples),
+        "examples": pick_examples({suite.name: samples.get(suite.name, []) for suite in headline.values()}),
         "samples": samples,
         "recovery": recovery,
         "loss_ends": losses[:1] + losses[-1:],
@@ -216,33 +220,52 @@ def _public(model: str) -> str:
     return HUB_IDS.get(model, Path(model).name if Path(model).is_absolute() else model)
 
 
-def _ratios(summary: Summary, domain: Suite | None) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Ratio:
+    """R, D or C as the report's head shows it."""
+
+    name: str
+    meaning: str
+    estimate: Estimate | None
+    why: str
+    """Why there is none."""
+    n: int
+    """Number of prompts."""
+
+    @property
+    def bounds(self) -> str:
+        """The interval; empty without one, and over too few prompts."""
+        return "" if self.estimate is None or format.is_few(self.n) else format.bounds(self.estimate)
+
+    @property
+    def letter(self) -> str:
+        return self.name[-1]
+
+
+def _ratios(summary: Summary, domain: Suite | None) -> list[Ratio]:
     """Return R, D and C with what they mean, or why there is none; of base alone, nothing."""
     findings, near = summary.findings, summary.closeness
     if summary.alone:
         return []
-    recovered = "Share of the lost score that came back, counted from tuned or the floor, whichever is higher"
-    if raw := different_raw(findings.recovery, findings.recovery_raw):
+    general, of_domain = summary.prompts_of("retention"), summary.prompts_of("domain")
+    recovered = "the share of the lost score that came back, counted from tuned or the floor, the higher one"
+    if raw := different_raw(findings.recovery, findings.recovery_raw, general):
         recovered += f"; from tuned alone, {raw}"
-    kept = "Share of the domain gain that was kept, counted from base or the floor, whichever is higher"
-    if raw := different_raw(findings.domain_retention, findings.domain_retention_raw):
+    kept = "the share of the domain gain that was kept, counted from base or the floor, the higher one"
+    if raw := different_raw(findings.domain_retention, findings.domain_retention_raw, of_domain):
         kept += f"; from base alone, {raw}"
     gone = (
-        "Share of the distance to base that is gone, token by token, counted from tuned or from base's "
-        "answers to other prompts, whichever is nearer"
+        "the share of the distance to base that is gone, token by token, counted from tuned or from base's "
+        "answers to other prompts, the nearer one"
     )
     no_domain = why_no_domain_retention(domain)
     ratios = [
-        _ratio("Recovery R", recovered, findings.recovery, why_no_recovery(summary)),
-        _ratio("Domain retention D", kept, findings.domain_retention, no_domain),
+        Ratio("Recovery R", recovered, findings.recovery, why_no_recovery(summary), general),
+        Ratio("Domain retention D", kept, findings.domain_retention, no_domain, of_domain),
     ]
     if near:
-        ratios.append(_ratio("Closeness C", gone, near.c, near.why))
+        ratios.append(Ratio("Closeness C", gone, near.c, near.why or "", near.n))
     return ratios
-
-
-def _ratio(name: str, meaning: str, estimate: Estimate | None, why: str | None) -> dict[str, Any]:
-    return {"name": name, "meaning": f"{meaning}.", "estimate": estimate, "why": why}
 
 
 def _facts(run: RunDir, manifest: dict, base: dict, adapters: dict) -> dict[str, str]:

@@ -52,7 +52,8 @@ def bars(summary: Summary) -> list[dict[str, Any]]:
             at = {end: _at(value, axis) for end, value in vars(estimate).items()}
             rows[state] = at | {"score": estimate.value}
         floor = suite.floor and _at(suite.floor, axis)
-        blocks.append({"role": role, "title": title, "axis": axis, "floor": floor, "rows": rows})
+        block = {"role": role, "title": title, "axis": axis, "floor": floor, "rows": rows}
+        blocks.append(block | {"lines": [] if format.is_few(suite.n) else ["halo", "span"]})
     return blocks
 
 
@@ -76,22 +77,23 @@ def terminal_rows(summary: Summary) -> list[list[str]]:
     for name, suite in summary.suites.items():
         if suite.n:
             floor = "" if suite.floor is None else format.percent(suite.floor)
-            rows.append([f"{name}\n{suite.metric}", str(suite.n), floor, *by_state(suite.states)])
+            rows.append([f"{name}\n{suite.metric}", str(suite.n), floor, *by_state(suite.states, n=suite.n)])
             if suite.role == "retention":
-                for label, *cells in writing_rows(suite.writing):
+                for label, *cells in writing_rows(suite.writing, suite.n):
                     rows.append([label, "", "", *cells])
     ratios: dict[str, str] = {}
     if near := summary.closeness:
         floor = "" if near.floor is None else f"{near.floor:.3f}"
         rows.append(["distance to base\nnats per token", str(near.n), floor, *distances(near)])
-        ratios["C"] = cell(near.c)
+        ratios["C"] = cell(near.c, n=near.n)
     found = summary.findings
-    ratios["R"] = cell(found.recovery)
-    if different_raw(found.recovery, found.recovery_raw):
-        ratios["R from tuned"] = cell(found.recovery_raw)
-    ratios["D"] = cell(found.domain_retention)
-    if different_raw(found.domain_retention, found.domain_retention_raw):
-        ratios["D from base"] = cell(found.domain_retention_raw)
+    general, domain = summary.prompts_of("retention"), summary.prompts_of("domain")
+    ratios["R"] = cell(found.recovery, n=general)
+    if different_raw(found.recovery, found.recovery_raw, general):
+        ratios["R from tuned"] = cell(found.recovery_raw, n=general)
+    ratios["D"] = cell(found.domain_retention, n=domain)
+    if different_raw(found.domain_retention, found.domain_retention_raw, domain):
+        ratios["D from base"] = cell(found.domain_retention_raw, n=domain)
     for label, text in ratios.items():
         if text:
             rows.append([label, "", "", "", "", text])
@@ -108,7 +110,7 @@ def main_tables(summary: Summary) -> list[Table]:
         label = f"{name}\n{suite.role}"
         if suite.n:
             label += f": {metric_words(suite.metric or '')}, {_size(suite)}"
-        rows.append([label, *by_state(suite.states)])
+        rows.append([label, *by_state(suite.states, n=suite.n)])
         if suite.role == "retention":
             rows += _writing_rows(name, suite)
     caption = (
@@ -124,10 +126,10 @@ def main_tables(summary: Summary) -> list[Table]:
 def _groups_table(summary: Summary) -> Table:
     rows = []
     for name, group in summary.groups.items():
-        ratio = cell(group.recovery)
-        if raw := different_raw(group.recovery, group.recovery_raw):
-            ratio += f"; from tuned {raw}"
-        rows.append([f"{name}\n{_size(group)}", *by_state(group.states), ratio])
+        ratio = cell(group.recovery, n=group.n)
+        if raw := different_raw(group.recovery, group.recovery_raw, group.n):
+            ratio += f"\nfrom tuned\n{raw}"
+        rows.append([f"{name}\n{_size(group)}", *by_state(group.states, n=group.n), ratio])
     note = GROUP_NOTE if set(summary.groups) == {"seen", "unseen"} else ""
     columns = [summary.headline["retention"] or "", *STATES, "R"]
     return Table("Scores by group of prompts", columns, rows, note)
@@ -139,7 +141,7 @@ def closeness_table(near: Closeness) -> Table:
         ["distance to base\nnats per token", *distances(near)],
         ["forward KL\non base's answers", *distances(near, "forward")],
         ["reverse KL\non the state's own answers", *distances(near, "reverse")],
-        *writing_rows(near.how_written),
+        *writing_rows(near.how_written, near.n),
     ]
     caption = (
         f"{near.n} prompts that no stage has learned from, answered at temperature 1. "
@@ -155,7 +157,7 @@ def _size(scores: Scores) -> str:
 
 
 def _writing_rows(name: str, suite: SuiteScores) -> list[list[str]]:
-    return [[f"{label}\n{name}", *cells] for label, *cells in writing_rows(suite.writing)]
+    return [[f"{label}\n{name}", *cells] for label, *cells in writing_rows(suite.writing, suite.n)]
 
 
 def detail_tables(summary: Summary) -> list[Table]:
@@ -173,18 +175,19 @@ def detail_tables(summary: Summary) -> list[Table]:
 
 def _differences_table(summary: Summary) -> Table:
     """Return the paired differences on the retention suite, in points."""
-    tests, rows = summary.tests, []
+    tests, prompts, rows = summary.tests, summary.prompts_of("retention"), []
     for pair, p in tests.mcnemar.items():
         change: Estimate | None = getattr(tests.changes, pair)
         if change:
             p_value = "n/a"
             if p is not None:
                 p_value = "< 0.001" if p < 0.001 else f"{p:.3f}"
-            rows.append([pair.replace("_minus_", " - "), *_in_points(change), p_value])
+            rows.append([pair.replace("_minus_", " - "), *_in_points(change, prompts), p_value])
     for measure, test in tests.writing.items():
         if test:
             unit = RELATIVE if measure == "tokens" else CHANGE
-            rows.append([f"{WRITING[measure][0]}, recovered - base", *_in_points(test, unit), "n/a"])
+            label = f"{WRITING[measure][0]}, recovered - base"
+            rows.append([label, *_in_points(test, prompts, unit), "n/a"])
     caption = (
         f"“Recovered” means that the interval of recovered - base lies above -{MARGIN} points, and that "
         "its answers are shown to be like base's: in the share that ends and in repetition, within "
@@ -208,7 +211,7 @@ def _ceiling_table(ceiling: dict[str, Ceiling]) -> Table:
         if place == "not shown":
             # To find no difference does not make the student level.
             place = f"not shown to differ: {gap.n} prompts can show {100 * gap.detectable:.1f} points"
-        rows.append([name, gap.teacher, *_in_points(gap), place])
+        rows.append([name, gap.teacher, *_in_points(gap, gap.n), place])
     caption = (
         f"Level means shown to be at most {MARGIN} points worse. Level or above: the student has learned "
         "all that this teacher can give; only another teacher or a reward can improve it. Below: more "
@@ -236,9 +239,10 @@ def _cost_cells(spent: Mapping[str, float]) -> list[str]:
     return [format.clock(spent["seconds"]), tokens, format.memory(spent["peak_memory_bytes"])]
 
 
-def _in_points(change: Estimate, unit: Unit = CHANGE) -> list[str]:
+def _in_points(change: Estimate, n: int, unit: Unit = CHANGE) -> list[str]:
+    """Return the cells of a difference and of its interval; over `n` prompts there may be too few for one."""
     value, low, high = (f"{unit.number(x)}{unit.name}" for x in (change.value, change.low, change.high))
-    return [value, f"{low} to {high}"]
+    return [value, f"{n} prompts are too few" if format.is_few(n) else f"{low} to {high}"]
 
 
 def made(run: RunDir, manifest: dict[str, Any], base_model: str) -> dict[str, str]:

@@ -97,6 +97,11 @@ class Summary:
         name = self.headline[role]
         return self.suites[name] if name else None
 
+    def prompts_of(self, role: str) -> int:
+        """Return the number of prompts of a headline suite; 0 without one."""
+        suite = self.headline_suite(role)
+        return suite.n if suite else 0
+
     @property
     def writing_tests(self) -> WritingTests:
         """How recovered writes beside base: greedily on the suite, and sampled for the closeness."""

@@ -1,70 +1,168 @@
-"""Pick the prompts that a report shows, with the answers of all states."""
+"""Sort a suite's prompts by what became of them, with the answers of all states, for the report."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from opdcl.results import format, writing
 from opdcl.results.scores import Suite
+from opdcl.results.status import STATES
 
-SAMPLES_PER_GROUP = 4
 LONGEST_PROMPT, LONGEST_ANSWER = 900, 700
+# Of each group in the report; a page of several thousand prompts would be slow.
+MOST_PROMPTS = 500
+# At the top of the report, which has all of the answer further down.
+EXAMPLE_ANSWER = 280
 # In a pull request.
 SHORT_PROMPT, SHORT_ANSWER = 120, 160
 # A base answer of fewer words says little.
 FEWEST_WORDS = 10
 RULE = (
-    "Prompts whose outcome the fine-tune changed, chosen by a rule, not by hand: first those where every "
-    f"answer ends and repeats nothing, then by the length of base's answer, from {FEWEST_WORDS} words on."
+    "Chosen by a rule, not by hand, from the prompts whose outcome the fine-tune changed: first those where "
+    "every answer ends and repeats nothing, then by the length of base's answer, from "
+    f"{FEWEST_WORDS} words on."
 )
 
+# What can become of a prompt: whether base, tuned and, if it is measured, recovered pass it (1) or not (0) ->
+# the title of its group. The groups of a page are in this order; those that the fine-tune changed come first.
+SKILL = {
+    "101": "Lost by the fine-tune, regained by recovery",
+    "100": "Lost by the fine-tune, not regained",
+    "10": "Lost by the fine-tune",
+    "110": "Newly lost in the recovery",
+    "111": "Never lost",
+    "11": "Never lost",
+    "001": "Passed by recovered, not by base",
+    "011": "Passed by recovered, not by base",
+    "01": "Passed by tuned, not by base",
+    "000": "Passed by neither base nor recovered",
+    "010": "Passed by neither base nor recovered",
+    "00": "Passed by neither base nor tuned",
+}
+DOMAIN = {
+    "011": "Learned by the fine-tune, kept by recovery",
+    "010": "Learned by the fine-tune, lost again",
+    "01": "Learned by the fine-tune",
+    "001": "Newly learned in the recovery",
+    "000": "Not learned",
+    "00": "Not learned",
+    "111": "Passed by base already",
+    "101": "Passed by base already",
+    "11": "Passed by base already",
+    "110": "Passed by base, not by recovered",
+    "100": "Passed by base, not by recovered",
+    "10": "Passed by base, not by tuned",
+}
+# The beginning of the titles of the prompts that the fine-tune changed.
+CHANGED = ("Lost by the fine-tune", "Learned by the fine-tune")
 
-def pick_samples(suite: Suite) -> list[dict[str, Any]]:
-    """Return prompts whose outcome the fine-tune changed, grouped by their outcome after recovery."""
+
+@dataclass(frozen=True)
+class Answer:
+    """One state's answer to a prompt."""
+
+    state: str
+    text: str
+    passed: bool
+    mark: str
+    """`pass`, `fail`, or how much of its score it reaches."""
+    failed: list[str]
+    """What it violates of the prompt's constraints; empty unless the suite has any."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt with the answers of all measured states."""
+
+    number: int
+    prompt: str
+    target: str | None
+    answers: list[Answer]
+
+
+@dataclass
+class Group:
+    """The prompts of a suite of which the same became, the most readable ones first."""
+
+    title: str
+    count: int = 0
+    samples: list[Sample] = field(default_factory=list)
+    """The first `MOST_PROMPTS` of them."""
+
+    @property
+    def is_changed(self) -> bool:
+        return self.title.startswith(CHANGED)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt for the top of the report: one of `count`, among `of` that the fine-tune changed."""
+
+    title: str
+    suite: str
+    count: int
+    of: int
+    sample: Sample
+
+
+def sort_samples(suite: Suite) -> list[Group]:
+    """Return the prompts of a suite, grouped by what became of them.
+
+    It is empty without written answers of base and tuned.
+    """
     if not {"base", "tuned"} <= set(suite.rows):
         return []
-    shares, passed = _outcomes(suite)
-    lost = suite.role == "retention"
-    changed = []
-    for i, (base, tuned) in enumerate(zip(passed["base"], passed["tuned"], strict=True)):
-        if base == lost and tuned != base:
-            changed.append(i)
-    changed.sort(key=_readability(suite).__getitem__)
-    title = "Lost by the fine-tune" if lost else "Learned by the fine-tune"
-    groups = {title: changed}
-    if "recovered" in suite.rows:
-        good, bad = ("regained by recovery", "not regained") if lost else ("kept by recovery", "lost again")
-        groups = {
-            f"{title}, {good}": [i for i in changed if passed["recovered"][i]],
-            f"{title}, {bad}": [i for i in changed if not passed["recovered"][i]],
-        }
-    rows = []
-    for title, indices in groups.items():
-        samples = [_sample(suite, i, shares, passed) for i in indices[:SAMPLES_PER_GROUP]]
-        rows.append({"title": title, "count": len(indices), "of": len(changed), "samples": samples})
-    return rows
+    if all(row.get("response") is None for row in suite.rows["base"]):
+        return []
+    outcomes = _outcomes(suite)
+    titles = DOMAIN if suite.role == "domain" else SKILL
+    groups: dict[str, Group] = {title: Group(title) for title in titles.values()}
+    readability = _readability(suite)
+    for i in sorted(range(len(readability)), key=readability.__getitem__):
+        code = "".join(str(int(outcomes[state].passed[i])) for state in STATES if state in outcomes)
+        group = groups[titles[code]]
+        group.count += 1
+        if group.count <= MOST_PROMPTS:
+            group.samples.append(_sample(suite, i, outcomes))
+    return [group for group in groups.values() if group.samples]
 
 
-def _outcomes(suite: Suite) -> tuple[dict[str, list[float]], dict[str, list[bool]]]:
-    """Return the share of its score that each state reaches on each prompt, and whether it passes."""
+@dataclass(frozen=True)
+class _Outcomes:
+    """How a state fares on each prompt: the share of the score that it reaches, and whether it passes."""
+
+    shares: list[float]
+    passed: list[bool]
+
+
+def _outcomes(suite: Suite) -> dict[str, _Outcomes]:
     # Several parts must all pass; one fractional score passes from a half on.
     needed = 1.0 if any(len(parts) != 1 for parts in suite.parts("base")) else 0.5
-    shares, passed = {}, {}
+    found = {}
     for state in suite.rows:
-        shares[state] = [sum(parts) / max(len(parts), 1) for parts in suite.parts(state)]
-        passed[state] = [share >= needed for share in shares[state]]
-    return shares, passed
+        shares = [sum(parts) / max(len(parts), 1) for parts in suite.parts(state)]
+        found[state] = _Outcomes(shares, [share >= needed for share in shares])
+    return found
 
 
-def pick_examples(samples: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Take the first sample of each suite out of its groups, for the top of the report."""
+def pick_examples(samples: Mapping[str, Sequence[Group]]) -> list[Example]:
+    """Return the most readable prompt of each suite's first group that the fine-tune changed."""
     examples = []
     for name, groups in samples.items():
-        if group := next((group for group in groups if group["samples"]), None):
-            examples.append(group | {"suite": name, "sample": group["samples"].pop(0)})
+        changed = [group for group in groups if group.is_changed]
+        if changed:
+            first, of = changed[0], sum(group.count for group in changed)
+            examples.append(Example(first.title, name, first.count, of, _shortened(first.samples[0])))
     return examples
+
+
+def _shortened(sample: Sample) -> Sample:
+    answers = [replace(answer, text=format.cut(answer.text, EXAMPLE_ANSWER)) for answer in sample.answers]
+    return replace(sample, answers=answers)
 
 
 def worst_samples(suite: Suite, count: int) -> dict[str, Any] | None:
@@ -123,18 +221,35 @@ def _readability(suite: Suite) -> list[tuple[bool, bool, int, int]]:
     return keys
 
 
-def _sample(suite: Suite, i: int, shares: dict[str, list], passed: dict[str, list]) -> dict[str, Any]:
-    """Return one prompt with its expected answer and the answer of every state."""
+def _sample(suite: Suite, i: int, outcomes: dict[str, _Outcomes]) -> Sample:
     row = suite.rows["base"][i]
     answers = []
     for state, rows in suite.rows.items():
-        share, ok = shares[state][i], passed[state][i]
-        mark = ("pass" if ok else "fail") if share in (0, 1) else f"{100 * share:.0f} %"
+        share, passed = outcomes[state].shares[i], outcomes[state].passed[i]
+        mark = ("pass" if passed else "fail") if share in (0, 1) else f"{100 * share:.0f} %"
         text = format.cut(str(rows[i].get("response") or ""), LONGEST_ANSWER)
-        answers.append({"state": state, "text": text, "passed": ok, "mark": mark})
-    return {
-        "number": row["doc_id"],
-        "prompt": _whole_or_ends(row),
-        "target": format.cut(str(row["target"]), LONGEST_ANSWER) if row.get("target") else None,
-        "answers": answers,
-    }
+        answers.append(Answer(state, text, passed, mark, [] if passed else _violated(rows[i])))
+    return Sample(
+        number=row["doc_id"],
+        prompt=_whole_or_ends(row),
+        target=format.cut(str(row["target"]), LONGEST_ANSWER) if row.get("target") else None,
+        answers=answers,
+    )
+
+
+def _violated(row: dict[str, Any]) -> list[str]:
+    """Say what an answer violates, in the words of its prompt; without these, how many constraints."""
+    scores = row["scores"]
+    kept = scores.get("inst_level_strict_acc")
+    if not isinstance(kept, list):
+        return []
+    constraints = row.get("constraints") or []
+    if len(constraints) == len(kept):
+        found = [text for text, is_kept in zip(constraints, kept, strict=True) if not is_kept]
+    elif all(kept):
+        found = []
+    else:
+        found = [f"{len(kept) - sum(kept)} of {len(kept)} constraints"]
+    if found or "own_words" not in scores:
+        return found
+    return ["being about the prompt"] if scores["own_words"] else ["words of its own"]

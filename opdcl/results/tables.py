@@ -60,17 +60,17 @@ def of_base_alone(table: Table) -> Table:
     return table._replace(columns=[table.columns[number] for number in kept], rows=rows)
 
 
-def by_state(estimates: Mapping[str, Estimate | None], unit: Unit = SCORE) -> list[str]:
-    """Return one cell for base, tuned and recovered each."""
-    return [cell(estimates.get(state), unit) for state in STATES]
+def by_state(estimates: Mapping[str, Estimate | None], unit: Unit = SCORE, n: int | None = None) -> list[str]:
+    """Return one cell for base, tuned and recovered each, measured on `n` prompts."""
+    return [cell(estimates.get(state), unit, n) for state in STATES]
 
 
 def distances(near: Closeness, name: str = "distance") -> list[str]:
     """Return each state's distance to base, or one direction of it, in nats."""
-    return by_state({state: found.get(name) for state, found in near.states.items()}, NATS)
+    return by_state({state: found.get(name) for state, found in near.states.items()}, NATS, near.n)
 
 
-def writing_rows(writing: Mapping[str, Mapping[str, Estimate]]) -> list[list[str]]:
+def writing_rows(writing: Mapping[str, Mapping[str, Estimate]], n: int) -> list[list[str]]:
     """Return label and cell of each state for every measure that one of them has; see `results.writing`.
 
     The script is left out where all answers keep to it.
@@ -81,15 +81,15 @@ def writing_rows(writing: Mapping[str, Mapping[str, Estimate]]) -> list[list[str
         if measure == "script" and all(estimate.value == 1 for estimate in found.values()):
             continue
         if found:
-            rows.append([label, *by_state(found, unit)])
+            rows.append([label, *by_state(found, unit, n)])
     return rows
 
 
-def different_raw(ratio: Estimate | None, raw: Estimate | None) -> str:
+def different_raw(ratio: Estimate | None, raw: Estimate | None, n: int) -> str:
     """Format R from tuned alone, or D from base, if the one from the floor differs in print; else empty."""
-    if ratio is None or raw is None or interval(ratio) == interval(raw):
+    if ratio is None or raw is None or interval(ratio, n=n) == interval(raw, n=n):
         return ""
-    return interval(raw)
+    return interval(raw, n=n)
 
 
 def named(suites: Mapping[str, Mapping[str, Any]]) -> str:

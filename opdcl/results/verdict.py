@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from opdcl.results import writing
-from opdcl.results.format import POINTS, SCORE, SHARE, interval, percent, points
+from opdcl.results.format import POINTS, SCORE, SHARE, interval, is_few, percent, points
 from opdcl.results.scores import PLAIN_WORDS
 from opdcl.results.status import (
     ALONE,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from opdcl.results.result_types import Summary
     from opdcl.results.scores import Suite
     from opdcl.results.writing import WritingTest, WritingTests
+    from opdcl.rundir.layout import RunDir
 
 # The first words, by the status of each half.
 RETENTION = {
@@ -82,7 +84,7 @@ def conclude(
         scores = _scores_of_base(summary)
         return replace(summary, findings=findings, verdict=scores, further=[NOTHING_COMPARED])
     further = [_distance(summary.closeness), _neighbours(summary), writing_sentence(summary.writing_tests)]
-    further.append(_advice(summary))
+    further.append(advice(summary))
     words = _verdict(summary, retention, domain)
     return replace(summary, verdict=words, further=[sentence for sentence in further if sentence])
 
@@ -107,10 +109,10 @@ def _verdict(summary: Summary, retention: Suite | None, domain: Suite | None) ->
         return f"Not measured yet: {missing}."
     states = summary.suites[retention.name].states
     scores = {state: percent(score.value) for state, score in states.items()}
-    change = summary.tests.changes.tuned_minus_base
+    change, prompts = summary.tests.changes.tuned_minus_base, len(retention.measured)
     if change and not retention.complete:
         head = "Not recovered yet" if change.high < 0 else "No forgetting measured, nothing recovered yet"
-        changed = f"the fine-tune changed {retention.plain} by {interval(change, POINTS)}"
+        changed = f"the fine-tune changed {retention.plain} by {interval(change, POINTS, n=prompts)}"
         return f"{head}: {changed}, from {scores['base']} to {scores['tuned']}."
     if not retention.complete:
         missing = " and ".join(retention.missing)
@@ -119,11 +121,13 @@ def _verdict(summary: Summary, retention: Suite | None, domain: Suite | None) ->
     recovery, kept = summary.findings.recovery, summary.findings.domain_retention
     is_back = summary.findings.retention_status in ("recovered", "partly recovered")
     if is_back and recovery and not _deciding_closeness(summary):
-        outcome = f"{_share(recovery)} of the lost {retention.plain} came back (R = {interval(recovery)})"
+        bounded = interval(recovery, n=prompts)
+        outcome = f"{_share(recovery)} of the lost {retention.plain} came back (R = {bounded})"
     else:
         outcome = _retention_clause(summary, retention, scores)
     if kept:
-        domain_outcome = f"{_share(kept)} of the domain gain is kept (D = {interval(kept)})"
+        bounded = interval(kept, n=summary.prompts_of("domain"))
+        domain_outcome = f"{_share(kept)} of the domain gain is kept (D = {bounded})"
     else:
         domain_outcome = f"no D, because {why_no_domain_retention(domain)}"
     return f"{_heading(summary)}: {outcome}; {domain_outcome}."
@@ -166,7 +170,7 @@ def _retention_clause(summary: Summary, retention: Suite, scores: dict[str, str]
     levels = f"{retention.plain} is {base} for base, {tuned} for tuned and {recovered} for recovered"
     closeness = _deciding_closeness(summary)
     if closeness and closeness.c:
-        gone = f"{interval(closeness.c, SHARE)} of tuned's distance to base is gone"
+        gone = f"{interval(closeness.c, SHARE, n=closeness.n)} of tuned's distance to base is gone"
         return f"{gone}, on {closeness.n} prompts ({levels}: no measure here, see the note)"
     status = findings.retention_status
     if status == "no headroom":
@@ -179,7 +183,7 @@ def _retention_clause(summary: Summary, retention: Suite, scores: dict[str, str]
     elif status == "not shown" and findings.no_recovery_because == NO_DROP:
         levels += ", measurably below base, as tuned is not"
     if findings.recovery:
-        return f"{levels}, R = {interval(findings.recovery)}"
+        return f"{levels}, R = {interval(findings.recovery, n=len(retention.measured))}"
     return f"{levels}, no R, {why_no_recovery(summary)}"
 
 
@@ -206,7 +210,7 @@ def _neighbours(summary: Summary) -> str:
     return ""
 
 
-def _advice(summary: Summary) -> str:
+def advice(summary: Summary) -> str:
     """Say what to do next; empty where nothing is missing, or nothing is measured yet."""
     findings = summary.findings
     found, recovery, kept = findings.retention_status, findings.recovery, findings.domain_retention
@@ -222,6 +226,29 @@ def _advice(summary: Summary) -> str:
     if recovery and recovery.value >= MOST_OF_THE_GAIN and writing.alike(summary.writing_tests):
         return f"To show more, {more_prompts}"
     return "More steps bring more back: opdcl recover RUN --steps N --force."
+
+
+def next_command(run: RunDir, summary: Summary, place: str) -> str:
+    """Return the command that leads on: what the run lacks, else its answers.
+
+    `place` stands for the run directory in it.
+    """
+    if summary.alone and summary.suites:
+        base = run.settings().get("model", {}).get("id", "MODEL")
+        return f"opdcl finetune ROWS.jsonl --base {shlex.quote(str(base))}"
+    adapters = run.adapters()
+    if not adapters:
+        # Not the command that began the run: its relative paths may have started in another folder.
+        if run.workflow.exists():
+            return f"opdcl run {place}/{run.workflow.name} -o {place}"
+        return f"opdcl finetune ROWS.jsonl -o {place}"
+    if "recovered" not in adapters:
+        settings = run.settings()
+        # An adapter made elsewhere brings no prompts of its domain.
+        made_elsewhere = settings.get("start") and not settings.get("finetune")
+        return f"opdcl recover {place}{' --domain PROMPTS.jsonl' if made_elsewhere else ''}"
+    measured = any("recovered" in suite.states for suite in summary.suites.values())
+    return f"opdcl chat {place}" if measured else f"opdcl eval {place} --domain TEST.jsonl"
 
 
 def writing_sentence(tests: WritingTests) -> str:
@@ -258,7 +285,9 @@ def why_no_recovery(summary: Summary) -> str:
         return f"tuned is {points(change.value).lstrip('+')} points above base"
     # + 0.0 turns -0.0 into 0.0.
     value, low, high = (round(-100 * x, 1) + 0.0 for x in (change.value, change.high, change.low))
-    drop = f"a drop from base to tuned of {value} points [{low}, {high}]"
+    drop = f"a drop from base to tuned of {value} points"
+    if not is_few(suite.n):
+        drop += f" [{low}, {high}]"
     needed, detectable = 100 * SMALLEST_DROP, 100 * tests.detectable_drop
     if findings.retention_status == "too few prompts":
         enough = _rounded_up(suite.n * (detectable / needed) ** 2)

@@ -13,7 +13,7 @@ from helpers.wording import nearest
 from opdcl.config.model import ModelConfig
 from opdcl.config.shipped import package_folder
 from opdcl.data.similarity import similarity
-from opdcl.data.suites import load_suite
+from opdcl.data.suites import PER_CONSTRAINT, constraints_of, load_suite
 from opdcl.model.backbone import Backbone
 from opdcl.stages import content
 
@@ -222,3 +222,17 @@ def test_a_model_is_measured_with_intervals_by_group_and_type(backbone):
 def test_the_interval_of_a_share_is_wilsons():
     # 8 of 10: (0.8 + 1.96^2 / 20 -+ 1.96 sqrt(0.016 + 1.96^2 / 400)) / (1 + 1.96^2 / 10)
     assert FLOORS.share([1.0] * 8 + [0.0] * 2) == {"n": 10, "score": 0.8, "low": 0.4902, "high": 0.9433}
+
+
+def test_a_sample_keeps_the_constraints_that_its_scores_are_of():
+    suite = load_suite("instructions_quick")
+    for doc in suite.documents(20):
+        row = {"doc": doc, "resps": [["An answer."]], "target": ""}
+        stored = suite.record(row)
+        assert all(text in stored["prompt"] for text in stored["constraints"])
+        assert len(stored["constraints"]) == len(UTILS.process_results(doc, ["An answer."])[PER_CONSTRAINT])
+
+
+def test_the_constraints_of_ifeval_are_named_by_their_kinds():
+    doc = {"instruction_id_list": ["keywords:forbidden_words", "punctuation:no_comma"], "kwargs": [{}, {}]}
+    assert constraints_of(doc) == ["forbidden words", "no comma"]

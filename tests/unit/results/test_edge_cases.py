@@ -241,7 +241,7 @@ def test_d_counts_from_the_floor_and_the_raw_ratio_stays_beside_it(run, told):
         "D",
         "D from base",
     ]
-    assert "whichever is higher; from base alone, 0.95 [" in pages(run)["report.md"]
+    assert "the higher one; from base alone, 0.95 [" in pages(run)["report.md"]
 
 
 def test_no_d_where_tuned_does_not_exceed_the_floor(told):

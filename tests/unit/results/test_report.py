@@ -7,15 +7,25 @@ import shutil
 import pytest
 import yaml
 from helpers.page import HOSTILE, PAYLOAD, Page, safe_page
-from helpers.synthetic import alter, change, measure_fully, measure_states, pages, write
+from helpers.synthetic import (
+    STRICT,
+    alter,
+    change,
+    measure_fully,
+    measure_states,
+    pages,
+    rewrite_samples,
+    write,
+)
 
 from opdcl.results import plots, report
 from opdcl.results.format import unbroken
-from opdcl.results.samples import RULE, pick_samples, worst_samples
+from opdcl.results.samples import MOST_PROMPTS, RULE, sort_samples, worst_samples
 from opdcl.results.scores import STATES, load_suites
 from opdcl.results.summary import Results, summarise
 from opdcl.results.tables import MISSING
 from opdcl.results.verdict import split
+from opdcl.rundir.records import read_samples
 from opdcl.sanitize import harmless
 
 
@@ -51,12 +61,16 @@ def test_the_page_leads_with_the_verdict_and_folds_the_details(trained):
     html = pages(trained)["report.html"]
     order = (
         "<h1",
-        "<dt>Model</dt>",
+        'class="verdict"',
         'class="bars"',
         "Recovery R",
         "domain: handbook (%)",
-        'class="verdict"',
-        "Two examples",
+        "<h2>Answers</h2>",
+        "All prompts",
+        "<h2>What to do</h2>",
+        "opdcl chat RUN",
+        "docs/reading-the-report.md",
+        "<dt>Model</dt>",
         "<h2>Scores</h2>",
         "General prompts",
         "<h2>Details</h2>",
@@ -64,7 +78,6 @@ def test_the_page_leads_with_the_verdict_and_folds_the_details(trained):
         "Teacher ceiling",
         "All metrics",
         "Cost",
-        "More examples",
         "Reproduce",
     )
     places = [html.index(text) for text in order]
@@ -86,7 +99,7 @@ def test_the_bars_have_the_scores_of_the_summary(run):
             state: pytest.approx((value, value)) for state, value in score.items()
         }
     for key in ("recovery", "domain_retention"):
-        assert f"<b>{summary[key]['value']:.2f}</b><small>[{summary[key]['low']:.2f}, " in html
+        assert f"<b>{summary[key]['value']:.2f}</b><small>[{summary[key]['low']:.2f},\u00a0" in html
 
 
 def test_low_scores_get_a_shorter_axis_that_is_named(run):
@@ -137,11 +150,24 @@ def test_on_a_phone_every_cell_names_its_column(trained):
     assert "overflow-x" not in html
 
 
+def test_the_head_links_to_every_part_of_the_page(trained):
+    html = pages(trained)["report.html"]
+    anchors = re.findall(r'<a href="#([\w-]+)">', html)
+    assert anchors == ["answers", "next", "made", "scores", "training", "details"]
+    safe_page(html)
+
+
+def test_the_page_says_what_a_run_lacks(trained):
+    shutil.rmtree(trained.stage(2, "recover").path)
+    part = pages(trained)["report.html"].partition('id="next"')[2]
+    assert "<code>opdcl recover RUN</code>" in part
+
+
 def test_the_top_says_which_model_which_rows_and_which_day(run):
     alter(run.manifest, base={"parameters": 134_515_008})
     change(run, "finetune", data="/home/me/secret/rows.jsonl")
     alter(run.stage(1, "finetune").record, rows=1840)
-    top = Page(pages(run)["report.html"].split("<main>")[0].split("</style>")[1]).text
+    top = Page(pages(run)["report.html"].split('id="made"')[1].split("</section>")[0]).text
     for expected in ("SmolLM2-135M-Instruct, 135 M parameters", "rows.jsonl, 1,840 rows", "2 January 2026"):
         assert expected in top
     assert "secret" not in top
@@ -213,15 +239,73 @@ def test_terminal_escapes_and_bidi_overrides_become_visible():
     assert harmless("line\r\n\ttab ä 漢 👩\u200d🔬") == "line\n\ttab ä 漢 👩\u200d🔬"
 
 
-def test_samples_are_grouped_by_what_came_of_the_prompt(run):
-    came_back, lost = pick_samples(load_suites(run)[0])
-    assert [s["number"] for s in came_back["samples"]] == [8, 9, 10, 11]
-    assert (came_back["count"], came_back["of"]) == (20, 24)
-    assert [s["number"] for s in lost["samples"]] == [28, 29, 30, 31]
-    assert [a["mark"] for a in came_back["samples"][0]["answers"]] == ["pass", "fail", "pass"]
-    kept, gone = pick_samples(load_suites(run)[1])
-    assert [s["number"] for s in kept["samples"]] == [4, 5, 6, 7]
-    assert [s["number"] for s in gone["samples"]] == [32, 33, 34, 35]
+def test_every_prompt_is_in_the_group_of_what_came_of_it(run):
+    """Base passes 32 of 40, tuned the first 8, recovered the first 28; on the domain 4, 36 and 32."""
+    groups = sort_samples(load_suites(run)[0])
+    assert [(group.title, group.count) for group in groups] == [
+        ("Lost by the fine-tune, regained by recovery", 20),
+        ("Lost by the fine-tune, not regained", 4),
+        ("Never lost", 8),
+        ("Passed by neither base nor recovered", 8),
+    ]
+    came_back, lost = groups[:2]
+    assert [sample.number for sample in came_back.samples] == [*range(8, 28)]
+    assert [sample.number for sample in lost.samples] == [28, 29, 30, 31]
+    assert [answer.mark for answer in came_back.samples[0].answers] == ["pass", "fail", "pass"]
+    kept, gone, known, never = sort_samples(load_suites(run)[1])
+    assert (kept.count, gone.count, known.count, never.count) == (28, 4, 4, 4)
+    html = pages(run)["report.html"]
+    shown = [len(re.findall(rf"Prompt number {i} of instructions\b", html)) for i in range(40)]
+    example = came_back.samples[0].number
+    assert shown == [2 if i == example else 1 for i in range(40)]
+
+
+def test_newly_lost_prompts_have_a_group(run):
+    measure_fully(run, "recovered", "instructions", {*range(2, 28)})
+    groups = {group.title: group for group in sort_samples(load_suites(run)[0])}
+    assert [sample.number for sample in groups["Newly lost in the recovery"].samples] == [0, 1]
+
+
+def test_a_group_of_very_many_prompts_says_how_many_are_left_out(run):
+    n = MOST_PROMPTS + 7
+    measure_states(run, "instructions", (n, 0, n), n)
+    html = pages(run)["report.html"]
+    assert f"<small>({n})</small>" in html
+    assert "7 more are in <code>evals/STATE/instructions.samples.jsonl</code>" in html
+
+
+@pytest.mark.parametrize(
+    ("kept", "more", "words"),
+    [
+        ([True, False], {"constraints": ["Use two sentences.", "Say why."]}, {"Not kept: Say why."}),
+        ([True, False], {}, {"Not kept: 1 of 2 constraints"}),
+        ([True, True], {}, set()),
+        ([True, True], {"own_words": False}, {"Not kept: words of its own"}),
+        ([True, True], {"own_words": True}, {"Not kept: being about the prompt"}),
+    ],
+)
+def test_a_failed_answer_names_what_it_violates(run, kept, more, words):
+    own = {key: value for key, value in more.items() if key == "own_words"}
+    rows = read_samples(run.eval_samples("tuned", "instructions"))
+    for row in rows:
+        row |= {"scores": {STRICT: False, "inst_level_strict_acc": kept} | own} | more
+    rewrite_samples(run, "tuned", "instructions", rows)
+    shares = {"inst_level_strict_acc": sum(kept) / len(kept)} | own
+    alter(run.eval_result("tuned", "instructions"), metrics=shares)
+    html = pages(run)["report.html"]
+    part = html.partition("<h3>instructions</h3>")[2].partition("<h3>handbook</h3>")[0]
+    tuned = re.findall(r'<span class="tuned">tuned</span>.*?</div>', part, re.S)
+    assert len(tuned) == 40
+    assert {found for card in tuned for found in re.findall(r'<p class="fail">(.*?)</p>', card)} == words
+
+
+def test_few_prompts_have_counts_and_no_interval(run):
+    for suite, passed in {"instructions": (8, 1, 7), "handbook": (0, 7, 6)}.items():
+        measure_states(run, suite, passed, 9, fields=lambda i: {"group": "seen" if i % 2 else "unseen"})
+    files = pages(run)
+    assert "8 of 9" in files["report.md"]
+    assert not re.findall(r"\[-?\d[\d.]*,\s-?\d[\d.]*\]", "".join(files.values()))
+    assert 'class="span"' not in files["report.html"]
 
 
 READABLE = "A full sentence of ten words reads well right here."
@@ -244,17 +328,12 @@ def test_the_first_sample_is_the_shortest_readable_one(run):
         }
 
     measure_states(run, "instructions", (32, 8, 28), fields=fields)
-    numbers = [s["number"] for s in pick_samples(load_suites(run)[0])[0]["samples"]]
+    numbers = [sample.number for sample in sort_samples(load_suites(run)[0])[0].samples]
     assert numbers[:2] == [11, 10]
-    assert not {8, 9, 12} & set(numbers)
+    assert {8, 9, 12} == set(numbers[-3:])
     text = pages(run)["report.md"]
     assert RULE.split(";")[0] in text.replace("\\", "")
     assert text.index("Prompt number 11 of instructions") < text.index("## Scores")
-
-
-def test_a_prompt_is_on_the_page_once(run):
-    html = pages(run)["report.html"]
-    assert [html.count(f"Prompt number {i} of instructions") for i in (8, 9, 28)] == [1, 1, 1]
 
 
 def test_of_a_long_conversation_the_last_question_is_on_the_page(run):
@@ -264,8 +343,8 @@ def test_of_a_long_conversation_the_last_question_is_on_the_page(run):
 
     measure_states(run, "instructions", (32, 8, 28), fields=fields)
     suite = load_suites(run)[0]
-    shown = pick_samples(suite)[0]["samples"][0]
-    assert shown["prompt"].endswith(f"more characters)\n\nWho signs form {shown['number']}?")
+    shown = sort_samples(suite)[0].samples[0]
+    assert shown.prompt.endswith(f"more characters)\n\nWho signs form {shown.number}?")
     worst = worst_samples(suite, 2)["prompts"]
     assert all(row["prompt"].startswith("Who signs form ") for row in worst)
 
@@ -325,7 +404,23 @@ def test_a_step_repeated_after_a_resume_counts_once(trained):
 
 
 def test_a_plot_needs_a_point():
-    assert plots.recovery_kl([], {"general": "base", "domain": "tuned"}) is None
+    assert plots.recovery_kl([], {"general": "base", "domain": "tuned"}) == []
+
+
+def test_the_plot_of_training_has_a_legend_and_a_logarithmic_axis():
+    """From 6 to 0.06: equal ratios are equal steps of the axis, and a KL of zero is on it."""
+    rows = [
+        {"step": step, "validation": {"general_kl": kl, "domain_kl": 0.0, "own_kl": kl, "best": step == 2}}
+        for step, kl in enumerate((6.0, 0.6, 0.06))
+    ]
+    general, domain = plots.recovery_kl(rows, {"general": "base", "domain": "tuned"})
+    for words in ("held-out answers", "the student's own", "adapter kept", "General prompts: KL to base"):
+        assert words in general
+    assert "training batches" not in general
+    assert "Domain prompts: KL to tuned" in domain
+    path = re.search(r'd="M ([\d. LM\n]+)" clip-path[^>]*stroke-dasharray: [\d., ]+', general)
+    heights = [float(y) for _, y in re.findall(r"([\d.]+) ([\d.]+)", path[1])]
+    assert heights[1] - heights[0] == pytest.approx(heights[2] - heights[1], abs=0.01)
 
 
 @pytest.mark.parametrize(

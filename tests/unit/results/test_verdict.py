@@ -85,7 +85,7 @@ def test_six_prompts_are_too_few_to_tell(measured):
     assert summary["retention_status"] == "too few prompts"
     assert summary["verdict"].startswith(
         "Too few prompts to tell, domain partly kept: instruction following is 66.7 % for "
-        "base, 33.3 % for tuned and 50.0 % for recovered, a drop from base to tuned of 33.3 points ["
+        "base, 33.3 % for tuned and 50.0 % for recovered, a drop from base to tuned of 33.3 points: "
     )
     least = summary["tests"]["detectable_drop"]
     assert least > 0.4
