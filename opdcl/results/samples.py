@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -116,15 +116,46 @@ def sort_samples(suite: Suite) -> list[Group]:
     """
     if not {"base", "tuned"} <= set(suite.rows):
         return []
+    titles = DOMAIN if suite.role == "domain" else SKILL
+
+    def title_of(passed: dict[str, bool]) -> str:
+        return titles["".join(str(int(passed[state])) for state in STATES if state in passed)]
+
+    return _grouped(suite, list(titles.values()), title_of)
+
+
+def side_by_side(suite: Suite) -> list[Group]:
+    """Return the prompts of a suite, grouped by which of several runs pass them.
+
+    The rows of the suite are those of base and, by name, of each run's recovered model.
+    """
+    first, *others = [name for name in suite.rows if name != "base"]
+    rest = others[0] if len(others) == 1 else "every other run"
+    better, worse = f"Passed by {first}, not by {rest}", f"Failed by {first}, passed by another run"
+    if len(others) == 1:
+        worse = f"Passed by {rest}, not by {first}"
+    every, none = "Passed by every run", "Passed by none"
+
+    def title_of(passed: dict[str, bool]) -> str:
+        runs = [passed[name] for name in (first, *others)]
+        if all(runs):
+            return every
+        if not any(runs):
+            return none
+        return better if passed[first] else worse
+
+    return _grouped(suite, [better, worse, every, none], title_of)
+
+
+def _grouped(suite: Suite, titles: Sequence[str], title_of: Callable[[dict[str, bool]], str]) -> list[Group]:
+    """Group a suite's prompts by the title for which of its states pass; empty without written answers."""
     if all(row.get("response") is None for row in suite.rows["base"]):
         return []
     outcomes = _outcomes(suite)
-    titles = DOMAIN if suite.role == "domain" else SKILL
-    groups: dict[str, Group] = {title: Group(title) for title in titles.values()}
+    groups = {title: Group(title) for title in titles}
     readability = _readability(suite)
     for i in sorted(range(len(readability)), key=readability.__getitem__):
-        code = "".join(str(int(outcomes[state].passed[i])) for state in STATES if state in outcomes)
-        group = groups[titles[code]]
+        group = groups[title_of({state: found.passed[i] for state, found in outcomes.items()})]
         group.count += 1
         if group.count <= MOST_PROMPTS:
             group.samples.append(_sample(suite, i, outcomes))

@@ -6,11 +6,12 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 from helpers.command import opdcl
 from helpers.page import HOSTILE, PAYLOAD, Page, safe_page
-from helpers.synthetic import METRIC, N, change, compared, measure, write
+from helpers.synthetic import METRIC, N, change, compared, measure, measure_states, write
 
 from opdcl.results import arm_tables, compare, plots
 from opdcl.results.compare import view
@@ -90,6 +91,75 @@ def test_the_title_is_a_finding(three, make, tmp_path):
     assert triplets.finding == "No difference between ours and the 2 other arms is shown"
     unfinished = [make("a", None, None), make("b", None, None, steps=9)]
     assert view(compare.compare(unfinished)).finding == "Not measured yet"
+
+
+@pytest.fixture
+def answered(make):
+    """Return a function that makes a run with answers and a report; its recovered model passes some."""
+
+    def made(name: str, passes: set[int], **recover) -> RunDir:
+        run = make(name, None, None, **recover)
+        for suite in ("instructions", "handbook"):
+            measure_states(run, suite, (32, 8, passes), response=f"An answer of {name}.")
+        run.reports[1].write_text("a report")
+        return run
+
+    return made
+
+
+def groups_of(html: str) -> dict[str, int]:
+    """Return title -> number of prompts of the groups of the retention suite."""
+    part = html.partition("<h3>instructions</h3>")[2].partition("<h3>")[0]
+    return {
+        title: int(count) for title, count in re.findall(r"<summary>([^<]+) <small>\((\d+)\)</small>", part)
+    }
+
+
+def test_the_page_has_the_answers_of_the_runs_side_by_side(answered, tmp_path):
+    runs = [answered("ours", {*range(30)}), answered("base", {*range(10, 35)}, method="general")]
+    html = write_page(compare.compare(runs), tmp_path / "out")[1].read_text()
+    assert groups_of(html) == {
+        "Passed by ours, not by base (run)": 10,
+        "Passed by base (run), not by ours": 5,
+        "Passed by every run": 20,
+        "Passed by none": 5,
+    }
+    card = html.partition("Prompt number 3 of instructions")[2].partition("</details>")[0]
+    marks = re.findall(r"<span[^>]*>(.*?)</span><span class=\"(?:pass|fail)\">(\w+)</span>", card)
+    assert marks == [("base", "pass"), ("ours", "pass"), ("base (run)", "fail")]
+    assert card.count("An answer of base.") == 1
+    safe_page(html)
+
+
+def test_of_many_arms_the_page_says_whose_answers_it_leaves_out(answered, tmp_path):
+    runs = [answered(f"arm_{i}", {*range(i, 30)}, steps=i + 1) for i in range(compare.MOST_RUNS + 1)]
+    html = write_page(compare.compare(runs), tmp_path / "out")[1].read_text()
+    assert f"Left out for want of room: arm_{compare.MOST_RUNS}." in html
+    assert groups_of(html) == {
+        "Passed by arm_0, not by every other run": 5,
+        "Passed by every run": 25,
+        "Passed by none": 10,
+    }
+
+
+def test_seeds_of_one_arm_stand_side_by_side(answered, tmp_path):
+    runs = [answered("ours-0", {*range(30)}, seed=0), answered("ours-1", {*range(28)}, seed=1)]
+    html = write_page(compare.compare(runs), tmp_path / "out")[1].read_text()
+    assert groups_of(html)["Passed by ours-0, not by ours-1"] == 2
+
+
+def test_the_page_links_to_the_reports_of_the_runs(answered, tmp_path):
+    odd = "javascript:alert(1) & more"
+    runs = [answered(odd, {*range(30)}), answered("other", {*range(28)}, method="general")]
+    page = safe_page(write_page(compare.compare(runs), tmp_path / "a" / "out")[1].read_text())
+    links = [value for name, value in page.attributes if name == "href" and not value.startswith("#")]
+    assert [(tmp_path / "a" / "out" / unquote(link)).resolve() for link in links] == [
+        run.reports[1] for run in runs
+    ]
+    runs[0].reports[1].unlink()
+    page = safe_page(write_page(compare.compare(runs), tmp_path / "out")[1].read_text())
+    assert ("href", "../other/report.html") in page.attributes
+    assert len([name for name, value in page.attributes if name == "href" and value[0] != "#"]) == 1
 
 
 def test_coinciding_arms_have_marks_of_different_sizes():
@@ -216,6 +286,7 @@ def test_the_command_gives_one_json_document_with_stable_keys(three, tmp_path):
         (["ours", "nowhere"], "nowhere is not a run directory"),
         (["ours", "general", "-o", "note/out"], "note is a file"),
         (["ours", "general", "-o", "note"], "note is a file"),
+        (["ours", "general", "-o", "ours"], "ours is a run directory"),
         ([], "RUN"),
     ],
 )
