@@ -163,12 +163,15 @@ def throughput(record: str = "throughput") -> str:
         "stock-fp32": "TRL `DistillationTrainer`, separate teacher, its defaults without bf16 autocast",
         "stock-tuned": "the same, tuned: no checkpointing, cached generation, fastest precision",
     }
+    arms = read(record)["arms"]
     rows = [
         [names.get(arm, arm)]
         + [f"{row[part]:.1f}" for part in parts]
         + [f"{row['completion_tokens']:,}", f"{100 * row['padding']:.0f} %", f"{row['peak_bytes'] / 1e9:.2f}"]
         + [f"{row['time_ratio']:.2f}", f"{row['time_per_token_ratio']:.2f}", f"{row['memory_ratio']:.2f}"]
-        for arm, row in reversed(read(record)["arms"].items())
+        # A row that says "the same" follows the one that it means.
+        for arm in (*names, "opdcl")
+        if (row := arms.get(arm))
     ]
     columns = ["arm", "s/step", *parts[1:], "new tokens", "padding", "peak GB", "time", "per token", "memory"]
     return rows_of(columns, rows)

@@ -40,6 +40,14 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     return html
 
 
+def on_post_template(output: str, template_name: str, **_: Any) -> str:
+    """Let the page of a wrong address load its styles, wherever the site lies: the pages form one folder."""
+    if template_name != "404.html":
+        return output
+    relative = re.sub(r'((?:href|src)=")/(?!/)', r"\1./", output)
+    return relative.replace('"base": "/"', '"base": "."')
+
+
 def _with_labels(table: str) -> str:
     head, _, body = table.partition("<tbody>")
     labels = [re.sub(r"<[^>]*>", "", cell) for cell in re.findall(r"<th[^>]*>(.*?)</th>", head, re.S)]
@@ -55,9 +63,11 @@ def _with_labels(table: str) -> str:
 
 
 def every_command(words: str = "opdcl", command: Any = None) -> Iterator[tuple[str, Any]]:
-    """Yield each runnable command with its full name, such as `opdcl config show`."""
+    """Yield each runnable command with its full name, such as `opdcl config show`; no hidden one."""
     command = command or get_command(app)
     subcommands = getattr(command, "commands", None)
+    if command.hidden:
+        return
     if subcommands is None:
         yield words, command
     for name, subcommand in (subcommands or {}).items():

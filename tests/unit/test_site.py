@@ -12,9 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 from helpers.scripts import load_script
+from typer.main import get_command
 
 import opdcl
 from opdcl.api import Options
+from opdcl.cli import app
 from opdcl.config.reference import describe_fields
 from opdcl.config.shipped import workflow_files
 from opdcl.config.workflow import Workflow
@@ -109,6 +111,21 @@ def test_the_reference_names_every_command_option_and_setting(hooks):
         words for words, _ in hooks.every_command()
     }
     assert [key for key, *_ in describe_fields() if f"| `{key}` |" not in hooks.settings()] == []
+
+
+def test_a_hidden_command_is_not_in_the_reference(hooks):
+    named = {words for words, _ in hooks.every_command()}
+    assert "opdcl help" not in named
+    hidden = [name for name, command in get_command(app).commands.items() if command.hidden]
+    assert hidden == ["help"]
+    assert "### opdcl help\n" not in hooks.commands()
+
+
+def test_the_page_of_a_wrong_address_loads_its_files_from_its_own_folder(hooks):
+    page = '<link href="/style.css"><a href="/."></a><script src="/assets/x.js"></script>{"base": "/"}'
+    shown = '<link href="./style.css"><a href="./."></a><script src="./assets/x.js"></script>{"base": "."}'
+    assert hooks.on_post_template(page, template_name="404.html", config=None) == shown
+    assert hooks.on_post_template(page, template_name="sitemap.xml", config=None) == page
 
 
 def test_the_python_page_names_every_function_and_argument():
@@ -258,6 +275,9 @@ def test_the_site_builds_without_a_warning(tmp_path):
         if re.search(r"<(?:link|script|img)[^>]+(?:href|src)=\"?https?://", page)
     ] == []
     assert not any("<!-- opdcl:" in page for page in pages.values())
+    assert not re.search(r'(?:href|src)="/', pages["404"])
+    # The switch: by the system, light, dark.
+    assert len(re.findall(r'data-md-color-media="[^"]*"[^>]*id="__palette_', pages["index"])) == 3
 
 
 def test_no_page_holds_the_marks_of_a_merge():
