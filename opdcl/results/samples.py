@@ -22,9 +22,8 @@ SHORT_PROMPT, SHORT_ANSWER = 120, 160
 # A base answer of fewer words says little.
 FEWEST_WORDS = 10
 RULE = (
-    "Chosen by a rule, not by hand, from the prompts whose outcome the fine-tune changed: first those where "
-    "every answer ends and repeats nothing, then by the length of base's answer, from "
-    f"{FEWEST_WORDS} words on."
+    "The examples are the first of their groups, by a rule, not by hand: first those where every answer ends "
+    f"and repeats nothing, then by the length of base's answer, from {FEWEST_WORDS} words on."
 )
 
 # What can become of a prompt: whether base, tuned and, if it is measured, recovered pass it (1) or not (0) ->
