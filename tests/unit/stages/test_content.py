@@ -136,4 +136,6 @@ def test_the_evaluation_asks_for_content_where_the_suite_does(backbone, tmp_path
             row["scores"]["prompt_level_strict_acc"] and row["scores"]["own_words"]
         )
         assert (row["gain"] is None) == (not row["scores"]["passed"])
+        # A report names the constraints that an answer violates.
+        assert len(row["constraints"]) == len(row["scores"]["inst_level_strict_acc"])
     assert json.dumps(strict)
