@@ -58,6 +58,7 @@ from opdcl.sampling.sample import sample
 from opdcl.sampling.server import Server
 from opdcl.stages.evaluate import evaluate
 from opdcl.stages.recover import recover
+from opdcl.training import StageReport
 
 IN_FLIGHT = (1, 8, 32)
 
@@ -92,7 +93,7 @@ class Served:
             self.process.wait()
 
 
-class Told:
+class Told(StageReport):
     """Print what a stage reports, and run an action at a given step."""
 
     def __init__(self, name: str, at: int = 0, act: Callable[[], None] | None = None):

@@ -39,6 +39,7 @@ from common import head, store
 from opdcl.config.finetune import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
+from opdcl.console import Output
 from opdcl.data.chat import render
 from opdcl.data.rows import load_prompts
 from opdcl.data.suites import load_suite
@@ -162,7 +163,8 @@ def queue_of(backbone: Backbone, config: RecoverConfig, ids: list[list[int]]) ->
     grader = Grader(backbone, config, teachers)
     student, plan = Teacher(backbone, "student"), plan_steps(config, len(ids), 0)
     given = {"general": [*map(Prompt, ids)], "domain": []}
-    return RolloutQueue(config, plan, given, student, teachers), grader
+    report = Output("quiet").stage("recover")
+    return RolloutQueue(config, plan, given, student, teachers, report), grader
 
 
 def machine_rates(shape: str | None = None, dtype: str = "auto") -> dict[str, Any]:

@@ -13,12 +13,12 @@ import sys
 import textwrap
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -262,26 +262,39 @@ class Output:
         return StageLine(name, self, on_progress)
 
 
+class _Bars(Progress):
+    """The bar of a stage, that of the part it is at, and a line of words below them."""
+
+    words = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        if self.words:
+            yield Text(harmless(self.words), no_wrap=True, overflow="ellipsis")
+
+
 class StageLine:
-    """Progress of one stage: a live line on a terminal, otherwise a plain line every few seconds."""
+    """Progress of one stage: live lines on a terminal, otherwise a plain line every few seconds."""
 
     def __init__(self, name: str, output: Output, on_progress: Callable[[], None]):
         self.name, self.output, self._on_progress = name, output, on_progress
-        self._live: Progress | None = None
+        self._live: _Bars | None = None
         self._task: Any = None
         self._last = 0.0
         self._values: dict[str, float | str] = {}
         self._first: tuple[int, float] | None = None
         """The steps done at the first progress, and when that was."""
+        self._part: str | None = None
+        self._part_task: Any = None
+        self._part_began = 0.0
 
     def __enter__(self) -> StageLine:
         console = self.output._err
         if self.output._shows_notes and console.is_terminal:
-            self._live = Progress(
+            self._live = _Bars(
                 TextColumn("{task.description}"),
-                BarColumn(24),
+                BarColumn(16),
                 TextColumn("{task.fields[count]}"),
-                TextColumn("{task.fields[values]}"),
                 TimeElapsedColumn(),
                 TextColumn("{task.fields[left]}"),
                 TimeRemainingColumn(),
@@ -293,8 +306,8 @@ class StageLine:
                 redirect_stderr=False,
             )
             self._live.start()
-            # Until the first step the bar pulses, so that loading and the first validation are not silent.
-            self._task = self._live.add_task(self.name, total=None, count="", values="", left="")
+            # Until the first step the bar pulses, so that loading is not silent.
+            self._task = self._live.add_task(self.name, total=None, count="", left="")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -302,13 +315,15 @@ class StageLine:
             self._live.stop()
 
     def progress(self, done: int, total: int, **values: float | str) -> None:
-        """Show the stage's progress. An omitted value keeps its last one."""
+        """Show the stage's progress, which ends a part. An omitted value keeps its last one."""
         self._values |= values
-        text = " ".join(f"{k.replace('_per_s', '/s')} {_short(v)}" for k, v in self._values.items())
+        text = " ".join(_named(name, value) for name, value in self._values.items())
         now = time.monotonic()
         self._first = self._first or (done, now)
+        self._end_part()
         if self._live:
-            fields: Any = {"count": f"{done}/{total}", "values": text, "left": "left"}
+            self._live.words = text
+            fields: Any = {"count": f"{done}/{total}", "left": "left"}
             self._live.update(self._task, completed=done, total=total, **fields)
         elif now - self._last >= LINE_EVERY or done == total:
             self._last = now
@@ -316,8 +331,38 @@ class StageLine:
             self.output.note(" ".join(filter(None, parts)))
         self._on_progress()
 
+    def part(self, what: str, done: int, total: int) -> None:
+        """Show the progress of a part of the stage, such as a validation, until the next part or step."""
+        now = time.monotonic()
+        if what != self._part or done == 0:
+            self._end_part()
+            self._part, self._part_began = what, now
+            if self._live:
+                self._part_task = self._live.add_task(f"  {what}", total=total, count="", left="left")
+        if self._live:
+            self._live.update(self._part_task, completed=done, count=f"{done}/{total}")
+        elif now - self._last >= LINE_EVERY:
+            self._last = now
+            left = _left(0, self._part_began, done, now, total)
+            self.note(f"{what} {done}/{total} {left}".rstrip())
+
+    def _end_part(self) -> None:
+        if self._live and self._part is not None:
+            self._live.remove_task(self._part_task)
+        self._part = None
+
+    def texts(self, texts: Mapping[str, str]) -> None:
+        """Show texts beside their names on a terminal, each cut to a line."""
+        if not self._live:
+            return
+        widest = max(map(len, texts))
+        for name, text in texts.items():
+            line = Text(harmless(redact(f"  {name:{widest}}  {' '.join(text.split())}")))
+            line.truncate(self._live.console.width, overflow="ellipsis")
+            self._live.console.print(line)
+
     def note(self, text: str) -> None:
-        """Print a note, above the live line if there is one."""
+        """Print a note, above the live lines if there are any."""
         self.output.note(f"{self.name}: {text}")
 
 
@@ -329,7 +374,13 @@ def _left(first: int, began: float, done: int, now: float, total: int) -> str:
     return f"left {duration(mean * (total - done))}"
 
 
-def _short(value: float | str) -> str:
+def _named(name: str, value: float | str) -> str:
+    """Return a value of a progress line: words alone, a number of three digits beside its name."""
     if isinstance(value, str):
         return value
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"
+    digits = 3
+    if abs(value) >= 10:
+        digits = 1
+    if abs(value) >= 100:
+        digits = 0
+    return f"{name.replace('_per_s', '/s')} {value:,.{digits}f}"

@@ -9,13 +9,14 @@ import resource
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from opdcl import parallel
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import folder_appears_whole, write_atomic
@@ -38,7 +39,25 @@ class StageReport(Protocol):
 
     def progress(self, done: int, total: int, **values: float | str) -> None: ...
 
+    def part(self, what: str, done: int, total: int) -> None: ...
+
+    def texts(self, texts: Mapping[str, str]) -> None: ...
+
     def note(self, text: str) -> None: ...
+
+
+def counted(report: StageReport, what: str, total: int) -> Callable[[Sequence[Any]], None]:
+    """Begin a part of a stage; return the function that takes the items done since its last call."""
+    done = 0
+    report.part(what, done, total)
+
+    def count(items: Sequence[Any]) -> None:
+        nonlocal done
+        # The other workers do as many in the same time.
+        done = min(done + len(items) * parallel.worker_count(), total)
+        report.part(what, done, total)
+
+    return count
 
 
 @dataclass(frozen=True)
@@ -90,9 +109,11 @@ class StageLog:
     def step(self, step: int, values: dict[str, Any], tokens: int, seconds: float) -> None:
         """Record what a step did, and show a part of it."""
         self.write({"step": step, **values, "tokens": tokens, "seconds": round(seconds, 3)})
-        live = {key: values[key] for key in ("stream", "author", "loss", "kl") if key in values}
+        live: dict[str, Any] = {key: values[key] for key in ("loss", "kl") if key in values}
         if math.isclose(live["loss"], live.get("kl", math.nan), rel_tol=1e-3):
             del live["kl"]  # the loss is this divergence
+        if "author" in values:
+            live = {"step": f"{values['stream']} step, the {values['author']} writes:", **live}
         self.report.progress(step, self.steps, **live, tokens_per_s=tokens / max(seconds, 1e-9))
 
     def skip(self, step: int) -> None:
@@ -167,7 +188,7 @@ def keep_records(out: StageDir, checkpoint: Path) -> None:
     records = checkpoint / RECORDS
     shutil.rmtree(records, ignore_errors=True)
     records.mkdir()
-    for file in (out.metrics, out.samples):
+    for file in (out.metrics, out.samples, out.held_out):
         if file.exists():
             shutil.copy(file, records)
     if out.best.exists():
@@ -184,7 +205,7 @@ def _take_back_records(out: StageDir, checkpoint: Path | None) -> None:
     if records and not records.exists():
         hint = "remove that folder: the run resumes from the checkpoint before it, or starts over"
         raise UsageError(f"another version of opdcl wrote {checkpoint}", hint)
-    for file in (out.metrics, out.samples):
+    for file in (out.metrics, out.samples, out.held_out):
         copy = records / file.name if records else None
         if copy and copy.exists():
             write_atomic(file, copy.read_bytes())

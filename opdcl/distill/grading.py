@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 # Sums by name over all completion tokens: `loss`, `kl`, `tokens`, ...; 0 where nothing was added.
 Sums = dict[str, float]
+
+Count = Callable[[list[int]], None]
 
 
 @dataclass(frozen=True)
@@ -109,17 +111,25 @@ class Grader:
             _add(sums, batch, losses)
         return _over_workers(sums, tokens)
 
-    def grade(self, rollouts: list[Rollout], teachers: Teachers) -> Graded:
-        """Return completions with their teachers' distributions, to be measured any number of times."""
+    def grade(self, rollouts: list[Rollout], teachers: Teachers, count: Count | None = None) -> Graded:
+        """Return completions with their teachers' distributions, to be measured any number of times.
+
+        `count` receives the positions of the completions that were graded since its last call.
+        """
         distributions: dict[int, TeacherDistribution] = {}
         for batch in self._micro_batches(rollouts):
             parts = teachers[batch.route].distribution(batch.rollouts).split(batch.lengths)
             distributions |= dict(zip(batch.positions, parts, strict=True))
+            if count and not batch.filler:
+                count(batch.positions)
         return Graded(rollouts, distributions)
 
     @torch.no_grad()
-    def measure(self, graded: Graded, endings: bool = False) -> Sums:
-        """Return the sums without learning; with `endings`, also those of `missed_ends`."""
+    def measure(self, graded: Graded, endings: bool = False, count: Count | None = None) -> Sums:
+        """Return the sums without learning; with `endings`, also those of `missed_ends`.
+
+        `count` is that of `grade`.
+        """
         sums: dict[str, Any] = defaultdict(float)
         for batch in self._micro_batches(graded.rollouts):
             teacher = join([graded.distributions[i] for i in batch.positions])
@@ -129,6 +139,8 @@ class Grader:
                 ends_N, missed_N = missed_ends(student, teacher, self.backbone.eos_ids)
                 sums["ends"] += ends_N.sum().double()
                 sums["missed_ends"] += missed_N.sum().double()
+            if count and not batch.filler:
+                count(batch.positions)
         return _over_workers(sums, _count_tokens(graded.rollouts))
 
     def _student(self, batch: MicroBatch) -> HiddenStates:

@@ -123,6 +123,16 @@ def encode_stream(
     return Prompts(prompts, [held_out[i] for i in _spread(len(held_out), config.validation_prompts)])
 
 
+def question_of(
+    prompt: Prompt, source: RecoverySource, stream: Stream, tokenizer: PreTrainedTokenizerBase
+) -> str:
+    """Return the text of a held-out prompt, for people."""
+    for row in source.held_out.get(stream, source.rows[stream]):
+        if encode_prompt(row, tokenizer, sys.maxsize) == prompt.ids:
+            return row.shown()
+    return ""
+
+
 def _spread(size: int, count: int) -> list[int]:
     """Return `count` indices below `size` at equal distances, or all of them."""
     return sorted({i * size // count for i in range(count)})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
@@ -15,10 +14,11 @@ from opdcl.distill.teachers import Teacher
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl, write_atomic
 from opdcl.sampling.rollout import Prompt
+from opdcl.training import StageReport, counted
 
 
 def replayed_rows(
-    config: FinetuneConfig, examples: Examples, backbone: Backbone, file: Path, note: Callable[[str], None]
+    config: FinetuneConfig, examples: Examples, backbone: Backbone, file: Path, report: StageReport
 ) -> list[Encoded]:
     """Return the rows to replay, and write them into `file` first if it does not exist yet.
 
@@ -28,11 +28,13 @@ def replayed_rows(
     if count == 0:
         return []
     if not file.exists():
-        note(f"base writes {count} answers to replay")
         order = endless(len(examples.replay), config.seed)
         prompts = [Prompt(examples.replay[i]) for i in itertools.islice(order, count)]
         rollouts = Teacher(backbone, "base").complete(
-            prompts, max_new_tokens=REPLAYED_TOKENS, seed=config.seed
+            prompts,
+            max_new_tokens=REPLAYED_TOKENS,
+            seed=config.seed,
+            on_finished=counted(report, "base writes answers to replay", count),
         )
         rows = [{"prompt_ids": r.prompt_ids, "completion_ids": r.completion_ids} for r in rollouts]
         write_atomic(file, "".join(json.dumps(row) + "\n" for row in rows))

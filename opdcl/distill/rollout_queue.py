@@ -15,6 +15,7 @@ from opdcl.distill.teachers import Teacher, Teachers, by_teacher
 from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
 from opdcl.sampling.rollout import Prompt, Rollout
+from opdcl.training import StageReport, counted
 
 if TYPE_CHECKING:
     from opdcl.distill.reward import Reward
@@ -50,10 +51,12 @@ class RolloutQueue:
         prompts: dict[Stream, list[Prompt]],
         student: Teacher,
         teachers: Mapping[Stream, Teachers],
+        report: StageReport,
         reward: Reward | None = None,
     ):
         self.config, self.steps, self.prompts = config, steps, prompts
         self.student, self.teachers, self.reward = student, teachers, reward
+        self.report = report
         self.latest: dict[Stream, list[Rollout]] = {}
         """The completions handed out last, by stream."""
         self._ahead: dict[int, list[Rollout]] = {}
@@ -84,8 +87,9 @@ class RolloutQueue:
         return step.on_policy and not (resumed and batch == [index])
 
     def _write_by_teacher(self, stream: Stream, batch: list[int], seed: int) -> list[Rollout]:
-        teachers = self.teachers[stream]
-        return self.write(self._prompts(batch), stream, seed, teachers, self._grade_ahead(stream))
+        prompts = self._prompts(batch)
+        finished = self._when_finished("teacher", stream, len(prompts))
+        return self.write(prompts, stream, seed, self.teachers[stream], finished)
 
     def _write_by_student(
         self, stream: Stream, batch: list[int], seed: int
@@ -96,11 +100,12 @@ class RolloutQueue:
         most = self._max_unfinished(stream, batch)
         if resumed or most:
             partial = {"unfinished": resumed, "max_unfinished": most}
+        prompts = self._prompts(batch)
         rollouts = self.student.complete(
-            self._prompts(batch),
+            prompts,
             max_new_tokens=self.config.limit(stream),
             seed=seed,
-            on_finished=self._grade_ahead(stream),
+            on_finished=self._when_finished("student", stream, len(resumed) + len(prompts)),
             **partial,
         )
         if unfinished := [r for r in rollouts if not self._is_done(r, stream)]:
@@ -150,6 +155,18 @@ class RolloutQueue:
             return 0
         sizes = [len(self.steps[i].prompts) for i in batch]
         return min(sum(sizes) // 16, min(sizes) - 1)
+
+    def _when_finished(self, author: Author, stream: Stream, total: int) -> OnFinished:
+        """Return what takes the completions that have ended: it counts them, and has them graded ahead."""
+        count = counted(self.report, f"{author} writes", total)
+        grade = self._grade_ahead(stream)
+
+        def finished(rollouts: list[Rollout]) -> None:
+            count(rollouts)
+            if grade:
+                grade(rollouts)
+
+        return finished
 
     def _grade_ahead(self, stream: Stream) -> OnFinished | None:
         """Return what lets a remote teacher grade finished completions while others are being sampled."""
@@ -203,4 +220,9 @@ class RolloutQueue:
 
 
 def _rollouts(rows: list[dict[str, Any]]) -> list[Rollout]:
-    return [Rollout(**row | {"prompt": Prompt(**row["prompt"])}) for row in rows]
+    return [as_rollout(row) for row in rows]
+
+
+def as_rollout(row: dict[str, Any]) -> Rollout:
+    """Return the rollout that `asdict` turned into plain data."""
+    return Rollout(**row | {"prompt": Prompt(**row["prompt"])})

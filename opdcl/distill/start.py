@@ -28,14 +28,14 @@ def choose_start(
     config: RecoverConfig,
     grader: Grader,
     prompts: Mapping[Stream, Sequence[Prompt]],
-    measure: Callable[[], dict[str, float]],
+    measure: Callable[[str], dict[str, float]],
     tuned: Point,
     base: Point,
 ) -> tuple[float, list[Point]]:
     """Return the scale at which the student starts, and the curve it was chosen from, if one was measured.
 
-    `prompts` are the held-out ones by stream, and `measure` returns the student's held-out KL on them.
-    `tuned` and `base` are that KL at the ends of the curve.
+    `prompts` are the held-out ones by stream, and `measure` returns the student's held-out KL on them; it
+    takes the name of what is measured. `tuned` and `base` are that KL at the ends of the curve.
     """
     wanted = config.start
     if wanted != "auto":
@@ -49,7 +49,7 @@ def choose_start(
     curve = [best]
     for alpha in BETWEEN:
         with grader.backbone.scaled(alpha):
-            curve.append(_point(alpha, measure()))
+            curve.append(_point(alpha, measure(f"try start {alpha:g}")))
         # The distance has one valley: general KL falls towards base, ever more slowly, and domain KL rises.
         if distance_left(curve[-1], tuned, base) > distance_left(best, tuned, base):
             break

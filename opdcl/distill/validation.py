@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from opdcl.config.recover import NO_WORSE, RecoverConfig
 from opdcl.distill.checkpoints import StudentOptimizer
 from opdcl.distill.grading import Graded, Grader, kl_by_route
 from opdcl.distill.health import CHECK_BASE, TEACHER_ENTROPY, Health, Writing
+from opdcl.distill.held_out import keep_answers, kept_answers
 from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.schedule import Stream
 from opdcl.distill.start import KL_NOISE, Point, choose_start
@@ -26,7 +27,7 @@ from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import StageDir
 from opdcl.rundir.records import read_metrics
 from opdcl.sampling.rollout import Prompt, Rollout
-from opdcl.training import StageLog, save_adapter
+from opdcl.training import StageLog, counted, save_adapter
 
 SAMPLES_PER_MEASUREMENT = 8
 
@@ -97,15 +98,28 @@ class Validation:
         self.config, self.grader, self.queue, self.prompts = config, grader, queue, prompts
         self.out, self.log, self.health = out, log, Health(out, log)
         self.measurements = Measurements()
+        self.question = ""
+        """The text of the first general prompt, under which its answers are shown."""
         self._held_out: dict[Stream, Graded] = {}
+        self._shown: dict[str, Rollout] = {}
+        """Its answers, by who wrote them."""
 
-    def write_held_out(self) -> None:
-        """Let the teachers answer the held-out prompts, and grade the answers."""
+    def write_held_out(self, kept: Mapping[str, list[Rollout]] | None = None) -> None:
+        """Let the teachers answer the held-out prompts, and grade the answers.
+
+        `kept` has answers by stream that were given before, and are taken as they are.
+        """
+        kept = kept or {}
         for stream, prompts in self.prompts.items():
-            if prompts:
-                teachers = self._frozen_teachers(stream)
-                rollouts = self.queue.write(prompts, stream, self.config.seed + 7, teachers)
-                self._held_out[stream] = self.grader.grade(rollouts, teachers)
+            if not prompts:
+                continue
+            teachers = self._frozen_teachers(stream)
+            rollouts = kept.get(stream, [])
+            if [rollout.prompt for rollout in rollouts] != prompts:
+                count = counted(self.log.report, f"{self._name_of(stream)} answers", len(prompts))
+                rollouts = self.queue.write(prompts, stream, self.config.seed + 7, teachers, count)
+            grades = counted(self.log.report, f"{self._name_of(stream)} grades", len(rollouts))
+            self._held_out[stream] = self.grader.grade(rollouts, teachers, grades)
 
     def _frozen_teachers(self, stream: Stream) -> Teachers:
         teachers = self.grader.teachers[stream]
@@ -113,11 +127,30 @@ class Validation:
 
     def begin(self, is_new: bool) -> None:
         """Let the teachers answer; in a stage that `is_new`, measure base and tuned, and choose the start."""
-        self.log.report.note("the teachers answer the held-out prompts, then the first validation")
-        self.write_held_out()
+        kept = {} if is_new else kept_answers(self.out.held_out)
+        self.write_held_out(kept)
+        if "general" in self._held_out:
+            self._shown[self._name_of("general")] = self._held_out["general"].rollouts[0]
+        if "tuned" in kept:
+            self._shown["tuned"] = kept["tuned"][0]
         if is_new:
             self._start()
+        self._keep_answers()
         self.measurements = Measurements.restore(read_metrics(self.out.metrics), self._score)
+
+    def _keep_answers(self) -> None:
+        """Write down what an interrupted stage would otherwise let the models answer again."""
+        answers: dict[str, Sequence[Rollout]] = {}
+        for stream, graded in self._held_out.items():
+            answers[stream] = graded.rollouts
+        if "tuned" in self._shown:
+            answers["tuned"] = [self._shown["tuned"]]
+        keep_answers(self.out.held_out, answers)
+
+    def _name_of(self, stream: Stream) -> str:
+        """Return how a stream's teacher is called on the screen."""
+        kind = self.config.teacher_of(stream).kind
+        return kind if kind in FROZEN.values() else f"{stream} teacher"
 
     def after_step(self, step: int, optimizer: StudentOptimizer) -> None:
         """Measure if it is time, and keep the adapter if it is no worse.
@@ -137,8 +170,9 @@ class Validation:
         backbone = self.grader.backbone
         self.write_held_out()
         with backbone.scaled(0.0):
-            base = self.held_out_kl()
-        tuned = self.held_out_kl()
+            base = self.held_out_kl("measure base")
+        tuned = self.held_out_kl("measure tuned")
+        self.measurements = Measurements(tuned, base)
         alpha, curve = self._choose_start(tuned, base)
         backbone.shrink(alpha)
         start = self.held_out_kl()
@@ -150,10 +184,10 @@ class Validation:
             {"step": 1, "validation": {**stream_kl(start), "best": True}},
         ]
         write_atomic(self.out.metrics, "".join(json.dumps(row) + "\n" for row in rows))
-        self.log.report.note(f"the adapter times {alpha:g}: {describe_kl(start)}")
+        self.log.report.note(f"the adapter times {alpha:g}: {self._described(start)}")
 
-    def held_out_kl(self, endings: bool = False) -> KL:
-        """Return KL(student, teacher) per stream, in nats per token.
+    def held_out_kl(self, doing: str = "validate", endings: bool = False) -> KL:
+        """Return KL(student, teacher) per stream, in nats per token; the progress line says `doing`.
 
         With `endings`, also the share of the general teacher's endings that the student would miss.
 
@@ -161,8 +195,10 @@ class Validation:
             OpdclError: A KL is not finite, or a teacher's distributions are close to uniform.
         """
         kl = {}
+        total = sum(len(graded.rollouts) for graded in self._held_out.values())
+        count = counted(self.log.report, doing, total)
         for stream, graded in self._held_out.items():
-            sums = self.grader.measure(graded, endings and stream == "general")
+            sums = self.grader.measure(graded, endings and stream == "general", count)
             if sums["ends"]:
                 kl["missed_ends"] = sums["missed_ends"] / sums["ends"]
             kl[f"{stream}_kl"] = sums["kl"] / sums["tokens"]
@@ -176,21 +212,27 @@ class Validation:
                 raise OpdclError(f"the {stream} teacher is close to uniform ({entropy:.1f} nats)", CHECK_BASE)
         return kl
 
-    def own_answers(self) -> KL:
-        """Let the student answer the held-out general prompts; return its KL to base and how it writes."""
+    def own_answers(self, name: str = "student") -> KL:
+        """Let the student answer the held-out general prompts; return its KL to base and how it writes.
+
+        `name` is what the answers are called on the screen.
+        """
         prompts = self.prompts["general"]
         if not prompts:
             return {}
         # As a teacher does: at temperature 1, and up to the length of base's answers.
         limit, seed = self.config.limit("general"), self.config.seed + 8
-        rollouts = self.queue.student.complete(prompts, max_new_tokens=limit, seed=seed)
-        graded = self.grader.grade(rollouts, self._frozen_teachers("general"))
+        count = counted(self.log.report, f"{name} answers", len(prompts))
+        rollouts = self.queue.student.complete(prompts, max_new_tokens=limit, seed=seed, on_finished=count)
+        self._shown[name] = rollouts[0]
+        grades = counted(self.log.report, f"{self._name_of('general')} grades", len(prompts))
+        graded = self.grader.grade(rollouts, self._frozen_teachers("general"), grades)
         sums = self.grader.measure(graded)
         return {"own_kl": sums["kl"] / sums["tokens"], **_own(rollouts)}
 
     def _student(self) -> KL:
         """Return all that is measured of the student."""
-        return self.held_out_kl(endings=True) | self.own_answers()
+        return self.held_out_kl("validate", endings=True) | self.own_answers()
 
     def _score(self, kl: KL) -> float:
         # Method `general` leaves the domain by design.
@@ -203,18 +245,20 @@ class Validation:
     def _start(self) -> None:
         """Measure base and tuned for later comparisons, and put the student at its start."""
         with self.grader.backbone.scaled(0.0):
-            base = self.held_out_kl()
+            base = self.held_out_kl("measure base")
         if "general" in self._held_out:
             base |= _own(self._held_out["general"].rollouts)
-        tuned = self._student()
-        self.log.report.note(f"tuned: held-out {describe_kl(tuned)}{describe_own(tuned, base)}")
+        tuned = self.held_out_kl("measure tuned", endings=True) | self.own_answers("tuned")
+        self.measurements = Measurements(tuned, base)
         alpha, curve = self._choose_start(tuned, base)
         start = tuned
-        if alpha != 1:
+        if alpha == 1:
+            self.log.report.note(f"start: tuned, {self._described(tuned)}")
+        else:
             self.grader.backbone.shrink(alpha)
             start = self._student()
-            described = f"{describe_kl(start)}{describe_own(start, base)}"
-            self.log.report.note(f"starting from the tuned adapter times {alpha:g}: held-out {described}")
+            self.log.report.note(f"start: the tuned adapter times {alpha:g}, {self._described(start)}")
+        self._show_answers()
         score = self._score(start)
         self._keep_if_good(0, score)
         chosen = {"alpha": alpha, "validation": start, "score": score, "curve": curve}
@@ -230,11 +274,34 @@ class Validation:
         best = self._keep_if_good(step, score)
         kl |= self.measurements.shares(kl)
         self.log.write({"step": step, "validation": {**kl, "score": score, "best": best}})
-        ends = f", {kl['missed_ends']:.0%} of endings missed" if "missed_ends" in kl else ""
-        own = describe_own(kl, self.measurements.base)
-        kept = " (kept)" if best else ""
-        self.log.report.note(f"step {step}: held-out {describe_kl(kl)}{ends}{own}{kept}")
+        kept = ", adapter kept" if best else ""
+        self.log.report.note(f"step {step}: {self._described(kl)}{kept}")
+        self._show_answers()
         return kl
+
+    def _described(self, kl: KL) -> str:
+        """Say how far the student is from base, beside tuned, and what share of the domain it has kept."""
+        parts = []
+        if "general_kl" in kl:
+            before, now = general_score(self.measurements.tuned), general_score(kl)
+            change = f"{before:.2f}" if kl is self.measurements.tuned else f"{before:.2f} -> {now:.2f}"
+            parts.append(f"distance to {self._name_of('general')} {change} nats")
+        kept = self.measurements.shares(kl).get("domain_kept")
+        if kept is not None:
+            parts.append(f"domain kept {100 * max(kept, 0):.0f} %")
+        elif "domain_kl" in kl:
+            parts.append(f"distance to {self._name_of('domain')} {kl['domain_kl']:.2f} nats")
+        return ", ".join(parts)
+
+    def _show_answers(self) -> None:
+        """Show what each model answers to the first held-out prompt."""
+        if not self._shown:
+            return
+        decode = self.grader.backbone.tokenizer.decode
+        texts = {"prompt": self.question}
+        for name, rollout in self._shown.items():
+            texts[name] = decode(rollout.completion_ids, skip_special_tokens=True)
+        self.log.report.texts(texts)
 
     def _judge(self, step: int, kl: KL, optimizer: StudentOptimizer) -> None:
         first = self.measurements
@@ -288,24 +355,3 @@ def _own(rollouts: list[Rollout]) -> KL:
 def _writing(kl: KL) -> Writing:
     """Return how the student, or base, wrote in a measurement."""
     return Writing(kl["own_length"], kl["own_ended"], kl["own_repetition"])
-
-
-def describe_own(kl: KL, base: KL) -> str:
-    """Return how the student answers beside base, or ""."""
-    if "own_kl" not in kl:
-        return ""
-    length = f"{kl['own_length']:.0f} tokens (base {base['own_length']:.0f})"
-    ended = f"{kl['own_ended']:.0%} end (base {base['own_ended']:.0%})"
-    return f"; its own answers: KL {kl['own_kl']:.3f}, {length}, {ended}"
-
-
-def describe_kl(kl: KL) -> str:
-    """Return the KL of each stream, with its share where there is one."""
-    parts = []
-    for key, value in stream_kl(kl).items():
-        part = f"{key.removesuffix('_kl')} KL {value:.3f}"
-        share = SHARES[key]
-        if share in kl:
-            part += f" ({kl[share]:.0%} {share.split('_')[1]})"
-        parts.append(part)
-    return ", ".join(parts)

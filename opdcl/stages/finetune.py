@@ -49,7 +49,7 @@ def finetune(
         recover(recovery, source, backbone, start, out, report)
         return
     steps = planned_steps(config, len(examples.encoded))
-    replayed = replayed_rows(config, examples, backbone, out.replay, report.note)
+    replayed = replayed_rows(config, examples, backbone, out.replay, report)
     rows = [LearnedRow.of(encoded, is_replayed=False) for encoded in examples.encoded]
     rows += [LearnedRow.of(encoded, is_replayed=True) for encoded in replayed]
     if start:

@@ -24,7 +24,7 @@ from opdcl.distill.checkpoints import Checkpoints, StudentOptimizer
 from opdcl.distill.grading import Grader, Sums, kl_by_route
 from opdcl.distill.health import check_turn_end
 from opdcl.distill.make_teacher import make_teacher, reach_own_model
-from opdcl.distill.prompts import RecoverySource, encode_stream
+from opdcl.distill.prompts import RecoverySource, encode_stream, question_of
 from opdcl.distill.reward import Reward
 from opdcl.distill.rollout_queue import RolloutQueue, StepRollouts
 from opdcl.distill.schedule import STREAMS, Stream, plan_steps
@@ -198,10 +198,12 @@ def _recovery(
         if config.reward:
             context, rows = config.teacher_of("general").context, source.rows["general"]
             reward = Reward(config.reward, source.reward_task, rows, backbone, context, report.note)
-        queue = RolloutQueue(config, steps, train, student, teachers, reward)
+        queue = RolloutQueue(config, steps, train, student, teachers, report, reward)
         grader = Grader(backbone, config, teachers)
         log = StageLog(report, out, config.steps)
         validation = Validation(config, grader, queue, held_out, out, log)
+        if held_out["general"]:
+            validation.question = question_of(held_out["general"][0], source, "general", backbone.tokenizer)
         yield Recovery(config, backbone, grader, queue, validation, out, log)
 
 

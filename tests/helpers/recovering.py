@@ -13,6 +13,7 @@ from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.sampling.rollout import Prompt
 from opdcl.stages.recover import recover
+from opdcl.training import StageReport
 
 PROMPT = [1, 520, 3690, 198]
 
@@ -27,10 +28,8 @@ SHORT = {
 }
 
 
-class Silent:
-    def progress(self, done, total, **values): ...
-
-    def note(self, text): ...
+class Silent(StageReport):
+    """A report that nobody reads."""
 
 
 def short_recovery(folder, **settings):
@@ -113,5 +112,5 @@ def make_trainer(backbone, folder, **settings):
     teachers = {"general": {"": Teacher(backbone, "base")}, "domain": {"": Teacher(backbone, "tuned")}}
     grader = Grader(backbone, config, teachers)
     steps, student = plan_steps(config, 3, 3), Teacher(backbone, "student")
-    queue = RolloutQueue(config, steps, prompts, student, teachers)
+    queue = RolloutQueue(config, steps, prompts, student, teachers, Silent())
     return SimpleNamespace(queue=queue, grader=grader, model=backbone.peft)

@@ -5,6 +5,7 @@ import itertools
 import re
 import sys
 
+from rich.cells import cell_len
 from rich.console import Console
 
 from opdcl.console import Output, quiet_libraries
@@ -161,3 +162,48 @@ def test_a_terminal_breaks_prose_at_words_and_keeps_commands_and_intervals_whole
     assert all(len(line) <= width for line in lines)
     assert any("R = 0.77 [0.46, 1.15]" in line for line in lines)
     assert last.replace("\n", "") == command.removeprefix("next: ")
+
+
+def shown_text(screen: io.StringIO) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+
+
+def test_a_part_of_a_stage_has_a_bar_of_its_own_until_the_next_step():
+    output, screen = on_a_terminal()
+    with output.stage("recover") as line:
+        line.part("teachers answer", 0, 24)
+        line.part("teachers answer", 7, 24)
+        line._live.refresh()
+        assert re.search("teachers answer +[━╸╺ ]* +7/24", shown_text(screen))
+        line.progress(1, 8, step="general step, the student writes:", loss=0.5)
+        screen.truncate(0)
+        line._live.refresh()
+        last = shown_text(screen)
+    assert "teachers answer" not in last
+    assert "1/8" in last
+    assert "general step, the student writes: loss 0.500" in last
+
+
+def test_a_part_has_a_line_every_few_seconds_off_a_terminal(capsys, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    with Output().stage("recover") as line:
+        for done in (0, 3, 6, 9):
+            line.part("validate", done, 24)
+            clock[0] += 10
+            line.texts({"prompt": "a text is no progress"})
+    assert capsys.readouterr().err.splitlines() == [
+        "recover: validate 0/24",
+        "recover: validate 6/24 left 60 s",
+    ]
+
+
+def test_texts_have_one_line_of_the_terminal_each():
+    output, screen = on_a_terminal()
+    with output.stage("recover") as line:
+        line.texts({"prompt": "two\nlines\x1b[1m [b]", "base": "漢字" * 60})
+    lines = [row.rstrip() for row in shown_text(screen).splitlines()]
+    assert "  prompt  two lines\u241b[1m [b]" in lines
+    (cut,) = [row for row in lines if row.startswith("  base")]
+    assert cut.endswith("…")
+    assert 98 <= cell_len(cut) <= 100

@@ -19,6 +19,7 @@ from opdcl.distill.grading import Grader
 from opdcl.distill.prompts import read_recovery_source
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
+from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.stages.recover import _student, recover
 from opdcl.training import Schedule, StageLog, is_finite
@@ -28,21 +29,38 @@ class Shown(Silent):
     """A report that keeps what a progress line shows, and the notes."""
 
     def __init__(self):
-        self.values, self.notes = {}, []
+        self.values, self.notes, self.shown = {}, [], []
 
     def progress(self, done, total, **values):
         self.values = values
+
+    def texts(self, texts):
+        self.shown.append(texts)
 
     def note(self, text):
         self.notes.append(text)
 
 
+def test_a_validation_says_two_numbers_and_shows_an_answer_of_each_model(backbone, tuned):
+    config, out, report = short_recovery(tuned), StageDir(tuned / "out"), Shown()
+    source = read_recovery_source(config)
+    recover(config, source, backbone, tuned / "tuned", out, report)
+    backbone.drop_adapters()
+    first, *_, last = [row["validation"] for row in read_jsonl(out.metrics) if "validation" in row]
+    before, now = (max(row["general_kl"], row["own_kl"]) for row in (first, last))
+    said = f"distance to base {before:.2f} -> {now:.2f} nats, domain kept {100 * last['domain_kept']:.0f} %"
+    assert f"step 6: {said}" in report.notes[-1]
+    assert [*report.shown[-1]] == ["prompt", "base", "tuned", "student"]
+    assert report.shown[-1]["prompt"] == source.rows["general"][0].shown()
+
+
 @pytest.mark.parametrize(
-    ("kl", "shown"), [(0.739, {"stream", "loss"}), (0.502, {"stream", "loss", "kl"}), (None, {"loss"})]
+    ("kl", "shown"), [(0.739, {"step", "loss"}), (0.502, {"step", "loss", "kl"}), (None, {"loss"})]
 )
 def test_a_divergence_that_is_the_loss_is_shown_once(tmp_path, kl, shown):
     log = StageLog(Shown(), StageDir(tmp_path), 9)
-    log.step(1, {"loss": 0.739} | ({"kl": kl, "stream": "general"} if kl else {}), 10, 0.5)
+    of_recovery = {"kl": kl, "stream": "general", "author": "teacher"} if kl else {}
+    log.step(1, {"loss": 0.739} | of_recovery, 10, 0.5)
     assert log.report.values.keys() == shown | {"tokens_per_s"}
     assert json.loads(log.out.metrics.read_text()).get("kl") == kl  # the file has both
 

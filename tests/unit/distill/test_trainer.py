@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.near import ROUNDING, relative_error
-from helpers.recovering import PROMPT, make_trainer
+from helpers.recovering import PROMPT, Silent, make_trainer
 
 from opdcl.config.finetune import LoraSection
 from opdcl.distill.grading import micro_batches
@@ -13,7 +13,7 @@ from opdcl.model.forward import answer_ids, answer_states
 from opdcl.rundir.layout import StageDir
 from opdcl.sampling import decode
 from opdcl.sampling.rollout import Prompt, Rollout
-from opdcl.training import save_adapter
+from opdcl.training import StageLog, save_adapter
 
 ROLLOUTS = [
     Rollout(Prompt([*PROMPT, 7 * i + 3]), list(range(50 + i, 53 + 3 * i)), [], True) for i in range(6)
@@ -285,8 +285,10 @@ def test_the_seed_chooses_the_completions_and_the_held_out_texts(backbone, tuned
 
     def texts(seed):
         trainer = make_trainer(backbone, tuned, seed=seed)
+        stage = StageDir(tuned)
+        log = StageLog(Silent(), stage, 4)
         config, prompts = trainer.grader.config, {"general": [Prompt([*PROMPT, 9])] * 3}
-        validation = Validation(config, trainer.grader, trainer.queue, prompts, StageDir(tuned), None)
+        validation = Validation(config, trainer.grader, trainer.queue, prompts, stage, log)
         validation.write_held_out()
         both = (trainer.queue.take(0).rollouts, validation._held_out["general"].rollouts)
         return [[r.completion_ids for r in rollouts] for rollouts in both]

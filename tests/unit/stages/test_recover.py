@@ -142,7 +142,7 @@ def test_lmbda_outside_its_range_is_refused(lmbda):
 def test_the_shares_of_held_out_kl_are_none_at_tuned_and_all_at_base(backbone, tuned, scale, recovered, kept):
     class Shrinking(Silent):
         def note(self, text):
-            if text.startswith("tuned:"):
+            if text.startswith("start:"):
                 backbone.shrink(scale)
 
     config = short_recovery(tuned, start=1, steps=2, validate_every=2, learning_rate=1e-12)
