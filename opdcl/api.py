@@ -117,7 +117,8 @@ def recover(
         steps: Optimizer steps.
         learning_rate: Peak learning rate.
         seed: Random seed of the stage.
-        out: Run directory to make. Default: runs/NAME.
+        out: Run directory. Default: the run's own, or runs/NAME. Another one than a run's own holds a second
+            recovery of its fine-tune, with the run's settings.
         base: Base of the adapter or tuned model. Default: the one that the adapter names.
         system: System prompt that the model is used with, or @FILE; prompts may bring their own.
         columns: Columns of your rows that have other names, as in `finetune`.

@@ -14,10 +14,11 @@ from opdcl.console import Output, quiet_libraries
 from opdcl.errors import UsageError
 from opdcl.model.consent import refuse_consent_of_files, refuse_stored_consent, without_consent
 from opdcl.outcomes import Comparison, Plan, Result
-from opdcl.pipeline.begin import open_or_begin
+from opdcl.pipeline.begin import open_or_begin, refuse_other_finetune, run_beside
 from opdcl.pipeline.execute import execute
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.preflight import refuse_foreign
+from opdcl.pipeline.reuse import outcomes
 from opdcl.pipeline.sources import Sources
 from opdcl.pipeline.sweep import describe_all, execute_all, expand
 from opdcl.results.status import STATES
@@ -48,6 +49,9 @@ def add_stage(
     stage: str, source: PathLike, out: PathLike | None, chosen: Mapping[str, Any], **options: Unpack[Options]
 ) -> Result | Comparison | Plan:
     """Run the workflow of a run or an adapter, `source`, with one more stage: `recover` or `eval`."""
+    donor = run_beside(str(source), as_folder(out) if out else None)
+    if donor and stage != "recover":
+        raise UsageError(f"{source} is a run directory: what is measured stays in it", "leave out -o")
 
     def read(overrides: list[str], flags: dict[str, Any]) -> Configured:
         folder = as_folder(out) if out else None
@@ -59,18 +63,22 @@ def add_stage(
         refuse_stored_consent(stored, flow, path)
         return flow, origins, path
 
-    return _carry_out(read, chosen, **options)
+    return _carry_out(read, chosen, donor, **options)
 
 
 def _carry_out(
     read: Callable[[list[str], dict[str, Any]], Configured],
     chosen: Mapping[str, Any],
+    donor: RunDir | None = None,
     settings: Settings = None,
     dry_run: bool = False,
     force: bool = False,
     quiet: bool = False,
 ) -> Result | Comparison | Plan:
-    """Run the workflow that `read` reads from overrides and settings by key, or describe what it would do."""
+    """Run the workflow that `read` reads from overrides and settings by key, or describe what it would do.
+
+    What `donor` has finished with the same settings is taken from it, the fine-tune always.
+    """
     overrides, flags = as_settings(settings, chosen)
     texts = take_rows(flags)
     flow, origins, path = read(overrides, flags)
@@ -84,12 +92,15 @@ def _carry_out(
     if not several:  # what is wrong here is found before the libraries are imported
         refuse_foreign(RunDir(path))
         sources.read(flow)
+    donors = [donor] if donor else []
+    if donor:
+        refuse_other_finetune(Job.of(flow, RunDir(path), sources, origins), donor)
     if dry_run:
-        return _describe(flow, origins, path, sources, force, output)
+        return _describe(flow, origins, path, sources, force, output, donors)
     parallel.join()
     if not several:
         job = Job.of(flow, RunDir(path), sources, origins)
-        return Result(path, execute(job, output, force))
+        return Result(path, execute(job, output, force, donors))
     if comparison := execute_all(flow, origins, path, sources, output, force):
         return Comparison(comparison, path)
     # One arm with one seed has nothing to be compared with.
@@ -100,7 +111,13 @@ def _carry_out(
 
 
 def _describe(
-    flow: Workflow, origins: dict[str, str], path: Path, sources: Sources, force: bool, output: Output
+    flow: Workflow,
+    origins: dict[str, str],
+    path: Path,
+    sources: Sources,
+    force: bool,
+    output: Output,
+    donors: Sequence[RunDir],
 ) -> Plan:
     """Return what a run, or each run of a sweep, would do."""
     from opdcl.pipeline.dry_run import data_table, describe
@@ -110,7 +127,10 @@ def _describe(
         if flow.arms or flow.seeds:
             lines, plans = describe_all(flow, origins, path, sources, force)
             return Plan(title, [Table(title, ["run", *columns], lines, "")], plans)
-        lines, plan = describe(Job.of(flow, RunDir(path), sources, origins), force)
+        made_by: dict[str, str] = {}
+        for donor in donors:
+            made_by |= dict.fromkeys(outcomes(donor), donor.path.name)
+        lines, plan = describe(Job.of(flow, RunDir(path), sources, origins), force, made_by)
         return Plan(title, [Table(title, columns, lines, ""), *data_table(plan)], plan, plan["notes"])
 
 

@@ -60,6 +60,15 @@ BaseOfAdapter = Annotated[
     str | None, Option(help="Base of the adapter or tuned model. Default: the one that the adapter names.")
 ]
 Out = Annotated[Path | None, Option("-o", "--out", metavar="RUN", help="Run directory. Default: runs/NAME.")]
+OutBeside = Annotated[
+    Path | None,
+    Option(
+        "-o",
+        "--out",
+        metavar="RUN",
+        help="Run directory. Default: that of SOURCE, or runs/NAME. Another one: a second recovery of a run.",
+    ),
+]
 Folder = Annotated[Path, Option("-o", "--out", metavar="FOLDER", help="Folder to write.")]
 Columns = Annotated[
     dict[str, str] | None,

@@ -95,7 +95,7 @@ def recover(
     steps: Annotated[int | None, Option(help="Optimizer steps.")] = None,
     learning_rate: opt.LearningRate = None,
     seed: opt.Seed = None,
-    out: opt.Out = None,
+    out: opt.OutBeside = None,
     base: opt.BaseOfAdapter = None,
     system: opt.System = None,
     columns: opt.Columns = None,

@@ -3,6 +3,7 @@
 opdcl recover my-adapter --domain prompts.jsonl -o runs/mine
 opdcl recover my-model --base its-base --domain prompts.jsonl -o runs/mine
 opdcl eval my-model -o runs/mine  # the scores of this model alone
+opdcl recover runs/mine --steps 60 -o runs/mine-60
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS
 from opdcl.model.adapters import base_of, find_adapter, template_beside, tuned_model
+from opdcl.pipeline.job import Job
+from opdcl.pipeline.reuse import outcomes
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.records import read_config
 
@@ -24,17 +27,20 @@ def open_or_begin(
 ) -> tuple[Path, dict[str, Any]]:
     """Return the run directory of `source`, a run, an adapter or a model, and its settings so far.
 
-    `out` is the run directory for an adapter or a model; if a run is there, it goes on. `base` replaces the
-    base that the adapter names. A model names none: without `base` it is measured alone, if `next_stage` is
-    `eval`. Nothing is written.
+    `out` is the run directory for an adapter, a model or a second recovery of a run's fine-tune; if a run is
+    there, it goes on. `base` replaces the base that the adapter names. A model names none: without `base` it
+    is measured alone, if `next_stage` is `eval`. Nothing is written.
 
     Raises:
         UsageError: `source` is none of these, or its base was not found.
     """
     run = RunDir(Path(source))
+    if donor := run_beside(source, out):
+        if "tuned" not in donor.intact_adapters():
+            raise UsageError(f"{source} has no fine-tuned adapter", f"opdcl run {donor.workflow} -o {source}")
+        second = RunDir(out)
+        return second.path, read_config((second if second.is_run() else donor).config)
     if run.is_run():
-        if out and out.resolve() != run.path.resolve():
-            raise UsageError(f"{source} is a run directory: what is made stays in it", "leave out -o")
         return run.path, read_config(run.config)
     if stage := run.last_stage():
         hint = f"its adapter can begin another run: name {stage.adapter}"
@@ -77,6 +83,23 @@ def _alone(saved: dict[str, Any], found: ModelConfig | None, place: str) -> dict
     workflow = saved["workflow"]
     origins = saved["origins"] | {"model.id": "argument"}
     return {**saved, "workflow": workflow | {"model": workflow.get("model", {}) | model}, "origins": origins}
+
+
+def run_beside(source: str, out: Path | None) -> RunDir | None:
+    """Return the run whose fine-tune is recovered again, in `out`; None if `source` is no other run."""
+    run = RunDir(Path(source))
+    is_elsewhere = out is not None and out.resolve() != run.path.resolve()
+    return run if is_elsewhere and run.is_run() else None
+
+
+def refuse_other_finetune(job: Job, donor: RunDir) -> None:
+    """Refuse a second recovery whose fine-tune is not the one that `donor` holds, and would be made anew."""
+    known = outcomes(donor)
+    if all(task.fingerprint in known for task in job.plan() if task.name == "finetune"):
+        return
+    adapter = donor.adapters()["tuned"]
+    message = f"{job.run.path} would have another fine-tune than {donor.path}: its settings or rows differ"
+    raise UsageError(message, f"begin from the adapter: opdcl recover {adapter} --domain PROMPTS -o RUN")
 
 
 def _base(source: str, folder: Path) -> dict[str, Any]:

@@ -108,8 +108,11 @@ def _refuse_stale(tasks: list[Task], job: Job) -> None:
     ways = ["the old settings and files", "--force to redo these stages"]
     if earlier:
         ways = [f"what it was made with: {' '.join(earlier.values())}"]
-    if stale[0].name == "finetune":  # a later stage is added to its run and has no other directory
+    if stale[0].name == "finetune":
         ways.insert(0, f"a new directory (-o {job.run.path}-2)")
+    else:
+        place = job.run.path
+        ways.insert(0, f"a second recovery beside it (opdcl recover {place} -o {place}-2, same options)")
     reasons = "; ".join(f"{task.name} {task.why}" for task in stale)
     message = f"{job.run.path} does not hold what this command would make; {reasons}"
     raise UsageError(message, ", or ".join(ways))

@@ -95,11 +95,12 @@ def test_a_changed_setting_is_refused_by_name(finished, project):
     assert "--force" in refused.stderr
 
 
-def test_a_changed_stage_of_a_run_is_not_sent_to_a_directory_that_its_command_cannot_name(finished, project):
+def test_a_changed_recovery_of_a_run_is_sent_to_a_directory_beside_it(finished, project):
     refused = opdcl("recover", "whole", "--steps", "3", cwd=project)
     assert refused.returncode == 2
     assert refused.stderr.splitlines()[-1] == (
-        "hint: the old settings and files, or --force to redo these stages"
+        "hint: a second recovery beside it (opdcl recover whole -o whole-2, same options), "
+        "or the old settings and files, or --force to redo these stages"
     )
 
 

@@ -16,7 +16,6 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from opdcl.errors import UsageError
 from opdcl.pipeline.begin import open_or_begin
 from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
@@ -185,11 +184,10 @@ def test_another_adapter_is_not_mixed_into_a_run(adapter, project):
     assert "changed: start" in refused.stderr
 
 
-def test_a_run_keeps_its_directory(adapter):
+def test_a_run_goes_on_in_its_directory_or_is_recovered_in_another(adapter):
     assert opdcl("eval", "mine", *MEASURE, "-o", "run").returncode == 0
-    with pytest.raises(UsageError, match="run is a run directory"):
-        open_or_begin("run", Path("other"), None)
-    assert open_or_begin("run", Path("run"), None)[0] == Path("run")
+    for place in ("run", "other"):
+        assert open_or_begin("run", Path(place), None)[0] == Path(place)
 
 
 def test_every_verb_that_needs_a_run_says_how_an_adapter_becomes_one(adapter):
@@ -198,3 +196,39 @@ def test_every_verb_that_needs_a_run_says_how_an_adapter_becomes_one(adapter):
         assert refused.returncode == 2
         assert "mine is an adapter folder, not a run directory" in refused.stderr
         assert "opdcl recover mine --domain PROMPTS" in refused.stderr
+
+
+def test_a_second_recovery_stands_beside_the_first_and_changes_nothing_of_it(project):
+    def files(folder: str) -> dict[Path, bytes]:
+        return {file: file.read_bytes() for file in Path(folder).rglob("*") if file.is_file()}
+
+    first = opdcl("run", "tiny.yaml", "-o", "first", "--set", "eval=null", *settings(SMALL))
+    assert first.returncode == 0, first.stderr
+    before = files("first")
+    second = ("recover", "first", "--steps", "1", "-o", "first-2")
+    refused = opdcl(*second[:-2])
+    assert f"({' '.join(['opdcl', *second[:2], *second[-2:]])}, same options)" in refused.stderr
+    planned = opdcl(*second, "--dry-run", "--json")
+    assert [task["action"] for task in json.loads(planned.stdout)["tasks"]] == ["take", "run"]
+    for _ in range(2):  # the second time it is there already
+        done = opdcl(*second)
+        assert done.returncode == 0, done.stderr
+    assert "everything is done already" in done.stderr
+    assert files("first") == before
+    made = RunDir(project / "first-2")
+    assert made.stage_record("recover")["config"]["steps"] == 1
+    weights = "stages/01-finetune/adapter/adapter_model.safetensors"
+    assert (made.path / weights).read_bytes() == before[Path("first") / weights]
+
+
+def test_a_second_recovery_makes_no_other_fine_tune(project):
+    opdcl("run", "tiny.yaml", "-o", "first", "--set", "eval=null", "--set", "recover=null")
+    with open("rows.jsonl", "a") as file:
+        file.write('{"question": "What is new?", "answer": "This row."}\n')
+    refused = opdcl("recover", "first", *PROMPTS, "-o", "second")
+    assert refused.returncode == 2
+    assert "second would have another fine-tune than first" in refused.stderr
+    assert "opdcl recover first/stages/01-finetune/adapter --domain PROMPTS -o RUN" in refused.stderr
+    assert not Path("second").exists()
+    measured = opdcl("eval", "first", *MEASURE, "-o", "second")
+    assert "first is a run directory: what is measured stays in it" in measured.stderr
