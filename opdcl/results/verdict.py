@@ -48,6 +48,9 @@ DOMAIN = {
     "not measured": "domain not measured",
 }
 
+# Fewer prompts hardly ever show that a model as good as base has recovered; the estimate says more.
+FIRST_LOOK = 100
+
 # How far from base's the answers are, in words; `{}` is recovered's share, then base's.
 FAULTS = {
     "ended": "{} end before the token limit (base {})",
@@ -141,15 +144,26 @@ def _heading(summary: Summary) -> str:
         return "Recovered and kept"
     if (found, kept) == ("not shown", "kept"):
         return "Kept, recovery not shown"
-    words, domain_words = RETENTION[found], DOMAIN[kept]
+    words, domain_words, first_look = RETENTION[found], DOMAIN[kept], ""
     is_back = findings.non_inferiority and findings.non_inferiority.shown and not _deciding_closeness(summary)
     if found == "partly recovered" and is_back:
         differs = any(test and test.different for test in summary.writing_tests.values())
         words = "Score recovered, writing differs" if differs else "Score recovered, writing uncertain"
+    elif prompts := _first_look(summary):
+        words = f"{_share(findings.recovery).capitalize()} came back"
+        first_look = f" ({prompts} prompts, a first look)"
     share = findings.domain_retention
     if kept == "partly kept" and share and share.value >= MOST_OF_THE_GAIN:
         domain_words = "domain probably kept"
-    return f"{words}, {domain_words}"
+    return f"{words}, {domain_words}{first_look}"
+
+
+def _first_look(summary: Summary) -> int:
+    """Return the number of prompts if they are so few that R tells more than its status; else 0."""
+    findings, suite = summary.findings, summary.headline_suite("retention")
+    if findings.retention_status != "partly recovered" or findings.recovery is None or suite is None:
+        return 0
+    return suite.n if suite.n < FIRST_LOOK and not _deciding_closeness(summary) else 0
 
 
 def _share(share: Estimate) -> str:
@@ -223,9 +237,10 @@ def advice(summary: Summary) -> str:
         return f"If the held-out KL fell, {more_prompts} If not, take more steps."
     if found != "partly recovered":
         return ""
-    if recovery and recovery.value >= MOST_OF_THE_GAIN and writing.alike(summary.writing_tests):
+    almost_all = recovery and recovery.value >= MOST_OF_THE_GAIN and writing.alike(summary.writing_tests)
+    if almost_all or _first_look(summary):
         return f"To show more, {more_prompts}"
-    return "More steps bring more back: opdcl recover RUN --steps N --force."
+    return "More steps bring more back: opdcl recover RUN --steps N -o RUN-2."
 
 
 def next_command(run: RunDir, summary: Summary, place: str) -> str:

@@ -50,6 +50,18 @@ def test_a_gain_that_falls_short_of_base_is_partly_recovered(measured):
     assert 75 < 100 * summary["recovery"]["low"] < 83
 
 
+def test_few_prompts_are_a_first_look_and_change_no_status(measured):
+    summary = measured(48, 12, 40, n=60)
+    assert summary["retention_status"] == "partly recovered"
+    assert re.match(
+        r"78 % came back, domain .* \(60 prompts, a first look\): 78 % of the lost instruction following "
+        r"came back \(R = 0.78 \[",
+        summary["verdict"],
+    )
+    assert measured(80, 20, 66, n=100)["verdict"].startswith("Partly recovered, domain")
+    assert measured(48, 12, 12, n=60)["verdict"].startswith("Recovery not shown")
+
+
 @pytest.mark.parametrize(
     ("passed", "words"),
     [
