@@ -15,8 +15,9 @@ import typer
 
 from opdcl import parallel
 from opdcl.cli import runs, screen, stages, streams
-from opdcl.cli.config import config_app, workflows_app
+from opdcl.cli.config import config_app, suites_app, workflows_app
 from opdcl.cli.guidance import describe_commands, hint_for
+from opdcl.cli.help import TwoLists
 from opdcl.console import silence
 from opdcl.errors import EnvironmentFault, Interrupted, OpdclError, UsageError, translate
 from opdcl.sanitize import redact
@@ -24,6 +25,7 @@ from opdcl.signals import as_interrupts
 from opdcl.version import __version__
 
 app = typer.Typer(
+    cls=TwoLists,
     help="Fine-tune a model on a domain, recover what it forgot, and measure both.\n\n"
     "Begin with: opdcl run quickstart",
     epilog="`opdcl COMMAND --help` shows the options of a command, and an example. Exit codes: 0 done; 1 a "
@@ -48,6 +50,7 @@ app.command()(runs.doctor)
 app.command()(runs.verify)
 describe_commands(app)
 app.add_typer(workflows_app, name="workflows")
+app.add_typer(suites_app, name="suites")
 app.add_typer(config_app, name="config")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import textwrap
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,13 +14,24 @@ from opdcl.cli import options as opt
 from opdcl.cli import screen
 from opdcl.cli.guidance import describe_commands
 from opdcl.cli.screen import lead, start
+from opdcl.config.shipped import described_suites, workflow_files
+from opdcl.console import quiet_libraries
 from opdcl.errors import OpdclError, UsageError
 
-Recipe = Annotated[str, typer.Argument(help="Name of a recipe.")]
-Target = Annotated[Path, typer.Argument(help="File or folder to write to.")]
-Key = Annotated[str | None, typer.Argument(metavar="[KEY]", help="A section or key, such as recover.loss.")]
+Recipe = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME",
+        help="Name of a recipe.",
+        autocompletion=lambda incomplete: [name for name in workflow_files() if name.startswith(incomplete)],
+    ),
+]
+Target = Annotated[Path, typer.Argument(metavar="TO", help="File or folder to write to.")]
+All = Annotated[bool, typer.Option("--all", help="Show the settings at their defaults too.")]
+Key = Annotated[str | None, typer.Argument(metavar="KEY", help="A section or key, such as recover.loss.")]
 
 workflows_app = typer.Typer(help="List, show or copy the shipped recipes.", no_args_is_help=True)
+suites_app = typer.Typer(help="List the shipped suites.", no_args_is_help=True)
 config_app = typer.Typer(help="Show or check settings, and list every key.", no_args_is_help=True)
 
 
@@ -27,7 +39,6 @@ config_app = typer.Typer(help="Show or check settings, and list every key.", no_
 def list_workflows(json: opt.Json = False) -> None:
     """List the shipped recipes."""
     from opdcl.config.load import load
-    from opdcl.config.shipped import workflow_files
 
     start(json)
     rows = [[name, load([str(file)])[0].description] for name, file in workflow_files().items()]
@@ -61,9 +72,27 @@ def copy_workflow(name: Recipe, to: Target = Path(".")) -> None:
     lead("run", target, "--dry-run")
 
 
+@suites_app.command("ls")
+def list_suites(json: opt.Json = False) -> None:
+    """List the shipped suites: what each measures, as what it counts, and on how many prompts."""
+    start(json)
+    with screen.output.busy("counting prompts"), quiet_libraries():
+        from opdcl.data.suites import load_suite
+
+        rows, data = [], []
+        for name, (role, purpose) in described_suites().items():
+            prompts = len(load_suite(name).documents(None))
+            rows.append([name, role, str(prompts), purpose])
+            data.append({"name": name, "role": role, "prompts": prompts, "measures": purpose})
+    screen.output.table("", ["name", "role", "prompts", "what it measures"], rows, data)
+    lead("eval", "RUN", "--retention", rows[0][0])
+
+
 @config_app.command("show")
-def show_config(workflow: opt.Workflow, settings: opt.Settings = None, json: opt.Json = False) -> None:
-    """Print every setting of a workflow, and where its value comes from."""
+def show_config(
+    workflow: opt.Workflow, settings: opt.Settings = None, all: All = False, json: opt.Json = False
+) -> None:
+    """Print the settings of a workflow, and where each value comes from. Defaults are left out."""
     from opdcl.config.load import flatten, load
     from opdcl.config.reference import as_yaml
     from opdcl.pipeline.defaults import resolve_for_machine
@@ -74,9 +103,29 @@ def show_config(workflow: opt.Workflow, settings: opt.Settings = None, json: opt
         flow, automatic = resolve_for_machine(flow)
         origins |= automatic
     values = flow.model_dump()
-    rows = [[key, as_yaml(value), origins.get(key, "default")] for key, value in flatten(values).items()]
-    screen.output.table("", ["key", "value", "origin"], rows, {"workflow": values, "origins": origins})
+    rows, defaults = [], []
+    for key, value in flatten(values).items():
+        if key in origins:
+            rows.append([key, _short_path(as_yaml(value)), _short_origin(origins[key])])
+        else:
+            defaults.append([key, as_yaml(value), "default"])
+    shown = rows + defaults if all else rows
+    screen.output.table("", ["key", "value", "origin"], shown, {"workflow": values, "origins": origins})
+    if not all:
+        screen.output.note(f"{len(defaults)} more have their default value: --all shows them")
     lead("run", *workflow, "--dry-run")
+
+
+def _short_origin(origin: str) -> str:
+    """Return the origin of a setting without the folder of its file."""
+    file, separator, line = origin.rpartition(":")
+    return f"{Path(file).name}:{line}" if separator and line.isdecimal() else origin
+
+
+def _short_path(value: str) -> str:
+    """Return a value; a path below the current folder without that folder."""
+    here = f"{Path.cwd()}{os.sep}"
+    return value.removeprefix(here)
 
 
 @config_app.command("validate")
@@ -113,4 +162,5 @@ def print_schema(key: Key = None, json: opt.Json = False) -> None:
 
 
 describe_commands(workflows_app, "workflows ")
+describe_commands(suites_app, "suites ")
 describe_commands(config_app, "config ")

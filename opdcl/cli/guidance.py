@@ -6,6 +6,7 @@ from typing import Any
 
 import typer
 
+from opdcl.cli.help import PlainCommand
 from opdcl.errors import nearest
 
 # Command -> how it is typed.
@@ -24,6 +25,7 @@ EXAMPLES = {
     "workflows ls": "opdcl workflows ls",
     "workflows show": "opdcl workflows show own-data",
     "workflows cp": "opdcl workflows cp own-data mine.yaml",
+    "suites ls": "opdcl suites ls",
     "config show": "opdcl config show quickstart --set recover.steps=60",
     "config validate": "opdcl config validate mine.yaml",
     "config schema": "opdcl config schema recover.loss",
@@ -47,6 +49,7 @@ def describe_commands(group: typer.Typer, prefix: str = "") -> None:
         command: Any = info.callback
         name = prefix + (info.name or command.__name__)
         text = command.__doc__ or ""  # none with -OO, which `main` refuses
+        info.cls = PlainCommand
         info.short_help = text.split(". ")[0].rstrip(".") + "."
         if name in EXAMPLES:
             info.epilog = f"\b\nExample:\n  {EXAMPLES[name]}"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Argument, Option
 
+from opdcl.config.shipped import workflow_files
 from opdcl.errors import UsageError
 
 # -- arguments
@@ -27,7 +29,14 @@ Measured = Annotated[
 RunOrAdapter = Annotated[
     str, Argument(metavar="RUN", help="Run directory, adapter folder, or Hub id of an adapter.")
 ]
-Workflow = Annotated[list[str], Argument(help="Recipe or YAML files, merged left to right.")]
+Workflow = Annotated[
+    list[str],
+    Argument(
+        metavar="WORKFLOW",
+        help="Recipe or YAML files, merged left to right.",
+        autocompletion=lambda incomplete: _beginning(incomplete, workflow_files()),
+    ),
+]
 
 # -- options of the commands that run stages
 
@@ -35,6 +44,17 @@ Workflow = Annotated[list[str], Argument(help="Recipe or YAML files, merged left
 def _go_offline(offline: bool) -> None:
     if offline:  # huggingface_hub reads it on import, which comes later
         os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def _keys(incomplete: str) -> list[str]:
+    """Return the settings that a `--set` can go on with, each with its equals sign."""
+    from opdcl.config.reference import describe_fields  # it imports the schema, which takes time
+
+    return [f"{key}=" for key in _beginning(incomplete, (field[0] for field in describe_fields()))]
 
 
 def _columns(text: str) -> dict[str, str]:
@@ -83,6 +103,7 @@ Settings = Annotated[
     Option(
         "--set",
         metavar="KEY=VALUE",
+        autocompletion=_keys,
         help="Override a setting of `opdcl config schema`, e.g. recover.steps=60. Repeatable.",
     ),
 ]

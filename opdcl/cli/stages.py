@@ -27,7 +27,10 @@ def run(
     json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Run a workflow: fine-tune, recover, evaluate, report. Run it again to resume where it stopped."""
+    """Run a workflow: fine-tune, recover, evaluate, report. Run it again to resume where it stopped.
+
+    With `--set track=[wandb]`, or trackio, tensorboard or mlflow, a tracker follows it.
+    """
     start(json, quiet, workers)
     outcome = api.run(
         workflow,
@@ -132,7 +135,11 @@ def evaluate(
     source: opt.Measured,
     retention: Annotated[
         list[str] | None,
-        Option(metavar="SUITE,...", help="Suites that measure forgetting: ifeval,arc_easy. Repeatable."),
+        Option(
+            metavar="SUITE,...",
+            help="Suites that measure forgetting. Default: instructions. `opdcl suites ls` lists the shipped "
+            "ones; of lm-eval: ifeval,arc_easy. Repeatable.",
+        ),
     ] = None,
     domain: Annotated[
         list[str] | None,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 from pathlib import Path
 
 from opdcl.errors import UsageError, nearest, nearest_path
@@ -44,6 +46,20 @@ def workflow_files() -> dict[str, Path]:
 def shipped_suites() -> dict[str, Path]:
     """Return the shipped suites, name -> file."""
     return {p.stem: p for p in sorted(package_folder("evals").glob("*/*.yaml"))}
+
+
+def described_suites() -> dict[str, tuple[str, str]]:
+    """Return the shipped suites with role and purpose, as the comment at the head of each file has them."""
+    described: dict[str, tuple[str, str]] = {}
+    for name, file in shipped_suites().items():
+        lines = itertools.takewhile(
+            lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines()
+        )
+        role, _, text = " ".join(line.lstrip("# ") for line in lines).partition(": ")
+        purpose = re.split(r" Headline:|(?<=\.) ", text)[0].rstrip(".")
+        described[name] = role.lower(), purpose
+    roles = list(dict.fromkeys(["retention", "domain", "control", *(role for role, _ in described.values())]))
+    return dict(sorted(described.items(), key=lambda item: roles.index(item[1][0])))
 
 
 def find_workflow(source: str) -> Path:

@@ -1,6 +1,7 @@
 """The commands that need no trained model: help, recipes, settings, dry runs and the check of the machine."""
 
 import json
+import re
 import shlex
 
 import pytest
@@ -11,6 +12,7 @@ from typer.main import get_command
 
 from opdcl.cli import app
 from opdcl.cli.guidance import EXAMPLES
+from opdcl.config.shipped import shipped_suites
 from opdcl.rundir.files import write_json
 
 
@@ -18,6 +20,31 @@ def test_help_names_every_command(opdcl):
     text = opdcl("--help")
     for name, command in get_command(app).commands.items():
         assert (f" {name} " in text) != command.hidden
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_help_names_no_type_of_python(opdcl, name):
+    assert not re.search(r"<(str|int|float|path|list|Path)\b|\[\[", opdcl(*name.split(), "--help"))
+
+
+def test_recipes_and_settings_are_completed():
+    commands = get_command(app).commands
+    workflow, settings = (
+        next(p for p in commands["run"].params if p.name == name) for name in ("workflow", "settings")
+    )
+    context = commands["run"].make_context("run", ["quickstart"], resilient_parsing=True)
+    assert [item.value for item in workflow.shell_complete(context, "quick")] == ["quickstart"]
+    assert "recover.steps=" in [item.value for item in settings.shell_complete(context, "recover.st")]
+
+
+def test_the_shipped_suites_are_listed_with_what_they_measure(opdcl):
+    listed = {row["name"]: row for row in json.loads(opdcl("suites", "ls", "--json"))}
+    assert listed.keys() == shipped_suites().keys()
+    assert listed["instructions"]["role"] == "retention"
+    prompts = (ROOT / "evals" / "instructions" / "test.jsonl").read_text().count("\n")
+    assert listed["instructions"]["prompts"] == prompts
+    assert {row["role"] for row in listed.values()} == {"retention", "domain", "control", "reward"}
+    assert all(row["measures"] for row in listed.values())
 
 
 def test_help_has_a_short_form(opdcl):
@@ -34,10 +61,10 @@ def test_opdcl_alone_shows_where_to_begin(opdcl):
 
 @pytest.mark.parametrize("columns", ["60", "160"])
 def test_no_summary_is_cut(tmp_path, columns):
-    for words in ((), ("config",), ("workflows",)):
+    for words in ((), ("config",), ("workflows",), ("suites",)):
         shown = runner.opdcl(*words, cwd=tmp_path, env={"COLUMNS": columns}).stdout
         assert "..." not in shown.replace("[ARGS]...", "")
-    assert "and where its value comes from." in " ".join(shown_config(tmp_path, columns).split())
+    assert "and where each value comes from." in " ".join(shown_config(tmp_path, columns).split())
 
 
 def shown_config(folder, columns: str) -> str:
@@ -115,13 +142,18 @@ def test_a_workflow_is_copied_into_a_folder_under_its_own_name(opdcl, tmp_path):
 
 def test_config_show_names_the_origin_of_each_value(opdcl):
     args = ("config", "show", "quickstart", "--set", "recover.steps=7")
-    rows = {
-        line.split()[0]: line.strip().split(maxsplit=2) for line in opdcl(*args).splitlines() if line.strip()
-    }
-    assert rows["recover.steps"][1:] == ["7", "--set"]
-    assert rows["recover.on_policy.reverse"][1:] == ["0.25", "default"]
-    assert rows["finetune.data"][1] == "handbook/quick"
-    assert "quickstart.yaml:" in rows["finetune.data"][2]
+
+    def rows(*options: str) -> dict[str, list[str]]:
+        lines = [line.strip() for line in opdcl(*args, *options).splitlines() if line.strip()]
+        return {line.split()[0]: line.split(maxsplit=2)[1:] for line in lines}
+
+    own, every = rows(), rows("--all")
+    assert own["recover.steps"] == ["7", "--set"]
+    assert own["finetune.data"][0] == "handbook/quick"
+    assert re.fullmatch(r"quickstart\.yaml:\d+", own["finetune.data"][1])
+    assert "recover.on_policy.reverse" not in own
+    assert every["recover.on_policy.reverse"] == ["0.25", "default"]
+    assert own.items() <= every.items()
     result = json.loads(opdcl(*args, "--json"))
     assert result["workflow"]["recover"]["steps"] == 7
     assert result["origins"]["recover.steps"] == "--set"
