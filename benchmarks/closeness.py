@@ -118,10 +118,10 @@ def spoilt(rule: Rule) -> Iterator[None]:
 
     hidden = closeness._hidden_states
 
-    def remember(model, texts):
+    def remember(model, texts, count):
         if not graded:  # the student's pass, which comes first
             graded.extend(texts)
-            remember.states = hidden(model, texts)
+            remember.states = hidden(model, texts, count)
         return remember.states
 
     def divergences(student, base):
@@ -159,11 +159,11 @@ def other_content(prompts: list[list[int]]) -> Iterator[None]:
             rollout.prompt = prompt
         return rollouts
 
-    def states(model, texts):
+    def states(model, texts, count):
         passes.append(1)
         if len(passes) % 2:  # the student's pass
             texts = [Rollout(another[tuple(t.prompt_ids)], t.completion_ids) for t in texts]
-        return hidden(model, texts)
+        return hidden(model, texts, count)
 
     with patch.object(answers, "sample", answer), patch.object(closeness, "_hidden_states", states):
         yield
@@ -174,15 +174,15 @@ def other_precision(backbone: Backbone) -> Iterator[None]:
     """Round base's weights to bfloat16 in the student's pass; the arithmetic stays as it is."""
     hidden, weights, passes = closeness._hidden_states, dict(backbone.causal_lm.named_parameters()), []
 
-    def states(model, texts):
+    def states(model, texts, count):
         passes.append(1)
         if len(passes) % 2 == 0:
-            return hidden(model, texts)
+            return hidden(model, texts, count)
         kept = {name: weight.data for name, weight in weights.items()}
         for weight in weights.values():
             weight.data = weight.data.bfloat16().to(weight.dtype)
         try:
-            return hidden(model, texts)
+            return hidden(model, texts, count)
         finally:
             for name, weight in weights.items():
                 weight.data = kept[name]

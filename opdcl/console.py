@@ -227,13 +227,18 @@ class Output:
     def _say(self, text: str, style: str | None = None) -> None:
         self._err.print(wrapped(harmless(redact(text)), self._err), markup=False, style=style)
 
+    @property
+    def _is_live(self) -> bool:
+        """Whether notes go to a terminal on which a line can change; with TERM=dumb none can."""
+        return self._shows_notes and self._err.is_terminal and not self._err.is_dumb_terminal
+
     @contextlib.contextmanager
     def busy(self, text: str) -> Iterator[Callable[[str | Callable[[], str]], None]]:
         """Show on a terminal what is being done; yields the function that says what is done now.
 
         It takes a text, or a function that returns the text of the moment.
         """
-        if not (self._shows_notes and self._err.is_terminal):
+        if not self._is_live:
             yield lambda text: None
             return
         with self._err.status(text) as status:
@@ -244,9 +249,11 @@ class Output:
         if not sys.stdin.isatty():
             return sys.stdin.readline()
         self._err.print("> ", end="")
-        line = sys.stdin.readline()
+        line = ""
+        with contextlib.suppress(KeyboardInterrupt):  # at the prompt, Ctrl-C ends the input as Ctrl-D does
+            line = sys.stdin.readline()
         if not line:
-            self._err.print()  # Ctrl-D leaves the cursor behind the prompt
+            self._err.print()  # both leave the cursor behind the prompt
         return line
 
     def error(self, fault: OpdclError, from_any_worker: bool = False) -> None:
@@ -290,7 +297,7 @@ class StageLine:
 
     def __enter__(self) -> StageLine:
         console = self.output._err
-        if self.output._shows_notes and console.is_terminal:
+        if self.output._is_live:
             self._live = _Bars(
                 TextColumn("{task.description}"),
                 BarColumn(16),

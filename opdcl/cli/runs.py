@@ -132,7 +132,7 @@ def chat(
     )
     typed = bool(prompts) or sys.stdin.isatty()
     if typed and not prompts:
-        screen.output.note("Each prompt stands alone: the models see no earlier one. Ctrl-D ends.")
+        screen.output.note("Each prompt stands alone: the models see no earlier one. Ctrl-C or Ctrl-D ends.")
     for outcome in turns:
         if typed:
             outcome.sentence = ""  # it stands on the screen already

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from opdcl.rundir.files import RESTORE, read_jsonl
 from opdcl.rundir.layout import RunDir
 from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.stages.answers import SEED, KeptRows, Question, answer, made_by, partial_file, resident, store
-from opdcl.training import StageReport, reset_peak_memory
+from opdcl.training import StageReport, counted, reset_peak_memory
 
 # Tokens of a forward pass; padding counts.
 MICRO_BATCH, CUDA_MICRO_BATCH = 2048, 8192
@@ -76,9 +76,9 @@ def measure_closeness(
         base_answers = [row["completion_ids"] for row in read_jsonl(base_file)]
         if len(base_answers) != len(prompts):
             raise UsageError(f"{base_file} lacks answers of base", RESTORE)
-        rows_of = partial(_state_rows, backbone, base_answers)
+        rows_of = partial(_state_rows, backbone, report, base_answers)
     else:
-        rows_of = partial(_base_rows, backbone, prompts)
+        rows_of = partial(_base_rows, backbone, report, prompts)
 
     def decode(*question: Any) -> list[Rollout]:
         name: State = "student" if adapter else "base"
@@ -95,18 +95,19 @@ def measure_closeness(
 
 
 def _base_rows(
-    backbone: Backbone, prompts: list[list[int]], numbers: list[int], own: list[Rollout]
+    backbone: Backbone, report: StageReport, prompts: list[list[int]], numbers: list[int], own: list[Rollout]
 ) -> list[dict[str, Any]]:
     """Compare base with itself a little off, on its answers, and with itself after other prompts."""
     after_others = []
     for i, rollout in zip(numbers, own, strict=True):
         prompt = prompts[other(i, len(prompts))]
         after_others.append(Rollout(Prompt(prompt), rollout.completion_ids))
+    count = counted(report, "read answers", 3 * len(own))
     with backbone.merged("base") as model:
-        states = _hidden_states(model, own)
-        states_after_others = _hidden_states(model, after_others)
+        states = _hidden_states(model, own, count)
+        states_after_others = _hidden_states(model, after_others, count)
         with _jitter(model):
-            states_a_little_off = _hidden_states(model, own)
+            states_a_little_off = _hidden_states(model, own, count)
     if parallel.worker_count() == 1:  # later states are compared on these texts
         texts = [Rollout(rollout.prompt, rollout.completion_ids) for rollout in own]
         BASE_READ.setdefault(backbone, {})[numbers[0]] = texts, states
@@ -119,17 +120,23 @@ def _base_rows(
 
 
 def _state_rows(
-    backbone: Backbone, base_answers: list[list[int]], numbers: list[int], own: list[Rollout]
+    backbone: Backbone,
+    report: StageReport,
+    base_answers: list[list[int]],
+    numbers: list[int],
+    own: list[Rollout],
 ) -> list[dict[str, Any]]:
     """Compare a state with base, on its answers and on base's."""
     of_base = [Rollout(r.prompt, base_answers[i]) for i, r in zip(numbers, own, strict=True)]
     texts = own + of_base
     known_texts, known_states = BASE_READ.get(backbone, {}).get(numbers[0], ([], {}))
     is_known = known_texts == of_base
+    read_by_base = own if is_known else texts
+    count = counted(report, "read answers", len(texts) + len(read_by_base))
     with backbone.merged("student") as model:
-        states = _hidden_states(model, texts)
+        states = _hidden_states(model, texts, count)
     with backbone.merged("base") as model:
-        base_states = _hidden_states(model, own if is_known else texts)
+        base_states = _hidden_states(model, read_by_base, count)
     if is_known:
         base_states |= {len(own) + i: states_NH for i, states_NH in known_states.items()}
     found = _divergences(backbone, "student", states, base_states)
@@ -202,8 +209,11 @@ def other(number: int, total: int) -> int:
 
 
 @torch.no_grad()
-def _hidden_states(model: Any, texts: list[Rollout]) -> States:
-    """Return the states before the tokens of each answer of this worker's share, `(N, H)`, by number."""
+def _hidden_states(model: Any, texts: list[Rollout], count: Callable[[list[int]], None]) -> States:
+    """Return the states before the tokens of each answer of this worker's share, `(N, H)`, by number.
+
+    `count` receives the numbers of the answers that were read since its last call.
+    """
     tokens = CUDA_MICRO_BATCH if model.device.type == "cuda" else MICRO_BATCH
     own = parallel.my_share(range(len(texts)))
     found: States = {}
@@ -211,6 +221,7 @@ def _hidden_states(model: Any, texts: list[Rollout]) -> States:
         sequences = [sequence(texts[i].prompt_ids, texts[i].completion_ids) for i in batch]
         lengths = [len(texts[i].completion_ids) for i in batch]
         found |= zip(batch, answer_states(model, sequences).split(lengths), strict=True)
+        count(batch)
     return found
 
 

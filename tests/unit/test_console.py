@@ -43,9 +43,12 @@ def test_json_mode_prints_one_document_and_no_notes(capsys):
     assert captured.out == '{\n  "a": "b"\n}\n'
 
 
+TERMINAL = {"TERM": "xterm"}
+
+
 def on_a_terminal() -> tuple[Output, io.StringIO]:
     output, screen = Output(), io.StringIO()
-    output._err = Console(file=screen, force_terminal=True, width=100, soft_wrap=True)
+    output._err = Console(file=screen, force_terminal=True, width=100, soft_wrap=True, _environ=TERMINAL)
     return output, screen
 
 
@@ -133,7 +136,12 @@ def test_a_line_ends_with_the_time_left_by_the_mean_of_the_steps_since_the_first
 def test_a_terminal_shows_the_time_left_of_a_stage_whose_steps_take_minutes():
     output, screen, clock = Output(), io.StringIO(), [0.0]
     output._err = Console(
-        file=screen, force_terminal=True, color_system=None, width=100, get_time=lambda: clock[0]
+        file=screen,
+        force_terminal=True,
+        color_system=None,
+        width=100,
+        get_time=lambda: clock[0],
+        _environ=TERMINAL,
     )
     with output.stage("recover") as line:
         line.progress(4, 9)
@@ -207,3 +215,26 @@ def test_texts_have_one_line_of_the_terminal_each():
     (cut,) = [row for row in lines if row.startswith("  base")]
     assert cut.endswith("…")
     assert 98 <= cell_len(cut) <= 100
+
+
+def test_a_dumb_terminal_has_lines_of_progress():
+    output, screen = Output(), io.StringIO()
+    output._err = Console(file=screen, force_terminal=True, width=100, _environ={"TERM": "dumb"})
+    with output.stage("recover") as line:
+        line.part("validate", 0, 24)
+        line.progress(8, 8)
+    assert screen.getvalue() == "recover: validate 0/24\nrecover 8/8\n"
+
+
+def test_ctrl_c_at_a_prompt_ends_the_input(monkeypatch):
+    class Interrupted(io.StringIO):
+        def isatty(self):
+            return True
+
+        def readline(self, size=-1):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stdin", Interrupted())
+    output, screen = on_a_terminal()
+    assert output.ask() == ""
+    assert screen.getvalue() == "> \n"
