@@ -36,7 +36,7 @@ LONGEST_FIRST = (
 def pytest_configure(config: pytest.Config) -> None:
     """Unpack the embedded model once, before several workers need it, and make a cache for the tests.
 
-    It shares all but the times that real runs have measured here: tests neither use nor change these.
+    It shares all but the times and texts of real runs here: tests neither use nor change these.
     """
     if not hasattr(config, "workerinput"):
         from opdcl.model.load import embedded_folder
@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
         cache = Path(tempfile.mkdtemp(prefix="opdcl-tests-"))
         config.add_cleanup(lambda: shutil.rmtree(cache))
         for entry in cache_home().iterdir():
-            if entry.is_dir():
+            if entry.is_dir() and entry.name != "texts":
                 (cache / entry.name).symlink_to(entry.resolve())
         os.environ["OPDCL_CACHE"] = str(cache)
 
@@ -59,6 +59,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             i for i, start in enumerate(LONGEST_FIRST) if str(item.path).startswith(f"{tests}/{start}")
         )
     )
+
+
+@pytest.fixture(autouse=True)
+def without_kept_texts() -> None:
+    """Let every test sample its own texts."""
+    shutil.rmtree(Path(os.environ["OPDCL_CACHE"]) / "texts", ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,9 @@ from opdcl.config.section import Section
 # How many of the likeliest tokens a server is asked for at each position: vLLM's limit, unless it is raised.
 SERVED_TOKENS = 20
 
+# In place of a number of tokens: the whole vocabulary, as vLLM calls it.
+WHOLE_VOCABULARY = -1
+
 
 class TeacherModel(Section):
     """Another model that teaches. It is loaded onto the student's device, is sharded if base is, and takes

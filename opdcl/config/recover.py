@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from opdcl.config.model import SERVED_TOKENS, ServerSection
+from opdcl.config.model import SERVED_TOKENS, WHOLE_VOCABULARY, ServerSection
 from opdcl.config.section import (
     Auto,
     BatchSize,
@@ -27,10 +27,10 @@ from opdcl.errors import nearest
 
 
 class OnPolicySection(Section):
-    """The steps of a recovery, `lmbda` of them, in which the student writes."""
+    """The steps in which the student writes: `lmbda` of the general ones."""
 
     domain: bool = False
-    """The student also writes the answers of as many domain steps. When false, the domain's teacher writes
+    """The student also writes the same share of the domain steps. When false, the domain's teacher writes
     them all: a student near base answers at length, and a teacher that ends early would teach it to end."""
     reverse: Share = 0.25
     """Share of reverse KL in a loss that is forward KL otherwise. It penalizes what the student writes and
@@ -99,6 +99,7 @@ class RecoverConfig(Section):
         *((k, lambda s, m=m: s.method == m, f"with method {m}, {why}") for m, (k, why) in UNUSED_BY.items()),
         ("loss", _needs_no_loss, "with method interpolate, which trains nothing"),
         ("general", lambda s: s.reward is not None, "with reward, whose suite has the general prompts"),
+        ("given_answers", lambda s: bool(s.reward) or s.general is None, "without rows of general prompts"),
         (f"server {ON_POLICY}", lambda s: s.lmbda == 0, "with lmbda 0: the teachers write all answers"),
         ("lmbda", _has_no_author, "without general steps, unless on_policy.domain is set"),
         ("on_policy.reverse", lambda s: s.loss.kind != "forward_kl", "unless loss.kind is forward_kl"),
@@ -114,6 +115,10 @@ class RecoverConfig(Section):
     general: Annotated[str | list[str], Field(min_length=1)] | None = "everyday"
     """Prompts on which base is the teacher: `everyday` (shipped) or a file. Several sources: a list, in equal
     parts or as SOURCE=SHARE, such as `[everyday=0.3, prompts.jsonl=0.7]`. None: domain steps only."""
+    given_answers: bool = False
+    """Learn from the answers of the general rows instead of base's, where the student does not write: base
+    grades every token of them, and writes nothing. Held-out prompts come with theirs too, so each row needs
+    an answer."""
     domain: str | None = None
     """Prompts on which tuned is the teacher. Default: the questions of the fine-tune's data."""
     general_teacher: TeacherName = "base"
@@ -141,7 +146,8 @@ class RecoverConfig(Section):
     """General steps before each domain step; no step mixes the two. 0: domain steps only."""
     lmbda: Share = 0.5
     """Share of the general steps in which the student writes the answers, spread over the run: rounded, but
-    at least one of two or more. In the others base writes. 1 is on-policy, 0 off-policy."""
+    at least one of two or more. In the others their teacher writes, as it does in domain steps. 1 is
+    on-policy, 0 off-policy. TRL's GKD draws each step with this chance."""
     on_policy: OnPolicySection = OnPolicySection()
     """What is different where the student writes."""
     sample_ahead: Positive = 3
@@ -199,6 +205,8 @@ class RecoverConfig(Section):
             raise ValueError("without general prompts use method alternating and general_per_domain 0")
         for name, teacher in self.teachers.items():
             self._check_teacher(name, teacher)
+        if self.given_answers and self.loss.kind == "policy_gradient":
+            raise ValueError("given_answers needs another loss.kind: nobody sampled these answers")
         if self.reward:
             self._check_reward(self.reward.group)
         return self
@@ -230,13 +238,6 @@ class RecoverConfig(Section):
         if "{feedback}" in (teacher.context or "") and not (self.reward and only_general):
             raise ValueError(
                 f"teachers.{name}.context: {{feedback}} needs reward, and only general_teacher receives it"
-            )
-        k = SERVED_TOKENS
-        known = self.loss.kind == "policy_gradient" or (self.loss.kind == "top_k" and self.loss.k <= k)
-        if teacher.server and not known:
-            raise ValueError(
-                f"teachers.{name} is on a server, which returns log-probabilities of the sampled token and "
-                f"the {k} likeliest: use loss.kind policy_gradient, or top_k with loss.k at most {k}"
             )
 
     def _check_reward(self, group: int) -> None:
@@ -289,6 +290,14 @@ class RecoverConfig(Section):
         if self.method == "replay" or (stream == "domain" and not self.on_policy.domain):
             return 0.0
         return self.lmbda
+
+    @property
+    def served_tokens(self) -> int:
+        """How many of the likeliest tokens of each position a teacher on a server is asked for."""
+        if self.loss.kind in ("forward_kl", "reverse_kl") and self.method != "replay":
+            return WHOLE_VOCABULARY
+        # Fewer would save nothing, and the logged KL is over those that are named.
+        return max(self.loss.k, SERVED_TOKENS) if self.loss.kind == "top_k" else SERVED_TOKENS
 
     def teacher_of(self, stream: Literal["general", "domain"], name: str = "") -> TeacherSection:
         """Return the definition of a named teacher, or of the stream's own."""

@@ -8,11 +8,11 @@ import torch
 from transformers import PreTrainedModel
 
 from opdcl import parallel
-from opdcl.config.model import ServerSection
+from opdcl.config.model import SERVED_TOKENS, ServerSection
 from opdcl.config.teacher import TeacherSection
 from opdcl.distill.losses import token_logprobs
 from opdcl.distill.teachers import EmaTeacher, RemoteTeacher, SecondModel, Teacher, TrustRegionTeacher
-from opdcl.errors import UsageError
+from opdcl.errors import OpdclError, UsageError
 from opdcl.model.architecture import architecture
 from opdcl.model.backbone import Backbone, State
 from opdcl.model.compatibility import HINT, PROBES, check_same_tokenizer
@@ -23,16 +23,24 @@ from opdcl.sampling.server import Server
 # Nats per token by which a model may differ from its copy on a server: between rounding and another model.
 SAME_MODEL = 0.3
 
+# Nats per token by which a teacher may rate a plain text below base: a fine-tune has cost up to 3, and at
+# random it would be 6 and more.
+BROKEN_MODEL = 4.0
+
 Notify = Callable[[str], None]
 
 
 def make_teacher(
-    config: TeacherSection, backbone: Backbone, state: State = "general", notify: Notify = lambda text: None
+    config: TeacherSection,
+    backbone: Backbone,
+    state: State = "general",
+    notify: Notify = lambda text: None,
+    named: int = SERVED_TOKENS,
 ) -> Teacher:
     """Return the teacher that a configuration describes.
 
     An `ema` or `adapter` teacher needs its adapter on the backbone already, as `state`. `notify` receives
-    messages about a server that does not answer.
+    messages about a server; `named` is how many of the likeliest tokens are requested of it.
     """
     match config.kind:
         case "live":
@@ -46,18 +54,22 @@ def make_teacher(
         case "model":
             return SecondModel(backbone, _load_model(config, backbone))
         case "remote":
-            return RemoteTeacher(backbone, reach_server(config.server, backbone, notify))
+            server = reach_server(config.server, backbone, notify, named)
+            compare_with_base(server, backbone)
+            return RemoteTeacher(backbone, server)
         case frozen:
             return Teacher(backbone, frozen)
 
 
-def reach_server(config: ServerSection, backbone: Backbone, notify: Notify) -> Server:
+def reach_server(
+    config: ServerSection, backbone: Backbone, notify: Notify, named: int = SERVED_TOKENS
+) -> Server:
     """Connect to a server whose tokenizer agrees with the student's.
 
     Raises:
         UsageError: The tokenizers differ.
     """
-    server = Server(config, architecture(backbone.causal_lm.config).vocabulary, notify)
+    server = Server(config, architecture(backbone.causal_lm.config).vocabulary, notify, named=named)
     for probe in PROBES:
         local_ids = backbone.tokenizer(probe, add_special_tokens=False)["input_ids"]
         server_ids = server.encode(probe)
@@ -75,13 +87,8 @@ def reach_own_model(config: ServerSection, backbone: Backbone, notify: Notify) -
         UsageError: The server has another tokenizer or another model.
     """
     server = reach_server(config, backbone, notify)
-    ids = backbone.tokenizer(" ".join(PROBES[:6]), add_special_tokens=False)["input_ids"]
-    prompt_ids, completion_ids = ids[:1], ids[1:]
-    server_N = server.grade(prompt_ids, completion_ids).get().logprob_N
-    base = Teacher(backbone, "base").distribution([Rollout(Prompt(prompt_ids), completion_ids)])
-    token_N = torch.tensor(completion_ids, device=backbone.device)
-    base_N = token_logprobs(base, token_N, len(backbone.head_VH))
-    gap = float((base_N.cpu() - server_N).abs().mean())
+    server_N, base_N = _probe(server, backbone)
+    gap = float((base_N - server_N).abs().mean())
     if gap > SAME_MODEL:
         server.close()
         raise UsageError(
@@ -90,6 +97,44 @@ def reach_own_model(config: ServerSection, backbone: Backbone, notify: Notify) -
             "start it with `opdcl serve RUN`, and set server.model to the name of the base",
         )
     return server
+
+
+def compare_with_base(server: Server, backbone: Backbone) -> None:
+    """Compare a served teacher's log-probabilities with base's, and say how far apart they are.
+
+    Raises:
+        UsageError: To the teacher, a plain text is so much less likely that it must be computed wrongly.
+    """
+    try:
+        server_N, base_N = _probe(server, backbone)
+    except OpdclError:
+        server.close()
+        raise
+    url, worse = server.config.url, float((base_N - server_N).mean())
+    if worse > BROKEN_MODEL:
+        server.close()
+        raise UsageError(
+            f"the teacher at {url} gives a plain text {worse:.1f} nats per token less than base does",
+            "its weights or its precision are probably wrong: serve it anew, with another --dtype or without "
+            "--quantization",
+        )
+    gap = float((base_N - server_N).abs().mean())
+    sends = "whole distributions" if server.is_whole else f"the {server.named} likeliest tokens"
+    who = "it is base" if gap <= SAME_MODEL else "it is another model than base"
+    difference = f"on a text, the two differ by {gap:.2g} nats per token"
+    server.notify(f"the teacher at {url} sends {sends}; {who}: {difference}")
+
+
+def _probe(server: Server, backbone: Backbone) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the log-probabilities of a text's tokens, `(N,)` each: on the server, and by base here."""
+    probes = PROBES[:1] if server.is_whole else PROBES[:6]  # whole distributions are large
+    ids = backbone.tokenizer(" ".join(probes), add_special_tokens=False)["input_ids"]
+    prompt_ids, completion_ids = ids[:1], ids[1:]
+    served = server.grade(prompt_ids, completion_ids).get()
+    base = Teacher(backbone, "base").distribution([Rollout(Prompt(prompt_ids), completion_ids)])
+    token_N, rows = torch.tensor(completion_ids), len(backbone.head_VH)
+    base_N = token_logprobs(base, token_N.to(backbone.device), rows).cpu()
+    return token_logprobs(served, token_N, rows), base_N
 
 
 def _load_model(config: TeacherSection, backbone: Backbone) -> PreTrainedModel:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import BUILT_IN
 from opdcl.data.chat import encode_prompt
+from opdcl.data.learned import learned_turns
 from opdcl.data.rows import Row, check_prompts, is_shipped, load_rows
 from opdcl.distill.mixture import read_mixture
 from opdcl.distill.reward import load_reward_task, reward_rows
@@ -67,6 +68,13 @@ def read_recovery_source(
     for stream in STREAMS:
         for row in rows[stream]:
             _check_teacher(config, stream, row)
+    if config.given_answers:
+        for row in rows["general"] + held_out.get("general", []):
+            if not row.answer:
+                hint = (
+                    "give every general row one: `completion` beside `prompt`, or `answer` beside `question`"
+                )
+                raise UsageError(f"{row.where} has no answer to learn from", hint)
     if not config.reward:
         return RecoverySource(rows, held_out)
     task = load_suite(config.reward.suite)
@@ -113,7 +121,10 @@ def encode_stream(
             shown = None
             if context is not None and row.answer:
                 shown = encode_prompt(row.with_context(context, row.answer), tokenizer, limit)
-            prompts.append(Prompt(ids, row.teacher, shown, number=len(prompts)))
+            answer = None
+            if stream == "general" and config.given_answers:
+                answer = _own_answer(row, tokenizer)
+            prompts.append(Prompt(ids, row.teacher, shown, number=len(prompts), answer=answer))
         return prompts
 
     prompts = encode(source.rows[stream])
@@ -131,6 +142,17 @@ def question_of(
         if encode_prompt(row, tokenizer, sys.maxsize) == prompt.ids:
             return row.shown()
     return ""
+
+
+def _own_answer(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids of a row's answer, with the token that ends it, as a fine-tune would learn them."""
+    turn = learned_turns(row, tokenizer)[-1]
+    if turn is None:
+        message = f"{row.where}: with this chat template no prompt leads to its answer"
+        raise UsageError(
+            message, "leave the row out, or name another template: --set model.chat_template=FILE"
+        )
+    return turn.answer
 
 
 def _spread(size: int, count: int) -> list[int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
 from opdcl.data.examples import Examples
 from opdcl.data.learned import Encoded
+from opdcl.distill.kept_texts import KeptTexts
 from opdcl.distill.schedule import endless
 from opdcl.distill.teachers import Teacher
 from opdcl.model.backbone import Backbone
@@ -30,12 +31,11 @@ def replayed_rows(
     if not file.exists():
         order = endless(len(examples.replay), config.seed)
         prompts = [Prompt(examples.replay[i]) for i in itertools.islice(order, count)]
-        rollouts = Teacher(backbone, "base").complete(
-            prompts,
-            max_new_tokens=REPLAYED_TOKENS,
-            seed=config.seed,
-            on_finished=counted(report, "base writes answers to replay", count),
-        )
+        texts, base = KeptTexts(backbone), Teacher(backbone, "base")
+        progress = counted(report, "base writes answers to replay", count)
+        rollouts = texts.complete(base, prompts, progress, max_new_tokens=REPLAYED_TOKENS, seed=config.seed)
+        if kept := texts.describe():
+            report.note(kept)
         rows = [{"prompt_ids": r.prompt_ids, "completion_ids": r.completion_ids} for r in rollouts]
         write_atomic(file, "".join(json.dumps(row) + "\n" for row in rows))
     replayed: list[Encoded] = []

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
+from opdcl.distill.kept_texts import KeptTexts
 from opdcl.distill.schedule import Step, Stream, sampled_together
 from opdcl.distill.teachers import Teacher, Teachers, by_teacher
 from opdcl.errors import UsageError
@@ -57,6 +58,7 @@ class RolloutQueue:
         self.config, self.steps, self.prompts = config, steps, prompts
         self.student, self.teachers, self.reward = student, teachers, reward
         self.report = report
+        self.texts = KeptTexts(student.backbone)
         self.latest: dict[Stream, list[Rollout]] = {}
         """The completions handed out last, by stream."""
         self._ahead: dict[int, list[Rollout]] = {}
@@ -187,15 +189,35 @@ class RolloutQueue:
         teachers: Teachers,
         on_finished: OnFinished | None = None,
     ) -> list[Rollout]:
-        """Let each prompt's own teacher complete it, in its context and at temperature 1."""
+        """Let each prompt's own teacher complete it, in its context and at temperature 1.
+
+        An answer that is given with the prompt takes the place of the teacher's.
+        """
+        if prompts and prompts[0].answer is not None:
+            return self._given(prompts, stream, on_finished)
         rollouts = [Rollout(prompt) for prompt in prompts]
         for name, positions in by_teacher(prompts).items():
             shown = [replace(prompts[i], ids=prompts[i].shown, context=None) for i in positions]
             limit = self.config.limit(stream)
-            written = teachers[name].complete(shown, max_new_tokens=limit, seed=seed, on_finished=on_finished)
+            written = self.texts.complete(
+                teachers[name], shown, on_finished=on_finished, max_new_tokens=limit, seed=seed
+            )
             for i, rollout in zip(positions, written, strict=True):
                 rollout.prompt = prompts[i]
                 rollouts[i] = rollout
+        return rollouts
+
+    def _given(
+        self, prompts: Sequence[Prompt], stream: Stream, on_finished: OnFinished | None
+    ) -> list[Rollout]:
+        """Return the answers that are given with the prompts, cut at the stream's maximum length."""
+        limit, eos_ids = self.config.limit(stream), self.student.backbone.eos_ids
+        rollouts = []
+        for prompt in prompts:
+            answer = (prompt.answer or [])[:limit]
+            rollouts.append(Rollout(prompt, answer, finished=answer[-1] in eos_ids))
+        if on_finished:
+            on_finished(list(parallel.my_share(rollouts)))
         return rollouts
 
     def save(self, folder: Path) -> None:

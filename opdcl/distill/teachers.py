@@ -9,7 +9,7 @@
 | `ema` | an exponential moving average of the student's adapter | arXiv 2601.19897 |
 | `trust_region` | a point between a frozen reference and the student | arXiv 2601.20802 |
 | `model` | another model of the same family: strong to weak | arXiv 2306.13649 |
-| `remote` | a model on a server, which returns the top tokens of each position | |
+| `remote` | a model on a server, which returns whole distributions or the top tokens | |
 
 All but the last two are adapter states of the student's own backbone, so they need no second model. A
 `context` shows the teacher what the student does not see: the answer, or a demonstration. With the answer in
@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 
 from opdcl import parallel
 from opdcl.model.backbone import Backbone, State
-from opdcl.model.distributions import HiddenStates, TeacherDistribution, TopTokens, join
+from opdcl.model.distributions import HiddenStates, Served, TeacherDistribution, join
 from opdcl.model.forward import answer_states
 from opdcl.model.lora import parts
 from opdcl.sampling.rollout import Prompt, Rollout
@@ -53,6 +53,11 @@ class Teacher:
     def is_dynamic(self) -> bool:
         """Whether its distribution for a fixed text changes as the student learns."""
         return self.state == "student"
+
+    @property
+    def frozen_state(self) -> State | None:
+        """The state of the backbone that writes its completions, if training never changes it."""
+        return None if self.is_dynamic else self.state
 
     @property
     def head_VH(self) -> torch.Tensor:
@@ -148,6 +153,10 @@ class SecondModel(Teacher):
         self.model = model
 
     @property
+    def frozen_state(self) -> None:
+        """None: what writes is no state of the backbone."""
+
+    @property
     def head_VH(self) -> torch.Tensor:
         return self.model.get_output_embeddings().weight
 
@@ -168,6 +177,10 @@ class RemoteTeacher(Teacher):
         super().__init__(backbone, "base")
         self.server = server
 
+    @property
+    def frozen_state(self) -> None:
+        """None: what writes is no state of the backbone."""
+
     def complete(self, prompts: Sequence[Prompt], **options: Any) -> list[Rollout]:
         def request() -> list[Rollout]:
             return self.server.complete(prompts, eos_ids=self.backbone.eos_ids, **options)
@@ -178,9 +191,10 @@ class RemoteTeacher(Teacher):
         return join([request.get() for request in self._requests(rollouts)]).to(self.backbone.device)
 
     def prefetch(self, rollouts: Sequence[Rollout]) -> None:
-        self._requests(rollouts)
+        if not self.server.is_whole:  # those of many completions would not fit into memory
+            self._requests(rollouts)
 
-    def _requests(self, rollouts: Sequence[Rollout]) -> list[AsyncResult[TopTokens]]:
+    def _requests(self, rollouts: Sequence[Rollout]) -> list[AsyncResult[Served]]:
         return [self.server.grade(r.prompt.shown, r.completion_ids) for r in rollouts]
 
     def close(self) -> None:

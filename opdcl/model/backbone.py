@@ -148,6 +148,15 @@ class Backbone:
         self._known = checksum, digest.hexdigest()
         return self._known[1]
 
+    def adapter_fingerprint(self, state: State) -> str:
+        """Return the SHA-256 of a state's adapter, weights and scales; that of nothing if it has none."""
+        digest = hashlib.sha256()
+        for layer in self.adapted_layers(state):
+            digest.update(repr(layer.scaling[state]).encode())
+            for weight in parts(layer, state):
+                digest.update(_bytes(weight).cpu().numpy().data)
+        return digest.hexdigest()
+
     def known_fingerprint(self) -> str:
         """Return `fingerprint`, computed anew only if it never was, or if the weights have changed since."""
         checksum, known = self._known or ((), "")

@@ -1,6 +1,6 @@
 """A teacher's next-token distribution at N graded positions: complete, or a server's top tokens.
 
-Both kinds have the same methods, in which `part` selects n of the positions.
+All kinds have the same methods, in which `part` selects n of the positions.
 """
 
 from __future__ import annotations
@@ -15,8 +15,20 @@ import torch
 SMALLEST_TAIL = 1e-9
 
 
+class Complete:
+    """What complete distributions have in common."""
+
+    def entropy(self, part: slice, log_q: torch.Tensor) -> torch.Tensor:
+        """Return the entropy given the result of `log_probs`, `(n,)` in nats."""
+        return -(log_q.exp() * log_q).sum(-1)
+
+    def kl(self, part: slice, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+        """Return KL(p, q) from a student's log-distributions to this one, `(n,)` in nats."""
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
 @dataclass(frozen=True)
-class HiddenStates:
+class HiddenStates(Complete):
     """The complete distribution, as last hidden states `(N, H)` and the output embedding `(V, H)`."""
 
     states_NH: torch.Tensor
@@ -31,17 +43,25 @@ class HiddenStates:
             block.copy_(torch.log_softmax(block, -1))
         return logits
 
-    def entropy(self, part: slice, log_q: torch.Tensor) -> torch.Tensor:
-        """Return the entropy given the result of `log_probs`, `(n,)` in nats."""
-        return -(log_q.exp() * log_q).sum(-1)
-
-    def kl(self, part: slice, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-        """Return KL(p, q) from a student's log-distributions to this one, `(n,)` in nats."""
-        return (log_p.exp() * (log_p - log_q)).sum(-1)
-
     def split(self, lengths: Sequence[int]) -> list[HiddenStates]:
         """Return one distribution per sequence."""
         return [HiddenStates(states_NH, self.head_VH) for states_NH in self.states_NH.split(list(lengths))]
+
+
+@dataclass(frozen=True)
+class LogProbs(Complete):
+    """The complete distribution, as a server has sent it: log-probabilities, `(N, V)` in fp32."""
+
+    log_q_NV: torch.Tensor
+
+    def log_probs(self, part: slice, rows: int) -> torch.Tensor:
+        return self.log_q_NV[part, :rows]
+
+    def split(self, lengths: Sequence[int]) -> list[LogProbs]:
+        return [LogProbs(log_q_NV) for log_q_NV in self.log_q_NV.split(list(lengths))]
+
+    def to(self, device: torch.device) -> LogProbs:
+        return LogProbs(self.log_q_NV.to(device))
 
 
 class TopTokens(NamedTuple):
@@ -83,7 +103,8 @@ class TopTokens(NamedTuple):
         return TopTokens(*(column.to(device) for column in self))
 
 
-TeacherDistribution = HiddenStates | TopTokens
+Served = LogProbs | TopTokens
+TeacherDistribution = HiddenStates | Served
 D = TypeVar("D", bound=TeacherDistribution)
 
 
@@ -96,6 +117,8 @@ def shared_rows(weight_VH: torch.Tensor, teacher: TeacherDistribution) -> int:
     """Return how many rows of the vocabulary both models use: larger models of a family have more padding."""
     if isinstance(teacher, HiddenStates):
         return min(len(weight_VH), len(teacher.head_VH))
+    if isinstance(teacher, LogProbs):
+        return min(len(weight_VH), teacher.log_q_NV.shape[1])
     return len(weight_VH)
 
 
@@ -104,6 +127,8 @@ def join(distributions: Sequence[D]) -> D:
     parts: Any = distributions
     if isinstance(parts[0], TopTokens):
         joined: Any = TopTokens(*map(torch.cat, zip(*parts, strict=True)))
+    elif isinstance(parts[0], LogProbs):
+        joined = LogProbs(torch.cat([part.log_q_NV for part in parts]))
     else:
         joined = HiddenStates(torch.cat([part.states_NH for part in parts]), parts[0].head_VH)
     return joined  # type: ignore[no-any-return]

@@ -369,15 +369,18 @@ def _check_servers(workflow: Workflow, todo: set[str]) -> None:
     from opdcl.model.targets import lora_config
     from opdcl.sampling.server import check_access
 
-    own, teachers = [], []
+    own = []
     if workflow.eval and "eval" in todo:
         own.append(workflow.eval.server)
     if workflow.recover and "recover" in todo:
         own.append(workflow.recover.server)
-        teachers = [teacher.server for teacher in workflow.teachers().values()]
+        named = workflow.recover.served_tokens
+        for teacher in workflow.teachers().values():
+            if teacher.server:
+                check_access(teacher.server, named)
     if any(own) and (adapter := planned_adapter(workflow)):
         refuse_unserved(vars(lora_config(adapter, skeleton(workflow.model))))
-    for server in filter(None, own + teachers):
+    for server in filter(None, own):
         check_access(server)
 
 

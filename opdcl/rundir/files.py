@@ -28,7 +28,7 @@ LOCKED = re.compile(r"\..+\.opdcl-\d+-\w+")
 
 
 def cache_home() -> Path:
-    """Return the folder for converted models and tables: `$OPDCL_CACHE`, else `opdcl` in the user's cache."""
+    """Return the folder for models, tables and texts: `$OPDCL_CACHE`, else `opdcl` in the user's cache."""
     if folder := os.environ.get("OPDCL_CACHE"):
         return Path(os.path.expanduser(folder))
     return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME", "~/.cache"))) / "opdcl"

@@ -19,13 +19,15 @@ class Prompt:
 
     `ids` are the token ids that the student sees. `teacher` is the name of the prompt's own teacher, or ""
     for the stream's. `context` is what that teacher sees in place of `ids`, if it differs. `number` is the
-    position of its row in the stream, by which a reward finds the document.
+    position of its row in the stream, by which a reward finds the document. `answer` is given in place of
+    one that the teacher writes.
     """
 
     ids: list[int]
     teacher: str = ""
     context: list[int] | None = None
     number: int = 0
+    answer: list[int] | None = None
 
     @property
     def shown(self) -> list[int]:

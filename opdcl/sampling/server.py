@@ -22,9 +22,9 @@ import httpx2
 import tenacity
 import torch
 
-from opdcl.config.model import SERVED_TOKENS, ServerSection
+from opdcl.config.model import SERVED_TOKENS, WHOLE_VOCABULARY, ServerSection
 from opdcl.errors import OpdclError, UsageError
-from opdcl.model.distributions import TopTokens
+from opdcl.model.distributions import LogProbs, Served, TopTokens
 from opdcl.sampling.rollout import Prompt, Rollout
 
 KEY = "OPDCL_SERVER_KEY"
@@ -36,8 +36,10 @@ ATTEMPTS = 3
 # until an unreachable server is given up.
 IN_FLIGHT, TIMEOUT, PATIENCE = 32, 600.0, 600.0
 
-# Distributions kept until they are needed.
-CACHE_SIZE = 4096
+# Distributions kept until they are needed. Whole ones are large: 4 bytes a token of the vocabulary, and in
+# transit a hundred times that, so few are requested at once.
+CACHE_SIZE, WHOLE_CACHE_SIZE = 4096, 16
+WHOLE_IN_FLIGHT = 2
 
 # How far rounding may take a probability above one.
 TOLERANCE = 1e-3
@@ -58,6 +60,7 @@ class Server:
     """A client that keeps many requests in flight over persistent connections.
 
     `vocabulary` is the number of token ids; `notify` is called with a message when the server is unreachable.
+    `named` is how many of the likeliest tokens are requested at each graded position, or `WHOLE_VOCABULARY`.
     """
 
     def __init__(
@@ -66,18 +69,26 @@ class Server:
         vocabulary: int,
         notify: Callable[[str], None] = lambda text: None,
         in_flight: int = IN_FLIGHT,
+        named: int = SERVED_TOKENS,
     ):
-        self.config, self.vocabulary, self.notify = config, vocabulary, notify
+        self.config, self.vocabulary, self.notify, self.named = config, vocabulary, notify, named
         self._client = _client(config, in_flight)
         self._closed = threading.Event()
         # Identical requests share an answer.
-        self._graded = functools.lru_cache(CACHE_SIZE)(self._start_to_grade)
+        kept = WHOLE_CACHE_SIZE if self.is_whole else CACHE_SIZE
+        self._graded = functools.lru_cache(kept)(self._start_to_grade)
+        self._turns = threading.Semaphore(WHOLE_IN_FLIGHT if self.is_whole else in_flight)
         self._adapters: dict[str, str] = {}
         self._waiting = False
         self._lock, self._adapter_lock = threading.Lock(), threading.Lock()
         self.model = config.model or self._only_model()
         # Its threads are daemons: the process must be able to exit while an answer is pending.
         self._pool = ThreadPool(in_flight)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether whole distributions are requested."""
+        return self.named == WHOLE_VOCABULARY
 
     def close(self) -> None:
         """Abandon all requests in flight."""
@@ -90,11 +101,11 @@ class Server:
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         return self._request("tokenize", body, lambda answer: list(map(int, answer["tokens"])))
 
-    def grade(self, prompt_ids: Ids, completion_ids: Ids) -> AsyncResult[TopTokens]:
+    def grade(self, prompt_ids: Ids, completion_ids: Ids) -> AsyncResult[Served]:
         """Request the distribution of a completion in the background."""
         return self._graded(tuple(prompt_ids), tuple(completion_ids))
 
-    def _start_to_grade(self, prompt_ids: Ids, completion_ids: Ids) -> AsyncResult[TopTokens]:
+    def _start_to_grade(self, prompt_ids: Ids, completion_ids: Ids) -> AsyncResult[Served]:
         return self._pool.apply_async(self._grade, (prompt_ids, completion_ids))
 
     def complete(
@@ -169,32 +180,47 @@ class Server:
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, on a machine that can read the run directory",
             ) from error
 
-    def _grade(self, prompt_ids: Ids, completion_ids: Ids) -> TopTokens:
-        body = {
-            "model": self.model,
-            "prompt": [*prompt_ids, *completion_ids],
-            "max_tokens": 1,
-            "temperature": 0.0,
-            "prompt_logprobs": SERVED_TOKENS,
-            "return_token_ids": True,
-            "add_special_tokens": False,
-        }
-        return self._request(
-            "v1/completions", body, lambda answer: self._top_tokens(answer, prompt_ids, completion_ids)
-        )
+    def _grade(self, prompt_ids: Ids, completion_ids: Ids) -> Served:
+        body = _grading(self.model, [*prompt_ids, *completion_ids], self.named)
 
-    def _top_tokens(self, answer: Json, prompt_ids: Ids, completion_ids: Ids) -> TopTokens:
-        """Return the distribution of each completion token, after checking that it is about these tokens."""
+        def read(answer: Json) -> Served:
+            rows = self._rows(answer, prompt_ids, completion_ids)
+            return self._whole(rows) if self.is_whole else self._top_tokens(rows, completion_ids)
+
+        with self._turns:
+            return self._request("v1/completions", body, read)
+
+    def _rows(self, answer: Json, prompt_ids: Ids, completion_ids: Ids) -> list[dict[int, float]]:
+        """Return the log-probabilities at each completion token, after checking that they are about these."""
         (choice,) = answer["choices"]
         rows = choice["prompt_logprobs"]
         if len(rows) != (expected := len(prompt_ids) + len(completion_ids)):
             raise _InvalidAnswer(f"log-probabilities of {len(rows)} tokens came back for {expected}")
-        k = SERVED_TOKENS
-        token_logprobs, top_ids, top_logprobs = [], [], []
+        read = []
         for token, row in zip(completion_ids, rows[len(prompt_ids) :], strict=True):
             logprobs = {int(name): float(value["logprob"]) for name, value in row.items()}
             if token not in logprobs:
                 raise _InvalidAnswer(f"no log-probability of token {token}: the server read other tokens")
+            read.append(logprobs)
+        return read
+
+    def _whole(self, rows: list[dict[int, float]]) -> LogProbs:
+        """Return whole distributions; rows beyond the vocabulary are padding of a larger model."""
+        everything = set(range(len(rows[0])))
+        for logprobs in rows:
+            if logprobs.keys() != everything:
+                raise _InvalidAnswer(f"{len(logprobs)} tokens are named where all were requested")
+            self._check((), logprobs.values())
+            if abs((mass := sum(map(math.exp, logprobs.values()))) - 1) > TOLERANCE:
+                raise _InvalidAnswer(f"all tokens have a probability of {mass:.3f} together")
+        ids = range(min(len(everything), self.vocabulary))
+        return LogProbs(torch.tensor([[logprobs[i] for i in ids] for logprobs in rows]))
+
+    def _top_tokens(self, rows: list[dict[int, float]], completion_ids: Ids) -> TopTokens:
+        """Return the likeliest tokens of each position."""
+        k = self.named
+        token_logprobs, top_ids, top_logprobs = [], [], []
+        for token, logprobs in zip(completion_ids, rows, strict=True):
             self._check(logprobs, logprobs.values())
             top = sorted(logprobs, key=lambda name: logprobs[name], reverse=True)[:k]
             if len(top) < k:
@@ -305,19 +331,41 @@ class Server:
             raise _InvalidAnswer(message[:200]) from error
 
 
-def check_access(config: ServerSection) -> None:
+def check_access(config: ServerSection, named: int | None = None) -> None:
     """Request a server's models once, so that a refusal is known before anything is computed.
 
-    An unreachable server is accepted: it may be started before it is needed. So is 404, because nothing needs
-    the list of models if `server.model` is set.
+    With `named`, so many of the likeliest tokens are requested of it, too. An unreachable server is accepted:
+    it may be started before it is needed. So is 404, because nothing needs the list of models if
+    `server.model` is set.
 
     Raises:
-        UsageError: The server refuses the key.
+        UsageError: The server refuses the key, or to name as many tokens.
     """
     with _client(config) as client, contextlib.suppress(httpx2.TransportError):
         response = client.get("v1/models", timeout=5)
         if response.status_code in (401, 403):
             raise _refused(config, response)
+        if named is not None and config.model:
+            response = client.post("v1/completions", json=_grading(config.model, [0, 0], named))
+            if _names_too_few(response):
+                raise _refused(config, response)
+
+
+def _grading(model: str, ids: Ids, named: int) -> Json:
+    """Return a request for the distributions of a text's tokens."""
+    return {
+        "model": model,
+        "prompt": list(ids),
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "prompt_logprobs": named,
+        "return_token_ids": True,
+        "add_special_tokens": False,
+    }
+
+
+def _names_too_few(response: httpx2.Response) -> bool:
+    return response.status_code == 400 and "logprobs" in response.text
 
 
 def _client(config: ServerSection, in_flight: int = 1) -> httpx2.Client:
@@ -331,8 +379,12 @@ def _client(config: ServerSection, in_flight: int = 1) -> httpx2.Client:
 
 
 def _refused(config: ServerSection, response: httpx2.Response) -> UsageError:
-    status = response.status_code
-    return UsageError(
-        f"the server at {config.url} refuses: status {status}, {response.text[:300]}",
-        f"set {KEY}" if status in (401, 403) else "check server.url and server.model",
-    )
+    status, hint = response.status_code, "check server.url and server.model"
+    if status in (401, 403):
+        hint = f"set {KEY}"
+    if _names_too_few(response):
+        hint = (
+            "start it with --max-logprobs -1, which allows whole distributions; or use recover.loss.kind "
+            f"policy_gradient, or top_k with recover.loss.k at most {SERVED_TOKENS}, which need no more"
+        )
+    return UsageError(f"the server at {config.url} refuses: status {status}, {response.text[:300]}", hint)

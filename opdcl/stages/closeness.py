@@ -29,8 +29,9 @@ from opdcl.config.evaluate import CLOSENESS, EvalConfig
 from opdcl.data.chat import answer_text, encode_prompt
 from opdcl.data.rows import Row
 from opdcl.distill.grading import micro_batches
+from opdcl.distill.kept_texts import KeptTexts
 from opdcl.distill.losses import both_divergences
-from opdcl.distill.teachers import sequence
+from opdcl.distill.teachers import Teacher, sequence
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone, State
 from opdcl.model.distributions import HiddenStates
@@ -38,7 +39,7 @@ from opdcl.model.forward import answer_states
 from opdcl.rundir.files import RESTORE, read_jsonl
 from opdcl.rundir.layout import RunDir
 from opdcl.sampling.rollout import Prompt, Rollout
-from opdcl.stages.answers import SEED, KeptRows, Question, answer, made_by, partial_file, resident, store
+from opdcl.stages.answers import SEED, KeptRows, Question, answer, made_by, partial_file, store
 from opdcl.training import StageReport, counted, reset_peak_memory
 
 # Tokens of a forward pass; padding counts.
@@ -80,16 +81,24 @@ def measure_closeness(
     else:
         rows_of = partial(_base_rows, backbone, report, prompts)
 
-    def decode(*question: Any) -> list[Rollout]:
-        name: State = "student" if adapter else "base"
-        with resident(backbone, name, int(config.batch_size), temperature=1.0) as complete:
-            return complete(*question)
+    texts = KeptTexts(backbone)
+    writer = Teacher(backbone, "student" if adapter else "base")
+
+    def decode(
+        asked: list[Prompt], limit: int, seed: int, on_finished: Callable[[list[Rollout]], None]
+    ) -> list[Rollout]:
+        batch_size = int(config.batch_size)
+        return texts.complete(
+            writer, asked, on_finished, max_new_tokens=limit, seed=seed, batch_size=batch_size
+        )
 
     origin = made_by(backbone, adapter, [config.batch_size, limit, prompts, base_answers])
     # By number: a prompt that comes twice has two answers.
     questions = [Question(prompt, limit, f"{origin} {i}") for i, prompt in enumerate(prompts)]
     kept = KeptRows(partial_file(run, state, CLOSENESS), [question.key for question in questions])
     answer(questions, kept, decode, rows_of, report, batch_size=None)
+    if reused := texts.describe():
+        report.note(reused)
     samples = _samples(asked, [kept.rows[question.key] for question in questions], is_base=not adapter)
     return store(run, record, state, CLOSENESS, samples, _means(samples), floor={}, started=started)
 

@@ -81,6 +81,8 @@ def recover(
             recovery.validation.keep_start()
         else:
             learn(recovery)
+        if kept := recovery.queue.texts.describe():
+            report.note(kept)
     if problem := damage(out.best):
         hint = f"remove {out.trainer}: the same command then repeats the stage"
         raise OpdclError(f"{out.best}, the adapter to end with, is damaged: {problem}", hint)
@@ -182,6 +184,8 @@ def _recovery(
     for stream in STREAMS:
         prompts = encode_stream(config, source, stream, backbone.tokenizer, backbone.context_length)
         train[stream], held_out[stream] = prompts.train, prompts.held_out
+    if config.given_answers:
+        report.note(_describe_given(train["general"] + held_out["general"], config.limit("general")))
     with contextlib.ExitStack() as stack:
         teachers: dict[Stream, Teachers] = {}
         for stream in STREAMS:
@@ -205,6 +209,13 @@ def _recovery(
         if held_out["general"]:
             validation.question = question_of(held_out["general"][0], source, "general", backbone.tokenizer)
         yield Recovery(config, backbone, grader, queue, validation, out, log)
+
+
+def _describe_given(prompts: list[Prompt], limit: int) -> str:
+    """Say how many answers are given, and how many of them are cut."""
+    cut = sum(len(prompt.answer or []) > limit for prompt in prompts)
+    ends = f"; {cut} of them are cut at recover.max_new_tokens, {limit}" if cut else ""
+    return f"the answers of {len(prompts)} general rows are graded as they are{ends}"
 
 
 def _student(config: RecoverConfig, backbone: Backbone, out: StageDir, report: StageReport) -> Teacher:
@@ -235,5 +246,5 @@ def _teachers(
         state = f"{stream}_{name}" if name else stream
         if section.kind in ("ema", "adapter"):
             backbone.load_adapter(find_adapter(section.adapter) if section.adapter else tuned, state)
-        teachers[name] = make_teacher(section, backbone, state, report.note)
+        teachers[name] = make_teacher(section, backbone, state, report.note, config.served_tokens)
     return teachers

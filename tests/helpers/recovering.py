@@ -1,9 +1,11 @@
 """A recovery of the two-layer model from the `tuned` fixture."""
 
+import shutil
 from types import SimpleNamespace
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.distill.grading import Grader
+from opdcl.distill.kept_texts import texts_folder
 from opdcl.distill.prompts import read_recovery_source
 from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.schedule import plan_steps
@@ -32,6 +34,16 @@ class Silent(StageReport):
     """A report that nobody reads."""
 
 
+class Notes(Silent):
+    """Keeps what is said."""
+
+    def __init__(self):
+        self.lines = []
+
+    def note(self, text):
+        self.lines.append(text)
+
+
 def short_recovery(folder, **settings):
     """Return the settings of a few small steps on the prompts in `folder`."""
     streams = {"general": [str(folder / "general.jsonl")], "domain": str(folder / "domain.jsonl")}
@@ -49,6 +61,7 @@ def train(backbone, folder, name, config, stop=None):
             if done == stop:
                 raise KeyboardInterrupt
 
+    shutil.rmtree(texts_folder(), ignore_errors=True)  # what it samples itself is what is tested
     out = StageDir(folder / name)
     fresh = Backbone(backbone.causal_lm, backbone.tokenizer, backbone.base_lm)
     try:

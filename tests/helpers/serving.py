@@ -46,6 +46,12 @@ class Handler(BaseHTTPRequestHandler):
         if body["model"] not in {*self.server.names, *self.server.adapters}:
             self._send({"error": {"message": f"The model {body['model']} does not exist."}}, 404)
             return
+        named = body.get("prompt_logprobs", 0)
+        if self.server.most_logprobs != -1 and not 0 <= named <= self.server.most_logprobs:
+            most = self.server.most_logprobs
+            message = f"Requested prompt logprobs of {named}, which is greater than max allowed: {most}"
+            self._send({"error": {"message": message}}, 400)
+            return
         fault = self.server.faults.pop(0) if self.server.faults else None
         if fault == "slow":
             time.sleep(self.server.slow)
@@ -117,6 +123,7 @@ class ModelServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), Handler)
         self.backbone, self.model = backbone, backbone.causal_lm
         self.names, self.faults, self.seen, self.extra_ids, self.slow = ["teacher"], [], [], [], 1.0
+        self.most_logprobs = 20  # vLLM's --max-logprobs
         self.adapters, self.takes_adapters, self._loaded = {}, True, None
         self.one_at_a_time = threading.Lock()
         self._connections = []
@@ -151,7 +158,7 @@ class ModelServer(ThreadingHTTPServer):
         log_p = self._log_probs(ids)
         rows = [None]
         for token, row in zip(ids[1:], log_p, strict=False):
-            top = row.topk(k)
+            top = row.topk(len(row) if k == -1 else k)
             named = {int(i): float(v) for i, v in zip(top.indices, top.values, strict=True)}
             named.setdefault(token, float(row[token]))
             rows.append({str(i): {"logprob": v, "rank": n} for n, (i, v) in enumerate(named.items(), 1)})

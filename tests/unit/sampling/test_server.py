@@ -12,7 +12,7 @@ from helpers.serving import serving
 from helpers.teaching import taught
 
 from opdcl.config.evaluate import EvalConfig
-from opdcl.config.model import SERVED_TOKENS, ModelConfig, ServerSection
+from opdcl.config.model import SERVED_TOKENS, WHOLE_VOCABULARY, ModelConfig, ServerSection
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import LossSection, TeacherSection
 from opdcl.data.suites import load_suite
@@ -24,7 +24,7 @@ from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates, TopTokens, join
 from opdcl.rundir.files import read_jsonl
 from opdcl.sampling.rollout import Prompt, Rollout
-from opdcl.sampling.server import KEY, Server
+from opdcl.sampling.server import KEY, Server, check_access
 from opdcl.stages.evaluate import BackboneLM
 
 K = SERVED_TOKENS
@@ -51,9 +51,9 @@ def impatient(monkeypatch):
     return limits
 
 
-def teacher_of(server, backbone, **settings):
+def teacher_of(server, backbone, named=K, **settings):
     config = ServerSection(url=server.url, **settings)
-    return RemoteTeacher(backbone, reach_server(config, backbone, lambda text: None))
+    return RemoteTeacher(backbone, reach_server(config, backbone, lambda text: None, named))
 
 
 def tokens_of(rollouts):
@@ -62,10 +62,18 @@ def tokens_of(rollouts):
 
 @pytest.mark.parametrize(
     "loss",
-    [{"kind": "policy_gradient"}, {"kind": "top_k", "k": K}, {"kind": "top_k", "k": 5}],
-    ids=["sampled token", "top 20", "top 5"],
+    [
+        {"kind": "policy_gradient"},
+        {"kind": "top_k", "k": K},
+        {"kind": "top_k", "k": 5},
+        {"kind": "top_k", "k": 60},
+        {"kind": "forward_kl"},
+        {"kind": "reverse_kl"},
+    ],
+    ids=["sampled token", "top 20", "top 5", "top 60", "whole forward", "whole reverse"],
 )
-def test_loss_and_gradient_equal_those_of_the_same_model_locally(backbone, elsewhere, loss):
+def test_loss_and_gradient_equal_those_of_the_same_model_locally(backbone, elsewhere, impatient, loss):
+    impatient(timeout=60)
     local = Teacher(backbone, "base")
     tokens, head = tokens_of(ROLLOUTS), local.head_VH
     student = local.states(ROLLOUTS) + 0.3 * torch.randn(
@@ -78,13 +86,16 @@ def test_loss_and_gradient_equal_those_of_the_same_model_locally(backbone, elsew
         - 0.1
     )
     with serving(elsewhere) as server:
-        remote = teacher_of(server, backbone)
+        server.most_logprobs = -1
+        remote = teacher_of(server, backbone, named=RecoverConfig(loss=loss).served_tokens)
         results = []
         for distribution in (local.distribution(ROLLOUTS), remote.distribution(ROLLOUTS)):
             states = student.clone().requires_grad_()
             losses = token_losses(states, head, distribution, tokens, sampler, LossSection(**loss))
             losses.loss.sum().backward()
             results.append((losses.loss.detach(), states.grad, losses.logprob))
+            if loss["kind"] in ("forward_kl", "reverse_kl"):
+                results[-1] += (losses.kl, losses.teacher_entropy)
         remote.close()
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
@@ -336,22 +347,94 @@ def test_another_tokenizer_or_an_ambiguous_model_is_refused(backbone, elsewhere)
         assert teacher_of(server, backbone, model="two").server.model == "two"
 
 
+@pytest.mark.parametrize("most", [20, 100])
 @pytest.mark.parametrize(
-    ("settings", "supported"),
+    "loss",
     [
-        ({"loss": {"kind": "reverse_kl"}}, False),
-        ({"loss": {"kind": "top_k", "k": 21}}, False),
-        ({"loss": {"kind": "top_k", "k": 20}}, True),
-        ({"loss": {"kind": "policy_gradient"}}, True),
+        {"kind": "forward_kl"},
+        {"kind": "reverse_kl"},
+        {"kind": "top_k", "k": 101},
+        {"kind": "top_k", "k": 20},
+        {"kind": "policy_gradient"},
     ],
+    ids=["forward", "reverse", "top 101", "top 20", "sampled token"],
 )
-def test_a_loss_that_needs_more_than_a_server_returns_is_refused(settings, supported):
-    teacher = taught({"kind": "remote", "server": {"url": "http://127.0.0.1:1/v1"}}, "general")
-    if supported:
-        assert RecoverConfig(**teacher, **settings).teacher_of("general").kind == "remote"
-    else:
-        with pytest.raises(ValueError, match="on a server, which returns"):
-            RecoverConfig(**teacher, **settings)
+def test_a_loss_that_needs_more_than_a_server_sends_is_refused_at_the_start(backbone, elsewhere, loss, most):
+    with serving(elsewhere) as server:
+        server.most_logprobs = most
+        section = TeacherSection(kind="remote", server={"url": server.url, "model": "teacher"})
+        config = RecoverConfig(loss=loss, **taught(section, "general"))
+
+        def reach():
+            check_access(section.server, config.served_tokens)  # as a dry run does
+            make_teacher(section, backbone, named=config.served_tokens).close()
+
+        if loss in ({"kind": "top_k", "k": 20}, {"kind": "policy_gradient"}):
+            reach()
+            return
+        for attempt in (lambda: make_teacher(section, backbone, named=config.served_tokens), reach):
+            with pytest.raises(UsageError, match="greater than max allowed") as caught:
+                attempt()
+            assert "--max-logprobs -1" in caught.value.hint
+            assert "top_k with recover.loss.k at most 20" in caught.value.hint
+
+
+@pytest.mark.parametrize("fault", ["few", "certain of everything", "nan"])
+def test_a_whole_distribution_that_is_none_is_requested_again(backbone, elsewhere, impatient, fault):
+    impatient(timeout=60)
+    with serving(elsewhere) as server:
+        server.most_logprobs = -1
+        remote = teacher_of(server, backbone, named=WHOLE_VOCABULARY)
+        good = remote.distribution(ROLLOUTS[:1])
+        remote.server._graded.cache_clear()
+        server.faults = [fault]
+        again = remote.distribution(ROLLOUTS[:1])
+        assert server.faults == []
+        assert torch.equal(again.log_q_NV, good.log_q_NV)
+        assert good.log_q_NV.shape == (len(ROLLOUTS[0].completion_ids), len(backbone.tokenizer))
+        remote.close()
+
+
+def test_whole_distributions_are_not_requested_before_they_are_needed(backbone, elsewhere):
+    with serving(elsewhere) as server:
+        server.most_logprobs = -1
+        remote = teacher_of(server, backbone, named=WHOLE_VOCABULARY)
+        before = len(server.seen)
+        remote.prefetch(ROLLOUTS)
+        time.sleep(0.2)
+        assert len(server.seen) == before
+        remote.close()
+
+
+def spoil(weight, by):
+    with torch.no_grad():
+        weight.mul_(by)
+
+
+@pytest.mark.parametrize(
+    ("named", "most", "sends"), [(K, 20, "the 20 likeliest tokens"), (-1, -1, "whole distributions")]
+)
+def test_a_served_teacher_is_compared_with_base_at_the_start(
+    backbone, elsewhere, impatient, named, most, sends
+):
+    impatient(timeout=60)
+    with serving(elsewhere) as server:
+        server.most_logprobs = most
+        section, said = TeacherSection(kind="remote", server={"url": server.url}), []
+
+        def reach():
+            make_teacher(section, backbone, notify=said.append, named=named).close()
+
+        reach()
+        spoil(elsewhere.causal_lm.model.layers[0].mlp.up_proj.weight, -1)
+        reach()
+        same, other = said
+        assert f"sends {sends}; it is base: on a text" in same
+        assert f"sends {sends}; it is another model than base: on a text" in other
+        spoil(elsewhere.causal_lm.model.norm.weight, 40)
+        with pytest.raises(UsageError, match="nats per token less than base does") as caught:
+            reach()
+        assert "--dtype" in caught.value.hint
 
 
 def test_remote_needs_a_server_and_only_remote_takes_one():

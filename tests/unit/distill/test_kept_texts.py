@@ -1,0 +1,215 @@
+"""Texts that are kept for later runs: the same bits with and without them, and only where all is the same."""
+
+import json
+import threading
+
+import pytest
+import torch
+from helpers.recovering import Notes, short_recovery
+
+from opdcl.distill import kept_texts
+from opdcl.distill.kept_texts import KeptTexts, texts_folder
+from opdcl.distill.prompts import read_recovery_source
+from opdcl.distill.teachers import EmaTeacher, SecondModel, Teacher, TrustRegionTeacher
+from opdcl.model.backbone import Backbone
+from opdcl.rundir.files import read_jsonl
+from opdcl.rundir.layout import StageDir
+from opdcl.sampling.rollout import Prompt, Rollout
+from opdcl.stages.recover import recover
+
+PROMPTS = [Prompt([1, 520, 3690, 198, 9 + i]) for i in range(3)]
+OPTIONS = {"max_new_tokens": 5, "seed": 1}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPDCL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def recovered(backbone, folder, name, **settings):
+    """Return a recovery's adapter and metrics, apart from times, and what it said of kept texts."""
+    config, out, notes = short_recovery(folder, **settings), StageDir(folder / name), Notes()
+    fresh = Backbone(backbone.causal_lm, backbone.tokenizer)
+    recover(config, read_recovery_source(config), fresh, folder / "tuned", out, notes)
+    fresh.drop_adapters()
+    rows = [{k: v for k, v in row.items() if k != "seconds"} for row in read_jsonl(out.metrics)]
+    weights = (out.adapter / "adapter_model.safetensors").read_bytes()
+    return weights, rows, [line for line in notes.lines if "kept from earlier" in line]
+
+
+def test_a_recovery_from_kept_texts_has_the_bits_of_one_that_samples_them(backbone, tuned):
+    *first, said = recovered(backbone, tuned, "first", lmbda=0.5)
+    assert said == []
+    *second, said = recovered(backbone, tuned, "second", lmbda=0.5)
+    # Base answers 2 held-out prompts and one of three general steps, tuned 2 and all three domain steps.
+    assert said == ["6 answers of base, 14 answers of tuned: kept from earlier, not sampled again"]
+    assert second == first
+
+
+def test_another_recovery_of_the_same_adapter_uses_them_too(backbone, tuned):
+    slow, _, _ = recovered(backbone, tuned, "slow", learning_rate=1e-4)
+    fast, _, said = recovered(backbone, tuned, "fast", learning_rate=1e-2)
+    assert fast != slow
+    assert len(said) == 1
+    _, _, said = recovered(backbone, tuned, "other", learning_rate=1e-2, seed=1)
+    assert said == []  # another seed draws other answers
+
+
+def answers(backbone, state="base", prompts=PROMPTS, **options):
+    """Return what a state writes, and whether it was kept."""
+    texts = KeptTexts(backbone)
+    rollouts = texts.complete(Teacher(backbone, state), prompts, **OPTIONS | options)
+    return rollouts, bool(texts.used)
+
+
+def test_kept_answers_equal_sampled_ones_in_all_they_hold(backbone):
+    sampled, was_kept = answers(backbone)
+    assert not was_kept
+    assert sampled == Teacher(backbone, "base").complete(PROMPTS, **OPTIONS)
+    finished = []
+    kept, was_kept = answers(backbone, on_finished=finished.extend)
+    assert was_kept
+    assert kept == finished == sampled
+    assert all(r.logprobs for r in kept)
+
+
+def other_weights(backbone, monkeypatch):
+    backbone.causal_lm.get_input_embeddings().weight.data[5, 0] += 1e-3
+
+
+def other_dtype(backbone, monkeypatch):
+    backbone.causal_lm.to(torch.bfloat16)
+
+
+def other_settings(backbone, monkeypatch):
+    backbone.causal_lm.config.rms_norm_eps *= 2
+
+
+def another_end(backbone, monkeypatch):
+    backbone.eos_ids = [7]
+
+
+def more_threads(backbone, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+
+
+def other_packages(backbone, monkeypatch):
+    monkeypatch.setattr(kept_texts, "versions", lambda: {"torch": "0"})
+
+
+def another_device(backbone, monkeypatch):
+    monkeypatch.setattr(kept_texts, "machine", lambda: {"name": "another processor"})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        other_weights,
+        other_dtype,
+        other_settings,
+        another_end,
+        more_threads,
+        other_packages,
+        another_device,
+        {"seed": 2},
+        {"max_new_tokens": 6},
+        {"temperature": 0.5},
+        {"batch_size": 2},
+        {"prompts": PROMPTS[::-1]},
+        {"prompts": PROMPTS[:2]},
+    ],
+)
+def test_whatever_can_change_an_answer_makes_other_texts(backbone, change, monkeypatch):
+    answers(backbone)
+    options = change
+    if callable(change):
+        change(backbone, monkeypatch)
+        options = {}
+    assert not answers(backbone, **options)[1]
+    assert answers(backbone, **options)[1]
+
+
+def test_an_adapter_has_texts_of_its_own_until_a_weight_of_it_changes(adapted):
+    of_base, _ = answers(adapted)
+    of_tuned, was_kept = answers(adapted, "tuned")
+    assert not was_kept
+    assert of_tuned != of_base
+    assert answers(adapted, "tuned") == (of_tuned, True)
+    layer = adapted.adapted_layers("tuned")[0]
+    layer.scaling["tuned"] *= 2
+    assert not answers(adapted, "tuned")[1]
+    layer.lora_B["tuned"].weight.data[0, 0] += 1e-3
+    assert not answers(adapted, "tuned")[1]
+    assert answers(adapted)[1]  # base is as it was
+
+
+def test_what_training_changes_or_another_model_writes_is_not_kept(adapted):
+    writers = [
+        Teacher(adapted, "student"),
+        EmaTeacher(adapted, "general", 0.5),
+        TrustRegionTeacher(adapted, "base", 0.5),
+        SecondModel(adapted, adapted.causal_lm),
+    ]
+    for writer in writers:
+        KeptTexts(adapted).complete(writer, PROMPTS, **OPTIONS)
+    assert not texts_folder().exists()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[:-20],
+        lambda text: text.replace("[[[", "[[[1, ", 1),
+        lambda text: json.dumps({"rows": json.loads(text)["rows"]}),
+        lambda text: "[]",
+        lambda text: "",
+    ],
+    ids=["cut off", "another token", "without its hash", "another format", "empty"],
+)
+def test_a_damaged_file_is_sampled_again_and_written_anew(backbone, damage):
+    sampled, _ = answers(backbone)
+    (file,) = texts_folder().iterdir()
+    text = file.read_text()
+    file.write_text(damage(text))
+    assert answers(backbone) == (sampled, False)
+    assert file.read_text() == text
+
+
+def test_a_reader_beside_two_writers_finds_whole_files_only(cache):
+    rollouts = [Rollout(p, list(range(2000)), [-0.1] * 2000, True) for p in PROMPTS]
+    file, found, running = texts_folder() / "a.json", [], True
+
+    def write():
+        while running:
+            kept_texts._keep(file, rollouts)
+
+    writers = [threading.Thread(target=write) for _ in range(2)]
+    for writer in writers:
+        writer.start()
+    while not file.exists():
+        pass
+    found = [kept_texts._read(file, 3) for _ in range(30)]
+    running = False
+    for writer in writers:
+        writer.join()
+    assert found == [[[r.completion_ids, r.logprobs, True] for r in rollouts]] * 30
+    assert [entry.name for entry in texts_folder().iterdir()] == ["a.json"]
+
+
+def test_without_a_folder_for_them_texts_are_sampled_and_it_is_said(backbone, cache, caplog):
+    cache.write_text("a file")
+    sampled, _ = answers(backbone)
+    assert answers(backbone) == (sampled, False)
+    assert "texts are not kept for later runs" in caplog.text
+
+
+def test_the_texts_that_were_not_used_for_longest_make_room(backbone, monkeypatch):
+    answers(backbone, seed=1)
+    (file,) = texts_folder().iterdir()
+    monkeypatch.setattr(kept_texts, "MOST_BYTES", int(2.5 * file.stat().st_size))
+    answers(backbone, seed=2)
+    assert answers(backbone, seed=1)[1]  # used again, so the other one is older
+    answers(backbone, seed=3)
+    assert [answers(backbone, seed=seed)[1] for seed in (1, 3)] == [True, True]
+    assert not answers(backbone, seed=2)[1]
