@@ -120,7 +120,7 @@ def _read(file: Path, count: int) -> list[list[Any]] | None:
         if kept["hash"] != hash_value(kept["rows"]) or len(kept["rows"]) != count:
             return None
         os.utime(file)  # the files that were not used for longest go first
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     return list(kept["rows"])
 
