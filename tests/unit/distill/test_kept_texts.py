@@ -5,7 +5,9 @@ import threading
 
 import pytest
 import torch
+from helpers.command import ROOT
 from helpers.recovering import Notes, short_recovery
+from helpers.scripts import load_script
 
 from opdcl.distill import kept_texts
 from opdcl.distill.kept_texts import KeptTexts, texts_folder
@@ -213,3 +215,12 @@ def test_the_texts_that_were_not_used_for_longest_make_room(backbone, monkeypatc
     answers(backbone, seed=3)
     assert [answers(backbone, seed=seed)[1] for seed in (1, 3)] == [True, True]
     assert not answers(backbone, seed=2)[1]
+
+
+def test_the_record_holds_a_faster_recovery_with_the_same_adapter():
+    record = json.loads((ROOT / "benchmarks" / "texts.json").read_text())
+    texts = load_script(ROOT / "benchmarks" / "texts.py")
+    found = texts.compare(record["first"], record["second"])
+    assert found == {"same_bits": True, "cpu_seconds_less": record["cpu_seconds_less"]}
+    assert found["cpu_seconds_less"] > 0
+    assert not texts.compare(record["first"], record["second"] | {"adapter_sha256": "other"})["same_bits"]
