@@ -188,7 +188,7 @@ def keep_records(out: StageDir, checkpoint: Path) -> None:
     records = checkpoint / RECORDS
     shutil.rmtree(records, ignore_errors=True)
     records.mkdir()
-    for file in (out.metrics, out.samples, out.held_out):
+    for file in (out.metrics, out.samples):
         if file.exists():
             shutil.copy(file, records)
     if out.best.exists():
@@ -205,7 +205,7 @@ def _take_back_records(out: StageDir, checkpoint: Path | None) -> None:
     if records and not records.exists():
         hint = "remove that folder: the run resumes from the checkpoint before it, or starts over"
         raise UsageError(f"another version of opdcl wrote {checkpoint}", hint)
-    for file in (out.metrics, out.samples, out.held_out):
+    for file in (out.metrics, out.samples):
         copy = records / file.name if records else None
         if copy and copy.exists():
             write_atomic(file, copy.read_bytes())

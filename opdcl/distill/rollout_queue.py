@@ -242,9 +242,4 @@ class RolloutQueue:
 
 
 def _rollouts(rows: list[dict[str, Any]]) -> list[Rollout]:
-    return [as_rollout(row) for row in rows]
-
-
-def as_rollout(row: dict[str, Any]) -> Rollout:
-    """Return the rollout that `asdict` turned into plain data."""
-    return Rollout(**row | {"prompt": Prompt(**row["prompt"])})
+    return [Rollout(**row | {"prompt": Prompt(**row["prompt"])}) for row in rows]

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 from opdcl.config.recover import NO_WORSE, RecoverConfig
 from opdcl.distill.checkpoints import StudentOptimizer
 from opdcl.distill.grading import Graded, Grader, kl_by_route
 from opdcl.distill.health import CHECK_BASE, TEACHER_ENTROPY, Health, Writing
-from opdcl.distill.held_out import keep_answers, kept_answers
 from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.schedule import Stream
 from opdcl.distill.start import KL_NOISE, Point, choose_start
@@ -104,20 +103,14 @@ class Validation:
         self._shown: dict[str, Rollout] = {}
         """Its answers, by who wrote them."""
 
-    def write_held_out(self, kept: Mapping[str, list[Rollout]] | None = None) -> None:
-        """Let the teachers answer the held-out prompts, and grade the answers.
-
-        `kept` has answers by stream that were given before, and are taken as they are.
-        """
-        kept = kept or {}
+    def write_held_out(self) -> None:
+        """Let the teachers answer the held-out prompts, and grade the answers."""
         for stream, prompts in self.prompts.items():
             if not prompts:
                 continue
             teachers = self._frozen_teachers(stream)
-            rollouts = kept.get(stream, [])
-            if [rollout.prompt for rollout in rollouts] != prompts:
-                count = counted(self.log.report, f"{self._name_of(stream)} answers", len(prompts))
-                rollouts = self.queue.write(prompts, stream, self.config.seed + 7, teachers, count)
+            count = counted(self.log.report, f"{self._name_of(stream)} answers", len(prompts))
+            rollouts = self.queue.write(prompts, stream, self.config.seed + 7, teachers, count)
             grades = counted(self.log.report, f"{self._name_of(stream)} grades", len(rollouts))
             self._held_out[stream] = self.grader.grade(rollouts, teachers, grades)
 
@@ -127,25 +120,12 @@ class Validation:
 
     def begin(self, is_new: bool) -> None:
         """Let the teachers answer; in a stage that `is_new`, measure base and tuned, and choose the start."""
-        kept = {} if is_new else kept_answers(self.out.held_out)
-        self.write_held_out(kept)
+        self.write_held_out()
         if "general" in self._held_out:
             self._shown[self._name_of("general")] = self._held_out["general"].rollouts[0]
-        if "tuned" in kept:
-            self._shown["tuned"] = kept["tuned"][0]
         if is_new:
             self._start()
-        self._keep_answers()
         self.measurements = Measurements.restore(read_metrics(self.out.metrics), self._score)
-
-    def _keep_answers(self) -> None:
-        """Write down what an interrupted stage would otherwise let the models answer again."""
-        answers: dict[str, Sequence[Rollout]] = {}
-        for stream, graded in self._held_out.items():
-            answers[stream] = graded.rollouts
-        if "tuned" in self._shown:
-            answers["tuned"] = [self._shown["tuned"]]
-        keep_answers(self.out.held_out, answers)
 
     def _name_of(self, stream: Stream) -> str:
         """Return how a stream's teacher is called on the screen."""

@@ -37,7 +37,6 @@ class StageDir:
         self.adapter = self.path / "adapter"
         self.trainer = self.path / "trainer"  # holds checkpoint-N/
         self.best = self.trainer / "best"  # the adapter that a recovery would end with now
-        self.held_out = self.trainer / "held_out.jsonl"  # what the models answered before the first step
 
     def state(self) -> dict:
         """Return the content of `stage.json`, or an empty dict before the stage has started."""
