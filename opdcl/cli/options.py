@@ -37,6 +37,13 @@ Workflow = Annotated[
         autocompletion=lambda incomplete: _beginning(incomplete, workflow_files()),
     ),
 ]
+Exported = Annotated[
+    str,
+    Argument(
+        metavar="SOURCE",
+        help="Run directory; adapter, or with --format adapter a tuned model: a folder, or a Hub id.",
+    ),
+]
 
 # -- options of the commands that run stages
 

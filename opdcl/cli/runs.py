@@ -160,7 +160,7 @@ def _typed_lines() -> Iterator[str]:
 
 
 def export(
-    source: opt.RunOrAdapter,
+    source: opt.Exported,
     out: opt.Folder,
     state: Annotated[
         Literal["tuned", "recovered"] | None,
@@ -181,11 +181,21 @@ def export(
     check: Annotated[
         bool, Option(help="Load what was written and compare: GGUF files, and after a quantized run.")
     ] = True,
+    base: Annotated[
+        str | None, Option(help="Base of a whole tuned model, for which --format adapter writes an adapter.")
+    ] = None,
+    rank: Annotated[
+        int | None,
+        Option(
+            min=1,
+            help="Rank of that adapter. Default: the smallest that loses a fifth of the change at most.",
+        ),
+    ] = None,
     trust_remote_code: opt.TrustRemoteCode = False,
     offline: opt.Offline = False,
     json: opt.Json = False,
 ) -> None:
-    """Write the merged model, or its adapter, for other programs."""
+    """Write the merged model, or its adapter, for other programs; or a whole tuned model as an adapter."""
     start(json)
     outcome = api.export(
         source,
@@ -195,10 +205,15 @@ def export(
         outtype=outtype,
         converter=converter,
         check=check,
+        base=base,
+        rank=rank,
         trust_remote_code=trust_remote_code,
         quiet=json,
     )
     show(outcome)
+    if "relative_error" in outcome.data:
+        lead("recover", out, "--base", base, "--domain", "PROMPTS.jsonl")
+        return
     screen.output.note(f"next: hf upload OWNER/NAME {shlex.quote(str(out))}")
 
 

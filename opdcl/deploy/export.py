@@ -14,7 +14,7 @@ from opdcl.data.rows import on_hub
 from opdcl.deploy.gguf import LARGEST_GAP, compare, find_converter, in_words, to_gguf
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS, parse, reachable
-from opdcl.model.adapters import find_states
+from opdcl.model.adapters import find_states, tuned_model
 from opdcl.rundir.files import folder_appears_whole, write_atomic, write_json
 from opdcl.rundir.hashes import ADAPTER
 from opdcl.rundir.layout import STAGE_OF, RunDir, adapter_config
@@ -40,6 +40,8 @@ def export(
     check: bool,
     report: StageReport,
     trust_remote_code: bool = False,
+    base_name: str | None = None,
+    rank: int | None = None,
 ) -> dict[str, Any]:
     """Export one state to a new folder and return a description of what was written; see `opdcl.api.export`.
 
@@ -54,6 +56,11 @@ def export(
         raise UsageError(f"format {format!r} is not known", "--format merged, adapter or gguf")
     if format == "gguf" and outtype not in LARGEST_GAP:
         raise UsageError(f"outtype {outtype!r} is not known", f"--outtype {', '.join(LARGEST_GAP)}")
+    if tuned := tuned_model(source, ModelConfig(trust_remote_code=trust_remote_code)):
+        return extract_adapter(source, tuned, base_name, rank, target, format, report)
+    if rank is not None:
+        hint = "leave it out; the adapter has its own rank"
+        raise UsageError(f"--rank is for a model that was fine-tuned as a whole, not {source}", hint)
     command = find_converter(converter) if format == "gguf" else []  # fail before merging takes minutes
     base, tuned, adapters = find_states(source, trust_remote_code)
     state, adapter = pick_state(source, adapters, state)
@@ -75,10 +82,41 @@ def export(
             write_card(folder, target.name, model, run, state, report)
         else:
             write_readme(folder, target.name, model, state, format)
-    if is_local(model.id):
-        files = "README.md and adapter_config.json" if format == "adapter" else "README.md"
-        report.note(f"before you upload it, replace {portable(model.id)} in {files} by the base's Hub id")
+    note_local(model.id, format, report)
     return written
+
+
+def note_local(base: str, format: str, report: StageReport) -> None:
+    """Say where the name of a base that is no Hub id stands in what was written."""
+    if is_local(base):
+        files = "README.md and adapter_config.json" if format == "adapter" else "README.md"
+        report.note(f"before you upload it, replace {portable(base)} in {files} by the base's Hub id")
+
+
+def extract_adapter(
+    source: str,
+    tuned: ModelConfig,
+    base_name: str | None,
+    rank: int | None,
+    target: Path,
+    format: str,
+    report: StageReport,
+) -> dict[str, Any]:
+    """Write a model that was tuned as a whole as an adapter for its base; see `deploy.extract`."""
+    if format != "adapter":
+        hint = f"opdcl export {source} --base BASE --format adapter writes an adapter that does the same"
+        raise UsageError(f"{source} is a whole model already", hint)
+    if not base_name:
+        hint = "--base BASE names the model that it was fine-tuned from"
+        raise UsageError(f"{source} is a whole model, which does not name its base", hint)
+    from opdcl.deploy.extract import extract
+
+    base = tuned.model_copy(update={"id": base_name, "revision": None})
+    with folder_appears_whole(target) as folder:
+        found = extract(base, tuned, rank, portable(base_name), folder, report)
+        write_readme(folder, target.name, base, "tuned", format)
+    note_local(base_name, format, report)
+    return {"state": "tuned", "format": format, "path": str(target), **found}
 
 
 def pick_state(source: str, adapters: dict[str, Path], state: str | None) -> tuple[str, Path]:

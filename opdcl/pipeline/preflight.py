@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shlex
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -234,6 +235,7 @@ def _check_recovery(job: Job) -> list[str]:
     """Check that there is an adapter to recover, its teachers and every prompt; return notes on prompts."""
     from opdcl.distill.mixture import SHIPPED
     from opdcl.distill.reward import count_short_of_room
+    from opdcl.model.adapters import tuned_model
     from opdcl.model.compatibility import check_same_tokenizer
 
     workflow, run, config = job.workflow, job.run, job.workflow.recover
@@ -260,6 +262,10 @@ def _check_recovery(job: Job) -> list[str]:
     if not prompts["domain"]:
         lost = "so the recovery may undo what was learned; name some with --domain"
         notes.append(f"warning: no prompts guard the domain, {lost}")
+    if tuned := tuned_model(workflow.start, workflow.model):
+        pair = shlex.join([str(workflow.start), "--base", workflow.model.id])
+        command = f"opdcl export {pair} --format adapter -o ADAPTER"
+        notes.append(f"base and {tuned.id} are two models in memory; one is enough for an adapter: {command}")
     if not prompts["general"]:
         lost = "so general behaviour is not recovered; name some with --prompts"
         notes.append(f"warning: there are no general prompts, {lost}")
