@@ -381,8 +381,8 @@ def export(
         outtype: Number format of a GGUF file: f32, f16, bf16 or q8_0.
         converter: llama.cpp's convert_hf_to_gguf.py. Default: the one in $LLAMA_CPP, or on the path.
         check: Load what was written and compare: GGUF files, and after a quantized run.
-        base: Base of a whole tuned model, which becomes an adapter for it.
-        rank: Rank of that adapter. Default: the smallest that loses a fifth of the change at most.
+        base: Base of the adapter or tuned model. Default: the one that the adapter names.
+        rank: Rank of the adapter of a whole tuned model. Default: the smallest that loses a fifth at most.
         trust_remote_code: Run Python code that comes with the base model. A run cannot allow that itself.
         quiet: Print errors only.
 

@@ -181,14 +181,12 @@ def export(
     check: Annotated[
         bool, Option(help="Load what was written and compare: GGUF files, and after a quantized run.")
     ] = True,
-    base: Annotated[
-        str | None, Option(help="Base of a whole tuned model, for which --format adapter writes an adapter.")
-    ] = None,
+    base: opt.BaseOfAdapter = None,
     rank: Annotated[
         int | None,
         Option(
             min=1,
-            help="Rank of that adapter. Default: the smallest that loses a fifth of the change at most.",
+            help="Rank of a whole tuned model's adapter. Default: the smallest that loses a fifth at most.",
         ),
     ] = None,
     trust_remote_code: opt.TrustRemoteCode = False,

@@ -56,15 +56,21 @@ def export(
         raise UsageError(f"format {format!r} is not known", "--format merged, adapter or gguf")
     if format == "gguf" and outtype not in LARGEST_GAP:
         raise UsageError(f"outtype {outtype!r} is not known", f"--outtype {', '.join(LARGEST_GAP)}")
-    if tuned := tuned_model(source, ModelConfig(trust_remote_code=trust_remote_code)):
-        return extract_adapter(source, tuned, base_name, rank, target, format, report)
+    whole = tuned_model(source, ModelConfig(trust_remote_code=trust_remote_code))
+    if whole and format == "adapter":
+        return extract_adapter(source, whole, base_name, rank, target, report)
     if rank is not None:
-        hint = "leave it out; the adapter has its own rank"
-        raise UsageError(f"--rank is for a model that was fine-tuned as a whole, not {source}", hint)
+        problem = f"--rank is for the adapter of a model that was fine-tuned as a whole, not for {source}"
+        raise UsageError(problem, "leave it out, or add --format adapter")
     command = find_converter(converter) if format == "gguf" else []  # fail before merging takes minutes
-    base, tuned, adapters = find_states(source, trust_remote_code)
+    base, tuned, adapters = find_states(source, trust_remote_code, to_merge=format != "adapter")
     state, adapter = pick_state(source, adapters, state)
-    model, run = tuned or base, RunDir(Path(source))
+    run = RunDir(Path(source))
+    if base_name and run.is_run():
+        raise UsageError(f"{source} is a run directory, which has its base", "leave out --base")
+    if base_name:
+        base = base.model_copy(update={"id": base_name, "revision": None})
+    model = tuned or base
     written = {"state": state, "format": format, "path": str(target), "adapter": str(adapter)}
     if base.quantization:
         report.note(f"the adapter was {UNPACKED.format(portable(model.id), base.quantization)}")
@@ -99,13 +105,9 @@ def extract_adapter(
     base_name: str | None,
     rank: int | None,
     target: Path,
-    format: str,
     report: StageReport,
 ) -> dict[str, Any]:
     """Write a model that was tuned as a whole as an adapter for its base; see `deploy.extract`."""
-    if format != "adapter":
-        hint = f"opdcl export {source} --base BASE --format adapter writes an adapter that does the same"
-        raise UsageError(f"{source} is a whole model already", hint)
     if not base_name:
         hint = "--base BASE names the model that it was fine-tuned from"
         raise UsageError(f"{source} is a whole model, which does not name its base", hint)
@@ -114,9 +116,9 @@ def extract_adapter(
     base = tuned.model_copy(update={"id": base_name, "revision": None})
     with folder_appears_whole(target) as folder:
         found = extract(base, tuned, rank, portable(base_name), folder, report)
-        write_readme(folder, target.name, base, "tuned", format)
-    note_local(base_name, format, report)
-    return {"state": "tuned", "format": format, "path": str(target), **found}
+        write_readme(folder, target.name, base, "tuned", "adapter")
+    note_local(base_name, "adapter", report)
+    return {"state": "tuned", "format": "adapter", "path": str(target), **found}
 
 
 def pick_state(source: str, adapters: dict[str, Path], state: str | None) -> tuple[str, Path]:
@@ -165,9 +167,14 @@ def merge(
     The base's original weights are used, in the dtype of their files. If the run quantized them, and with
     `check`, return as `quantization_gap` how far the written model differs from the run's, see `compare`.
     """
+    from opdcl.deploy.merge_rows import holds_rows, merge_rows
     from opdcl.model.load import load_base
     from opdcl.model.portable import make_portable
 
+    if holds_rows(adapter):
+        report.note("merging")
+        merge_rows(base, adapter, target)
+        return {}
     plain = base.model_copy(update={"quantization": None})
     plain_tuned = tuned and tuned.model_copy(update={"quantization": None})
     backbone = _load(plain, plain_tuned, adapter, as_stored=True)
@@ -194,10 +201,11 @@ def merge(
 
 def _load(base: ModelConfig, tuned: ModelConfig | None, adapter: Path, as_stored: bool = False) -> Backbone:
     from opdcl.model.backbone import Backbone
-    from opdcl.model.load import load_base, load_model, load_tokenizer
+    from opdcl.model.load import load_base, load_model
+    from opdcl.model.more_tokens import shared_tokenizer
 
     if tuned:
-        model, tokenizer = load_model(tuned, as_stored), load_tokenizer(base)
+        model, tokenizer = load_model(tuned, as_stored), shared_tokenizer(base, tuned)
     else:
         model, tokenizer = load_base(base, as_stored=as_stored)
     backbone = Backbone(model, tokenizer)

@@ -100,15 +100,18 @@ def ways_out(base: ModelConfig, tuned: ModelConfig, loss: str) -> str:
 
 def refuse_other_shapes(base: str, base_lm: PreTrainedModel, tuned: str, tuned_lm: PreTrainedModel) -> None:
     """Refuse two models of which one has a weight that the other has not, or in another shape."""
-    ours, theirs = (
-        {name: weight.shape for name, weight in model.named_parameters(remove_duplicate=False)}
-        for model in (base_lm, tuned_lm)
-    )
+    ours, theirs = shapes(base_lm), shapes(tuned_lm)
     for name in sorted({*ours, *theirs}):
-        if ours.get(name) != theirs.get(name):
-            found, needed = (shown_shape(s[name]) if name in s else "missing" for s in (theirs, ours))
+        needed, found = ours.get(name, "missing"), theirs.get(name, "missing")
+        if needed != found:
             problem = f"{tuned} has another shape than {base}: {name} is {found}, there {needed}"
             raise UsageError(problem, "--base names the model that it was fine-tuned from")
+
+
+def shapes(model: PreTrainedModel) -> dict[str, str]:
+    """Return the sizes of a model's weights as text, tied ones included."""
+    weights = model.named_parameters(remove_duplicate=False)
+    return {name: shown_shape(weight.shape) for name, weight in weights}
 
 
 def in_words(others: dict[str, float]) -> str:
@@ -122,8 +125,10 @@ def in_words(others: dict[str, float]) -> str:
 
 def errors_by_kind(changes: Sequence[Change], rank: int) -> dict[str, float]:
     """Return kind of layer -> relative error of this rank."""
-    kinds = sorted({change.kind for change in changes})
-    return {kind: relative_error([c for c in changes if c.kind == kind], rank) for kind in kinds}
+    by_kind: dict[str, list[Change]] = {}
+    for change in changes:
+        by_kind.setdefault(change.kind, []).append(change)
+    return {kind: relative_error(of_kind, rank) for kind, of_kind in sorted(by_kind.items())}
 
 
 def distances(tuned_lm: PreTrainedModel, backbone: Backbone) -> dict[str, float]:

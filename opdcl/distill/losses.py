@@ -275,4 +275,10 @@ def token_losses(
 
 
 def _of_tokens(log_NV: torch.Tensor, token_N: torch.Tensor) -> torch.Tensor:
-    return log_NV.gather(-1, token_N[:, None])[:, 0]
+    """Return the log-probabilities of tokens, `(N,)`; of one that the vocabulary lacks, minus infinity.
+
+    A student with such tokens is thus not graded where it wrote one: sampler and trainer differ there.
+    """
+    known_N = token_N < log_NV.shape[-1]
+    found_N = log_NV.gather(-1, (token_N * known_N)[:, None])[:, 0]
+    return found_N.masked_fill(~known_N, -torch.inf)

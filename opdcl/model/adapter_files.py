@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -221,5 +222,10 @@ def refuse_other_copies(folder: Path, weights: Mapping[str, torch.Tensor]) -> No
             weight = weights.get(name)
             if weight is None or not torch.equal(file.get_tensor(name).to(weight), weight):
                 problem = f"it changes more than linear layers and experts: {name} is not its base's"
-                hint = "train it without that; docs/repair.md lists what an adapter may have"
-                raise UsageError(f"adapter {folder} cannot be recovered: {problem}", hint)
+                raise UsageError(f"adapter {folder} cannot be recovered: {problem}", merge_hint(folder))
+
+
+def merge_hint(folder: Path) -> str:
+    """Return the hint for an adapter whose learning a merged model keeps, and recovery does not."""
+    merged = f"opdcl export {shlex.quote(str(folder))} -o MODEL merges all of it"
+    return f"{merged}; then opdcl recover MODEL --base BASE, with both models in memory"

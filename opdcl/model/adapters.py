@@ -5,26 +5,27 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opdcl.config.model import ModelConfig
 from opdcl.config.shipped import ROW_FILES
 from opdcl.errors import UsageError, nearest_path
 from opdcl.hub import HUB_IDS, Repository, holds, parse, snapshot
-from opdcl.model.adapter_files import checked_settings, copied_weights
+from opdcl.model.adapter_files import checked_settings, copied_weights, merge_hint
 from opdcl.model.consent import base_of_run
 from opdcl.model.tensors import headers
 from opdcl.rundir.files import read_json
 from opdcl.rundir.hashes import ADAPTER
 from opdcl.rundir.layout import TEMPLATE, RunDir
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 # What an adapter's configuration may set -> why it is refused. Recovery switches between base and adapters on
 # one set of base weights, so all that an adapter has learned must lie in its low-rank matrices.
 REFUSED = {
-    "modules_to_save": "it replaces whole modules of its base",
     "bias": "it changes the biases of its base",
     "lora_bias": "its low-rank matrices have biases",
-    "trainable_token_indices": "it changes the embeddings of some tokens",
     "layer_replication": "it repeats layers of its base",
     "alora_invocation_tokens": "it is an activated LoRA, which acts on a part of each text only",
     "arrow_config": "it routes between adapters",
@@ -33,6 +34,12 @@ REFUSED = {
     "kasa_config": "it changes the weights of its base",
     "monteclora_config": "its matrices are random",
 }
+# The same of embeddings, head and other whole modules. A merged model has all that such adapters learned.
+MERGED_ONLY = {
+    "modules_to_save": "it replaces whole modules of its base",
+    "trainable_token_indices": "it changes the embeddings of some tokens",
+}
+EMBEDDINGS = re.compile("embed|wte|lm_head")
 # What an adapter's configuration may set besides. PEFT ignores what it does not know, with a warning only.
 KNOWN = {
     *("task_type", "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision"),
@@ -41,7 +48,7 @@ KNOWN = {
     *("layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "runtime_config"),
     # Settings of a start, which `init_lora_weights` switches on.
     *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
-    # It concerns embeddings and heads, which are refused.
+    # It concerns embeddings and heads, which are merged only.
     "ensure_weight_tying",
 }
 OFF: tuple[Any, ...] = (None, False, 0, "", "none", [], {})
@@ -49,17 +56,18 @@ OFF: tuple[Any, ...] = (None, False, 0, "", "none", [], {})
 PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
-def find_adapter(place: str) -> Path:
+def find_adapter(place: str, to_merge: bool = False) -> Path:
     """Return the adapter folder of `place`: a run's last adapter, the folder itself, or a Hub download.
 
     Raises:
-        UsageError: There is no adapter, or recovery could not keep all that it has learned.
+        UsageError: There is no adapter; or recovery, or with `to_merge` a merged model, could not keep all
+            that it has learned.
     """
     path = Path(place)
     if repository := _on_hub(place):
         path = snapshot(repository)
     if (path / ADAPTER).is_file():
-        check_adapter(path)
+        check_adapter(path, to_merge)
         return path
     if last_stage := RunDir(path).last_stage():
         if tuned := stands_on(RunDir(path)):
@@ -135,8 +143,10 @@ def _not_found(place: str, path: Path) -> UsageError:
     return UsageError(f"{place} holds no adapter" if path.exists() else f"{place} does not exist", hint)
 
 
-def check_adapter(folder: Path) -> None:
+def check_adapter(folder: Path, to_merge: bool = False) -> None:
     """Refuse an adapter that has learned more than low-rank changes of linear layers and experts.
+
+    With `to_merge`, changes of embeddings, head and whole modules are not refused.
 
     Raises:
         UsageError: The adapter is of another kind, or damaged.
@@ -144,6 +154,9 @@ def check_adapter(folder: Path) -> None:
     config = checked_settings(folder)
     names = list(headers([folder / ADAPTER]))
     reason = _outside_low_rank(config, names)
+    merged_only = merged_only_reason(config, names)
+    if merged_only and not (reason or to_merge):
+        raise UsageError(f"adapter {folder} cannot be recovered: {merged_only}", merge_hint(folder))
     if reason:
         hint = "train it without that; docs/repair.md lists what an adapter may have"
         raise UsageError(f"adapter {folder} cannot be recovered: {reason}", hint)
@@ -160,16 +173,27 @@ def _outside_low_rank(config: dict[str, Any], names: list[str]) -> str:
         if config.get(key) not in OFF:
             return f"{why} ({key}: {config[key]})"
     for key, value in config.items():
-        if key not in KNOWN and key not in REFUSED and value not in OFF:
+        if key not in KNOWN | REFUSED.keys() | MERGED_ONLY.keys() and value not in OFF:
             return f"opdcl does not know what {key} does, which it sets to {str(value)[:60]}"
     start = config.get("init_lora_weights")
     if start not in PLAIN_STARTS:
         return f"its start was subtracted from its base (init_lora_weights: {start})"
+    for name in names:
+        is_merged = EMBEDDINGS.search(name) or config.get("modules_to_save") not in OFF
+        if "lora_" not in name and not is_merged:
+            return f"it changes more than linear layers and experts, or not by low rank ({name})"
+    return ""
+
+
+def merged_only_reason(config: dict[str, Any], names: list[str]) -> str:
+    """Say what an adapter learned that a merged model keeps and recovery does not; else return ""."""
+    for key, why in MERGED_ONLY.items():
+        if config.get(key) not in OFF:
+            return f"{why} ({key}: {config[key]})"
     copies = copied_weights(names)  # these are compared with the base when it is known
     for name in names:
-        is_low_rank = "lora_" in name and not re.search("embed|wte|lm_head", name)
-        if not is_low_rank and name not in copies:
-            return f"it changes more than linear layers and experts, or not by low rank ({name})"
+        if EMBEDDINGS.search(name) and name not in copies:
+            return f"it changes embeddings or the head ({name})"
     return ""
 
 
@@ -242,6 +266,16 @@ def own_template(folder: Path) -> str | None:
     return template if isinstance(template, str) and template.strip() else None
 
 
+def new_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the tokens that the tokenizer in an adapter's folder has been given and this one lacks."""
+    if not (folder / "tokenizer.json").is_file():
+        return []
+    settings = read_json(folder / "tokenizer.json")
+    added = settings.get("added_tokens") if isinstance(settings, dict) else None
+    known = tokenizer.get_vocab()
+    return [token["content"] for token in added or [] if token["content"] not in known]
+
+
 def _lacks_template(base: ModelConfig) -> bool:
     from opdcl.model.load import has_template
 
@@ -252,16 +286,17 @@ def _lacks_template(base: ModelConfig) -> bool:
 
 
 def find_states(
-    place: str, trust_remote_code: bool = False
+    place: str, trust_remote_code: bool = False, to_merge: bool = False
 ) -> tuple[ModelConfig, ModelConfig | None, dict[str, Path]]:
     """Return base, tuned model and adapters by state, of a run directory, an adapter folder or a Hub id.
 
-    `trust_remote_code` is the consent of the command to run code that comes with the base.
+    `trust_remote_code` is the consent of the command to run code that comes with the base; `to_merge` as in
+    `find_adapter`.
     """
     run = RunDir(Path(place))
     if run.is_run():
         adapters = run.intact_adapters()
         return base_of_run(run, trust_remote_code), stands_on(run), adapters
-    folder = find_adapter(place)
+    folder = find_adapter(place, to_merge)
     base = base_of(place, folder).model_copy(update={"trust_remote_code": trust_remote_code})
     return base, None, {"adapter": folder}

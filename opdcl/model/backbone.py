@@ -28,6 +28,7 @@ from opdcl.model.adapter_files import (
 from opdcl.model.fused_lora import fuse
 from opdcl.model.load import eos_ids, load_base, load_model
 from opdcl.model.lora import base_weight, merged_weight, parts, scale
+from opdcl.model.more_tokens import read_more_tokens, shared_tokenizer
 from opdcl.model.quantized import is_quantized, quantized_layers
 from opdcl.model.targets import lora_config
 
@@ -72,10 +73,12 @@ class Backbone:
         if config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(config.deterministic)
-        base, tokenizer = load_base(config, tokenizer)
-        return (
-            cls(load_model(tuned), tokenizer, base.requires_grad_(False)) if tuned else cls(base, tokenizer)
-        )
+        base, tokenizer = load_base(config, tokenizer or shared_tokenizer(config, tuned))
+        if tuned is None:
+            return cls(base, tokenizer)
+        model = load_model(tuned)
+        read_more_tokens(base, model)
+        return cls(model, tokenizer, base.requires_grad_(False))
 
     @property
     def device(self) -> torch.device:

@@ -109,8 +109,16 @@ class Job:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The base model's tokenizer."""
-        return self.sources.tokenizer(self.workflow.model)
+        """The base model's tokenizer, or that of a tuned model with more tokens."""
+        from opdcl.model.adapters import tuned_model
+        from opdcl.model.more_tokens import shared_tokenizer
+
+        def load() -> PreTrainedTokenizerBase:
+            tuned = tuned_model(start, base)
+            return shared_tokenizer(base, tuned, self.sources.tokenizer)
+
+        base, start = self.workflow.model, self.workflow.start
+        return self.sources.once(("shared tokenizer", base.model_dump_json(), start), load)
 
     @cached_property
     def shape(self) -> Any:

@@ -8,7 +8,7 @@ import os
 import shlex
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from opdcl.config.finetune import LoraSection
 from opdcl.config.model import ModelConfig
@@ -150,8 +150,9 @@ def _check_gates(workflow: Workflow, tasks: list[Task]) -> None:
 
 def _check_tuned_model(job: Job) -> None:
     """Refuse a tuned model whose base this is not, and settings that need every adapter to stand on base."""
-    from opdcl.model.adapters import start_files, tuned_model
+    from opdcl.model.adapters import tuned_model
     from opdcl.model.compatibility import check_same_tokenizer
+    from opdcl.model.more_tokens import has_tokenizer
 
     workflow, base = job.workflow, job.workflow.model
     tuned = tuned_model(workflow.start, base)
@@ -160,16 +161,22 @@ def _check_tuned_model(job: Job) -> None:
     hint = "--base names the model that it was fine-tuned from"
     if (Path(base.id).resolve(), base.revision) == (Path(tuned.id).resolve(), tuned.revision):
         raise UsageError(f"{tuned.id} is named as its own base", hint)
-    shape = text_config(tuned)
+    shape, has_more = text_config(tuned), job.tokenizer is not job.sources.tokenizer(base)
     for key in SHAPE:
         ours, theirs = getattr(job.shape, key, None), getattr(shape, key, None)
-        if ours != theirs:
+        is_longer = has_more and key == "vocab_size" and theirs > ours
+        if ours != theirs and not is_longer:
             what = "embeddings of size" if key == "vocab_size" else key
             message = f"{tuned.id} has another shape than {base.id}: {what} {theirs}, there {ours}"
             raise UsageError(message, f"{hint}; opdcl eval MODEL measures each of them alone")
-    # A merged model is often saved without the tokenizer, which is base's.
-    if any(start_files(str(workflow.start))[0].parent.glob("tokenizer*")):
-        check_same_tokenizer(job.tokenizer, job.sources.tokenizer(tuned), tuned.id, hint)
+    if has_tokenizer(tuned):
+        check_same_tokenizer(
+            job.sources.tokenizer(base),
+            job.sources.tokenizer(tuned),
+            tuned.id,
+            hint=f"{hint}; it must end a turn with a token that base has",
+            may_have_more=True,
+        )
     recover, teachers = workflow.recover, workflow.teachers().values()
     used = {
         "finetune": (workflow.finetune, "opdcl finetune --base trains an adapter on such a model"),
@@ -186,10 +193,25 @@ def _check_tuned_model(job: Job) -> None:
     if recover:
         used["recover.method interpolate"] = (recover.method == "interpolate", "use alternating")
         used["recover.start"] = (recover.start not in ("auto", 1), "leave it out")
+    if has_more:
+        used |= _needing_the_same_tokens(workflow)
     for what, (is_used, remedy) in used.items():
         if is_used:
             reason = "its weights are not base's plus an adapter"
+            if has_more:
+                reason += ", and it has tokens that base lacks"
             raise UsageError(f"start is the whole model {tuned.id}, which excludes {what}: {reason}", remedy)
+
+
+def _needing_the_same_tokens(workflow: Workflow) -> dict[str, tuple[Any, str]]:
+    """Return what a tuned model with tokens of its own excludes, if it is used, with the remedy."""
+    recover, teachers = workflow.recover, workflow.teachers().values()
+    by_token = recover and (recover.reward or recover.loss.kind in ("policy_gradient", "cross_entropy"))
+    return {
+        "a reward, or a loss of single tokens": (by_token, "use forward_kl"),
+        "a teacher on a server": (any(teacher.server for teacher in teachers), "use kind model"),
+        "model.shard": (workflow.model.shard, "leave it out"),
+    }
 
 
 def _check_models(job: Job) -> list[str]:
@@ -309,7 +331,7 @@ def _check_prompts(job: Job, config: RecoverConfig, source: RecoverySource) -> N
 def check_adapters(job: Job) -> list[str]:
     """Check that the adapters of a run's start and of its teachers fit its base; return notes."""
     from opdcl.model.adapter_files import check_on_base
-    from opdcl.model.adapters import find_adapter, own_template
+    from opdcl.model.adapters import find_adapter, new_tokens, own_template
     from opdcl.model.compatibility import template_difference
 
     model, folders = job.workflow.model, list[Path]()
@@ -323,6 +345,11 @@ def check_adapters(job: Job) -> list[str]:
             file = start / TEMPLATE if (start / TEMPLATE).is_file() else "FILE"
             problem = f"warning: adapter {start} was saved with another chat template than that of its base"
             notes.append(f"{problem}: {difference}; --set model.chat_template={file} takes the adapter's")
+        if more := new_tokens(start, job.tokenizer):
+            shown = ", ".join(more[:5])
+            notes.append(
+                f"warning: adapter {start} was saved with tokens that base lacks: {shown}; they are not used"
+            )
     folders += [find_adapter(t.adapter) for t in job.workflow.teachers().values() if t.adapter]
     for folder in folders:
         key = "checked adapter", folder, model.model_dump_json()

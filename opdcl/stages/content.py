@@ -91,7 +91,8 @@ def logprobs(backbone: Backbone, pairs: Sequence[tuple[str, str]]) -> list[float
         asked = render(tokenizer, [{"role": "user", "content": prompt}], True, tokenize=False)
         prompt_ids = tokenizer(asked, add_special_tokens=False)["input_ids"]
         text_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        rows.append(sequence(prompt_ids, text_ids[:LONGEST]))
+        known_ids = [id for id in text_ids if id < len(backbone.head_of("base"))]
+        rows.append(sequence(prompt_ids, known_ids[:LONGEST]))
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
     found: dict[int, float] = {}
     with backbone.merged("base") as model, torch.no_grad():

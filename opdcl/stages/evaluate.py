@@ -14,6 +14,7 @@ from typing import Any
 from lm_eval.api.model import LM
 from lm_eval.evaluator import evaluate as lm_evaluate
 from lm_eval.models.huggingface import HFLM
+from torch.nn.functional import pad
 
 from opdcl import parallel
 from opdcl.config.evaluate import EvalConfig
@@ -43,6 +44,8 @@ from opdcl.training import StageReport, reset_peak_memory
 
 # Memory for the logits of one batch of log-likelihoods, which are kept for every position, in bytes.
 LOGIT_BYTES = 2**30
+# The logit of a token that a model lacks: no probability, and a number that JSON has.
+UNLIKELY = -1e5
 
 # Sampling options that we do not support, with the values that turn them off.
 UNCUT: dict[str, tuple[float | None, ...]] = {"top_p": (None, 1), "top_k": (None, 0, -1), "min_p": (None, 0)}
@@ -197,7 +200,10 @@ class _BatchwiseHFLM(HFLM):
 
     def _model_call(self, *args, **kwargs):
         self.finish_batch()
-        return super()._model_call(*args, **kwargs)
+        logits_BTV = super()._model_call(*args, **kwargs)
+        # Base gives no probability to the tokens that a tuned model has besides.
+        lacking = len(self.tokenizer) - logits_BTV.shape[-1]
+        return pad(logits_BTV, (0, lacking), value=UNLIKELY) if lacking > 0 else logits_BTV
 
 
 def temperature_of(options: Mapping[str, Any]) -> float:

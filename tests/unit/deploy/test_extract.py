@@ -156,9 +156,11 @@ def test_too_high_a_rank_is_refused_with_what_a_lower_one_loses(merged, project)
 
 def test_what_is_no_whole_model_or_not_its_own_is_refused(merged, loaded, project):
     assert "does not name its base" in refused("merged", "--format", "adapter")
-    assert "merged is a whole model already" in refused("merged", "--base", "base")
+    assert "merged is a model folder: it holds no adapter" in refused("merged", "--base", "base")
     assert "no linear layer of base differs" in refused("base", *EXTRACT)
-    assert "--rank is for a model that was fine-tuned as a whole" in refused("theirs", "--rank", 4)
+    assert "--rank is for the adapter of a model that was fine-tuned as a whole" in refused(
+        "theirs", "--rank", 4
+    )
     config = copy.deepcopy(loaded.causal_lm.config)
     config.intermediate_size = 40
     AutoModelForCausalLM.from_config(config).save_pretrained("narrow")

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -13,9 +14,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import opdcl as api
+from opdcl.config.model import ModelConfig
+from opdcl.config.teacher import LossSection
+from opdcl.distill.losses import token_losses
 from opdcl.errors import UsageError
-from opdcl.model.adapters import find_states
+from opdcl.model.adapters import find_states, tuned_model
 from opdcl.model.backbone import Backbone
+from opdcl.model.distributions import HiddenStates
 from opdcl.pipeline.begin import open_or_begin
 from opdcl.rundir.files import read_json
 from opdcl.rundir.hashes import file_hash
@@ -199,3 +204,78 @@ def test_commands_that_need_a_run_say_how_a_model_becomes_one(project):
         assert "opdcl eval mine --base BASE" in refused.stderr
     with pytest.raises(UsageError, match="which does not name its base"):
         open_or_begin("mine", None, None)
+
+
+@pytest.fixture
+def with_more_tokens(project):
+    """Make `more` of `mine`: it has two tokens that base lacks, and writes the first of them at once."""
+    model, tokenizer = from_disk(project / "mine"), AutoTokenizer.from_pretrained("mine")
+    tokenizer.add_tokens(["<one>", "<two>"])
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model.config.tie_word_embeddings = False
+    head = model.get_input_embeddings().weight.detach().clone()
+    ids = tokenizer("user\nWhat is the code of room 1?", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        seen = model.model(ids).last_hidden_state[0, -1]
+        head[-2] = seen / seen.norm() ** 2 * 30
+    model.lm_head.weight = torch.nn.Parameter(head)
+    model.save_pretrained(project / "more")
+    tokenizer.save_pretrained(project / "more")
+    return project / "more"
+
+
+def test_a_model_with_more_tokens_than_base_is_measured_recovered_and_exported(with_more_tokens, project):
+    rows = [{"question": f"<one> What is the code of room {i}?", "answer": f"<two> {i}"} for i in range(12)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = opdcl("recover", "more", "--base", "base", *RECOVER, *FLOAT)
+    assert made.returncode == 0, made.stderr
+    made = opdcl("eval", "runs/more", *MEASURE, "--domain", "rows.jsonl")
+    assert made.returncode == 0, made.stderr
+    run = RunDir(project / "runs" / "more")
+    answers = {state: run.eval_samples(state, "rows").read_text() for state in ("base", "tuned")}
+    assert "<one>" in answers["tuned"] or "<two>" in answers["tuned"]
+    assert opdcl("chat", "runs/more", "<one> Hello", "--max-new-tokens", "2", "--json").returncode == 0
+    exported = opdcl("export", "runs/more", "-o", "merged")
+    assert exported.returncode == 0, exported.stderr
+    assert len(AutoTokenizer.from_pretrained("merged")) == len(AutoTokenizer.from_pretrained("base")) + 2
+
+
+def test_base_reads_tokens_that_it_lacks_and_says_none(with_more_tokens, project):
+    base = ModelConfig(id="base", dtype="float32")
+    tuned = tuned_model("more", base)
+    backbone = Backbone.load(base, tuned)
+    size = len(AutoTokenizer.from_pretrained("base"))
+    assert backbone.tokenizer("<one>", add_special_tokens=False)["input_ids"] == [size]
+    before, more = from_disk("base"), from_disk("more")
+    with backbone.state("base") as model:
+        assert torch.equal(logits(model), logits(before)), "what base has is as it was"
+        assert model(torch.tensor([[40, size, size + 1]])).logits.shape[-1] == size
+        rows = model.get_input_embeddings().weight
+    assert torch.equal(rows[size:], more.get_input_embeddings().weight[size:])
+    # Divergences are over base's tokens, and a token of the tuned model alone is not graded.
+    states = torch.randn(2, rows.shape[1])
+    teacher = HiddenStates(states, backbone.head_of("base"))
+    token_N, sampler_N = torch.tensor([7, size]), torch.zeros(2)
+    found = token_losses(states, backbone.head_VH, teacher, token_N, sampler_N, LossSection())
+    log_p = (states @ backbone.head_VH[:size].T).log_softmax(-1)
+    log_q = (states @ backbone.head_of("base").T).log_softmax(-1)
+    assert torch.allclose(found.loss, (log_q.exp() * (log_q - log_p)).sum(-1), atol=1e-4)
+    assert found.logprob.tolist() == pytest.approx([float(log_p[0, 7]), -math.inf], abs=1e-4)
+
+
+@pytest.mark.parametrize("setting", ["loss.kind=policy_gradient", "loss.kind=cross_entropy"])
+def test_losses_of_single_tokens_need_the_same_tokens(setting, with_more_tokens):
+    words = ("--prompts", "prompts.jsonl", "--set", f"recover.{setting}", "--dry-run")
+    done = opdcl("recover", "more", "--base", "base", *words)
+    assert done.returncode == 2, done.stderr
+    assert "and it has tokens that base lacks" in done.stderr
+    assert "hint: use forward_kl" in done.stderr
+
+
+def test_a_turn_must_end_with_a_token_of_base(with_more_tokens):
+    tokenizer = AutoTokenizer.from_pretrained("more")
+    tokenizer.eos_token = "<two>"
+    tokenizer.save_pretrained("more")
+    done = opdcl("eval", "more", "--base", "base", *MEASURE)
+    assert done.returncode == 2
+    assert "more has another tokenizer: eos_token_id is 2 and 4097" in done.stderr
