@@ -387,8 +387,8 @@ def export(
         quiet: Print errors only.
 
     Returns: What was written, in `data`: `path`, `state`, `format`; of a whole model, what the rank loses.
-    Raises: UsageError: the state does not exist, or the folder does; no low rank gives the whole model.
-        EnvironmentFault: no converter.
+    Raises: UsageError: the state does not exist, or the folder does, or no low rank gives a whole
+        model. EnvironmentFault: no converter.
     Example: opdcl.export("runs/mine", "my-model")
     """
     from opdcl.console import quiet_libraries

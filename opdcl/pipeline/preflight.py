@@ -284,7 +284,9 @@ def _check_recovery(job: Job) -> list[str]:
     if not prompts["domain"]:
         lost = "so the recovery may undo what was learned; name some with --domain"
         notes.append(f"warning: no prompts guard the domain, {lost}")
-    if tuned := tuned_model(workflow.start, workflow.model):
+    tuned = tuned_model(workflow.start, workflow.model)
+    has_its_tokens = job.tokenizer is job.sources.tokenizer(workflow.model)
+    if tuned and has_its_tokens:
         pair = shlex.join([str(workflow.start), "--base", workflow.model.id])
         command = f"opdcl export {pair} --format adapter -o ADAPTER"
         notes.append(f"base and {tuned.id} are two models in memory; one is enough for an adapter: {command}")

@@ -32,11 +32,14 @@ HEAVY_MODULES = (
     "model.precision",
     "model.distributions",
     "model.compatibility",
+    "model.extract",
+    "model.more_tokens",
     "pipeline.dry_run",
     "pipeline.forecast",
     "results",
     "deploy.browser",
     "deploy.chat",
+    "deploy.extract",
     "__main__",
 )
 MODULES = sorted(
