@@ -20,6 +20,9 @@ from opdcl.results.status import MOST_OF_THE_GAIN, STATES, RetentionStatus
 from opdcl.results.writing import WritingTests
 from opdcl.rundir.layout import RunDir
 
+# An answer further from base than this, in nats per token, is written in the manner of the domain.
+DOMAIN_MANNER = 1.0
+
 # What is told of how a state writes, and its name among the measures of `writing`.
 MEASURES = {"length": "tokens", "ended": "ended", "repetition": "repetition"}
 
@@ -44,7 +47,8 @@ class Closeness:
     floor: float | None
     noise: float
     states: StateDistances
-    """State -> `distance`, its two directions `forward` and `reverse`, and how the state writes."""
+    """State -> `distance`, its two directions `forward` and `reverse`, how the state writes, and `domain_manner`,
+    the share of requests that it answers in the domain's manner."""
     writing: WritingTests
     seconds: float
 
@@ -53,6 +57,14 @@ class Closeness:
         if self.value is None or self.low is None or self.high is None:
             return None
         return Estimate(self.value, self.low, self.high)
+
+    @property
+    def start(self) -> str:
+        """What C counts from, with its distance."""
+        tuned = self.states["tuned"]["distance"].value
+        if self.floor is None or self.floor >= tuned:
+            return f"tuned, {tuned:.2f} nats"
+        return f"base on other prompts, {self.floor:.2f} nats"
 
     @property
     def status(self) -> RetentionStatus | None:
@@ -122,11 +134,13 @@ def values(suites: Sequence[Suite], state: str, name: str = "distance") -> np.nd
 
 
 def _estimates(suites: Sequence[Suite], state: str) -> dict[str, Estimate]:
-    """Return the estimates of a state's distance, in both directions, and of how it writes."""
+    """Return the estimates of a state's distance in both directions, of its manner, and of how it writes."""
     clusters = suites[0].clusters
     found = {}
     for name in ("distance", "forward", "reverse"):
         found[name] = total([([values(suites, state, name)], clusters)]).rounded()
+    in_domain_manner = values(suites, state) > DOMAIN_MANNER
+    found["domain_manner"] = mean(in_domain_manner.astype(float), clusters).rounded()
     written = writing.measures(suites, state)
     for name, measure in MEASURES.items():
         if measure in written:

@@ -254,16 +254,15 @@ def _ratios(summary: Summary, domain: Suite | None) -> list[Ratio]:
     kept = "the share of the domain gain that was kept, counted from base or the floor, the higher one"
     if raw := different_raw(findings.domain_retention, findings.domain_retention_raw, of_domain):
         kept += f"; from base alone, {raw}"
-    gone = (
-        "the share of the distance to base that is gone, token by token, counted from tuned or from base's "
-        "answers to other prompts, the nearer one"
-    )
     no_domain = why_no_domain_retention(domain)
     ratios = [
         Ratio("Recovery R", recovered, findings.recovery, why_no_recovery(summary), general),
         Ratio("Domain retention D", kept, findings.domain_retention, no_domain, of_domain),
     ]
     if near:
+        gone = "the share of the distance to base that is gone, token by token"
+        if near.c:
+            gone += f", counted from {near.start}"
         ratios.append(Ratio("Closeness C", gone, near.c, near.why or "", near.n))
     return ratios
 

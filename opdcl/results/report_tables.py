@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from opdcl.config.shipped import SHIPPED_DATA
 from opdcl.results import format
-from opdcl.results.format import CHANGE, Unit, cell, metric_words
+from opdcl.results.format import CHANGE, SHARE, Unit, cell, metric_words
 from opdcl.results.scores import section
 from opdcl.results.status import HEADLINE_ROLES, NON_INFERIORITY_MARGIN, STATES
 from opdcl.results.tables import (
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 RELATIVE = Unit("{:+.0f}", 100, " %")
 MARGIN = f"{100 * NON_INFERIORITY_MARGIN:g}"
+DOMAIN_MANNER_LABEL = "requests answered in the domain's manner\nmore than 1 nat from base"
 GROUP_NOTE = "Seen: types of constraints that also occur in the recovery prompts. Unseen: types that do not."
 # Where the axis of a pair of bars may end.
 AXES = (0.05, 0.1, 0.25, 0.5, 1.0)
@@ -85,7 +86,9 @@ def terminal_rows(summary: Summary) -> list[list[str]]:
     if near := summary.closeness:
         floor = "" if near.floor is None else f"{near.floor:.3f}"
         rows.append(["distance to base\nnats per token", str(near.n), floor, *distances(near)])
-        ratios["C"] = cell(near.c, n=near.n)
+        rows.append([DOMAIN_MANNER_LABEL, "", "", *by_state(domain_manner(near), SHARE, near.n)])
+        if near.c:
+            ratios[f"C\nfrom {near.start}"] = cell(near.c, n=near.n)
     found = summary.findings
     general, domain = summary.prompts_of("retention"), summary.prompts_of("domain")
     ratios["R"] = cell(found.recovery, n=general)
@@ -135,10 +138,16 @@ def _groups_table(summary: Summary) -> Table:
     return Table("Scores by group of prompts", columns, rows, note)
 
 
+def domain_manner(near: Closeness) -> dict[str, Estimate | None]:
+    """Return each state's share of requests that it answers in the domain's manner."""
+    return {state: found.get("domain_manner") for state, found in near.states.items()}
+
+
 def closeness_table(near: Closeness) -> Table:
     """Return the distances of the states from base, and how their sampled answers are written."""
     rows = [
         ["distance to base\nnats per token", *distances(near)],
+        [DOMAIN_MANNER_LABEL, *by_state(domain_manner(near), SHARE, near.n)],
         ["forward KL\non base's answers", *distances(near, "forward")],
         ["reverse KL\non the state's own answers", *distances(near, "reverse")],
         *writing_rows(near.how_written, near.n),

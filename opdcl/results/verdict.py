@@ -202,7 +202,7 @@ def _retention_clause(summary: Summary, retention: Suite, scores: dict[str, str]
 
 
 def _distance(near: Closeness | None) -> str:
-    """Say how much of tuned's distance to base is gone, and what remains."""
+    """Say how much of tuned's distance to base is gone, and how many answers are still like the domain's."""
     if near is None or not (near.states.get("tuned") and near.states.get("recovered")):
         return ""
     tuned, recovered = (near.states[state]["distance"].value for state in ("tuned", "recovered"))
@@ -210,7 +210,9 @@ def _distance(near: Closeness | None) -> str:
         return ""
     gone = max(1 - recovered / tuned, 0)
     moved = f"{tuned:.2f} -> {recovered:.2f} nats a token, {100 * gone:.0f} % gone"
-    return f"Distance to base: {moved} (base against itself: {near.noise:.3f})."
+    before, after = (100 * near.states[state]["domain_manner"].value for state in ("tuned", "recovered"))
+    manner = f"Answered in the domain's manner: {before:.0f} -> {after:.0f} % of {near.n} requests."
+    return f"Distance to base: {moved} (base against itself: {near.noise:.3f}). {manner}"
 
 
 def _neighbours(summary: Summary) -> str:

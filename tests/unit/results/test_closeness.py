@@ -116,7 +116,7 @@ def test_there_is_no_c_without_recovered_or_where_tuned_is_base(tmp_path, change
     found = summary["closeness"]
     assert (found["value"], found["low"], found["high"], found["why"]) == (None, None, None, why)
     assert found["tuned"]["distance"]["value"] >= 0
-    assert "C" not in [row[0] for row in terminal_rows(Results(run).summary)]
+    assert not [row[0] for row in terminal_rows(Results(run).summary) if row[0].startswith("C\n")]
     assert f"Closeness C: none, {why}." in pages(run)["report.md"]
 
 
@@ -130,6 +130,9 @@ def test_c_counts_from_the_floor_where_that_is_nearer_than_tuned(tmp_path):
     assert found["raw"]["value"] == pytest.approx(1 - recovered / tuned, abs=1e-5)
     store(run, "recovered", [1.02] * N)
     assert summarise(run)["closeness"]["value"] == pytest.approx(0.0, abs=1e-6)
+    assert "C\nfrom base on other prompts, 1.02 nats" in [
+        row[0] for row in terminal_rows(Results(run).summary)
+    ]
     near = make(tmp_path / "near", tuned=0.8)
     store(near, "base", [0.0] * N, floor=lambda i: 1.0)
     found = summarise(near)["closeness"]
@@ -137,6 +140,23 @@ def test_c_counts_from_the_floor_where_that_is_nearer_than_tuned(tmp_path):
     assert {row[0]: row for row in terminal_rows(Results(near).summary)}["distance to base\nnats per token"][
         2
     ] == "1.000"
+
+
+def test_the_share_in_the_domains_manner_is_that_of_answers_over_one_nat(tmp_path):
+    run = make(tmp_path / "run")
+    store(run, "tuned", [1.5] * (N - 4) + [1.0] * 4)
+    store(run, "recovered", [1.01] * 2 + [0.1] * (N - 2))
+    summary = summarise(run)
+    shares = {state: summary["closeness"][state]["domain_manner"] for state in ("base", "tuned", "recovered")}
+    assert {state: share["value"] for state, share in shares.items()} == {
+        "base": 0.0,
+        "tuned": 0.9,
+        "recovered": 0.05,
+    }
+    assert shares["recovered"]["low"] < 0.05 < shares["recovered"]["high"]
+    sentence = f"Answered in the domain's manner: 90 -> 5 % of {N} requests."
+    assert summary["further"][0].endswith(sentence)
+    assert "requests answered in the domain's manner" in pages(run)["report.md"]
 
 
 def test_prompts_on_one_text_count_as_one(tmp_path):
@@ -156,7 +176,9 @@ def test_it_is_a_row_of_the_table_the_report_and_the_json_and_no_suite(tmp_path)
     summary = summarise(run)
     assert list(summary["suites"]) == ["instructions", "handbook"]
     rows = {row[0]: row for row in terminal_rows(Results(run).summary)}
-    assert rows["C"][-1].startswith(f"{summary['closeness']['value']:.2f}\n[")
+    assert rows[f"C\nfrom tuned, {summary['closeness']['tuned']['distance']['value']:.2f} nats"][
+        -1
+    ].startswith(f"{summary['closeness']['value']:.2f}\n[")
     distances = rows["distance to base\nnats per token"]
     assert (distances[1], distances[3]) == (str(N), "0.000\n[0.000, 0.000]")
     assert summary["cost"]["eval"]["seconds"] == 75
