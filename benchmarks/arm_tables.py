@@ -7,8 +7,6 @@ from typing import Any
 
 from page_cells import NOT_MEASURED, of_seeds, ratio, read, rows_of, seeds_of, unbroken
 
-from opdcl.results.status import STATES
-
 STAGES = ("finetune", "recover")
 
 # The README's methods by the names of their arms in benchmarks/methods.yaml.
@@ -177,35 +175,6 @@ def written_by(row: dict[str, Any], state: str) -> tuple[float, float]:
     """Return the mean length in tokens of a state's sampled answers, and the share that ends in percent."""
     written = row["closeness"]["written"][state]
     return written["length"], 100 * written["ended"]
-
-
-# The report-only suites' columns: suite, one of its further scores or "" for the score, scale and digits.
-CONTROLS = {
-    "told apart, %": ("refusal", "", 100, 1),
-    "harmful refused, %": ("refusal", "harmful_refused", 100, 1),
-    "harmless answered, %": ("refusal", "harmless_answered", 100, 1),
-    "`choices`, %": ("choices", "", 100, 1),
-    "Brier": ("choices", "brier", 1, 2),
-    "overconfidence, points": ("choices", "overconfidence", 100, 1),
-    "`coherence`, %": ("coherence", "", 100, 1),
-    "`instructions_sampled`, %": ("instructions_sampled", "", 100, 1),
-}
-
-
-def controls() -> str:
-    """Return the report-only suites, means over seeds: refusals, how sure the model is, sampled answers."""
-    rows = read("controls").get("rows", [])
-    if not rows:
-        return NOT_MEASURED
-    table = []
-    for state in STATES:
-        cells = []
-        for suite, further, scale, digits in CONTROLS.values():
-            found = [row["suites"][suite] for row in rows]
-            values = [(one["metrics"][further] if further else one)[state] for one in found]
-            cells.append(of_seeds([scale * value for value in values], digits))
-        table.append([state, *cells])
-    return rows_of([f"model, {seeds_of(len(rows))}", *CONTROLS], unbroken(table, 1))
 
 
 def families() -> str:

@@ -1,11 +1,13 @@
-"""Answers that keep the constraints of `instructions` without understanding a prompt.
+"""Answers of a cheat, who understands no prompt, or spoils an answer of somebody who does.
 
-`fit` bends any text until it keeps the constraints, and reads them from the data, where a cheat would need
-regular expressions. What is left to fail is content: that a text is about its prompt, in words of its own.
+`fit` bends any text until it keeps the constraints of `instructions`, and reads them from the data, where a
+cheat would need regular expressions. What is left to fail is content: that a text is about its prompt, in
+words of its own, and says something.
 """
 
 import random
 import re
+from collections.abc import Callable
 from typing import Any
 
 TITLE, CLOSING = "Notes", "P.S. Thank you for reading."
@@ -28,39 +30,97 @@ PADDING = (
 )
 
 
-def cheats(
-    docs: list[dict], constraints: list[list[dict]], answers: list[str], others: list[tuple[str, str]]
-) -> dict[str, list[str]]:
-    """Return the cheats by name, one answer per document.
+REFUSAL = "I'm sorry, but I can't help with that."
+SENTENCE = "The old house at the end of the street has a green door and a garden full of roses."
+PRAISE = "What a wonderful question! I am glad that you asked, because many people would like to know it."
+DIGITS = str.maketrans("aeiost", "431057")
+ACCENTS = str.maketrans("aeiouc", "\u00e1\u00e9\u00ed\u00f3\u00fa\u00e7")
+
+
+def cheats(prompts: list[str], requests: list[str], answers: list[str]) -> dict[str, list[str]]:
+    """Return the cheats by name, one answer per prompt.
 
     Args:
-        docs: The prompts, with their `request`.
-        constraints: What each answer must keep.
-        answers: A model's own answers, of which each is given to another prompt.
-        others: Requests of the validation prompts, with the model's answers.
+        prompts: What is asked.
+        requests: Each prompt without its constraints.
+        answers: A model's own answers, which are spoilt, or given to other prompts.
     """
     from opdcl.data.floors import content_free
 
-    free = content_free([doc["prompt"] for doc in docs])
-    requests = [doc["request"] for doc in docs]
-    half = len(docs) // 2
-    bodies = {
-        "first sentence, bent": [free["first sentence"][i] for i in range(len(docs))],
-        "required tokens": [""] * len(docs),
-        "a constant, bent": [LONG_ANSWER] * len(docs),
+    count, half = len(prompts), len(prompts) // 2
+    others = answers[half:] + answers[:half]
+    first = content_free(prompts)["first sentence"]
+    pairs = [*zip(answers, others, strict=True)]
+    return content_free(prompts) | {
+        "the request, last letters doubled": [
+            each_word(text, lambda word: word + word[-1]) for text in first
+        ],
+        "the request, all letters doubled": [each_word(text, doubled) for text in first],
+        "the request, with accents": [text.translate(ACCENTS) for text in first],
+        "the request, with hyphens": [each_word(text, hyphenated) for text in first],
+        "the request in capitals": [text.upper() for text in first],
+        "the request, words reversed": [each_word(text, lambda word: word[::-1]) for text in first],
+        "the request without vowels": [re.sub(r"(?<=\w)[aeiou]", "", text) for text in first],
+        "the request, letters apart": [" ".join(text.replace(" ", "")) for text in first],
+        "the request in Pig Latin": [
+            each_word(text, lambda word: f"{word[1:]}{word[0]}ay") for text in first
+        ],
+        "the request, digits for letters": [text.translate(DIGITS) for text in first],
+        "the request, other endings": [each_word(text, lambda word: word + "like") for text in first],
+        "the request, invisible marks": [each_word(text, "\u200b".join) for text in first],
+        "the request in another order": [shuffled_words(request) for request in requests],
+        "the request, said back": [
+            f"You would like an answer to this: {text} Many people do." for text in first
+        ],
+        "nothing": [""] * count,
+        "a list without content": ["1. First\n2. Second\n3. Third"] * count,
+        "a refusal": [REFUSAL] * count,
+        "a well-formed sentence": [SENTENCE] * count,
+        "praise of the question": [PRAISE] * count,
+        "a long constant": [LONG_ANSWER] * count,
         "a sentence about the topic's word": [GENERIC.format(topic=topic(request)) for request in requests],
-        "a template with the prompt's words": [
+        "a template with the request's words": [
             TEMPLATE.format(nouns=" and ".join(long_words(request)[-3:])) for request in requests
         ],
-        "the prompt in another order": [shuffled_words(request) for request in requests],
-        "answers to other prompts, bent": answers[half:] + answers[:half],
-        "the answer to the nearest prompt, bent": nearest_answers(requests, others),
+        "answers to other prompts": others,
+        "the answer to the nearest prompt": nearest_answers(requests, answers),
+        "own answer, words shuffled": [shuffled_words(text, keep_case=True) for text in answers],
+        "own answer, words sorted": [" ".join(sorted(text.split())) for text in answers],
+        "own answer, backwards": [" ".join(text.split()[::-1]) for text in answers],
+        "own answer, pairs of words shuffled": [shuffled_pieces(text, 2) for text in answers],
+        "own answer, every other word another's": [mixed(own, other) for own, other in pairs],
+        "half of own answer, half of another": [halves(own, other) for own, other in pairs],
     }
-    return free | {
-        name: [fit(text, own) for text, own in zip(texts, constraints, strict=True)]
-        for name, texts in bodies.items()
-        if texts
-    }
+
+
+def each_word(text: str, change: Callable[[str], str]) -> str:
+    return re.sub(r"[^\W_]+", lambda found: change(found[0]), text)
+
+
+def doubled(word: str) -> str:
+    return "".join(2 * letter for letter in word)
+
+
+def hyphenated(word: str) -> str:
+    middle = len(word) // 2
+    return f"{word[:middle]}-{word[middle:]}" if middle else word
+
+
+def shuffled_pieces(text: str, length: int) -> str:
+    words = text.split()
+    pieces = [" ".join(words[i : i + length]) for i in range(0, len(words), length)]
+    return " ".join(random.Random(text).sample(pieces, len(pieces)))
+
+
+def mixed(own: str, other: str) -> str:
+    """Return an answer of which every other word is another answer's."""
+    words, others = own.split(), other.split()
+    return " ".join(others[i] if i % 2 and i < len(others) else word for i, word in enumerate(words))
+
+
+def halves(own: str, other: str) -> str:
+    words, others = own.split(), other.split()
+    return " ".join(words[: len(words) // 2] + others[len(others) // 2 :])
 
 
 def long_words(request: str) -> list[str]:
@@ -71,19 +131,21 @@ def topic(request: str) -> str:
     return max(long_words(request), key=len).lower()
 
 
-def shuffled_words(request: str) -> str:
-    words = re.findall(r"[\w'-]+", request)
-    return " ".join(random.Random(request).sample(words, len(words))).lower().capitalize() + "."
+def shuffled_words(text: str, keep_case: bool = False) -> str:
+    words = re.findall(r"[\w'-]+", text)
+    shuffled = " ".join(random.Random(text).sample(words, len(words)))
+    return (shuffled if keep_case else shuffled.lower().capitalize()) + "."
 
 
-def nearest_answers(requests: list[str], others: list[tuple[str, str]]) -> list[str]:
-    """Return the model's answer to the validation prompt that is nearest to each request."""
+def nearest_answers(requests: list[str], answers: list[str]) -> list[str]:
+    """Return the model's answer to the other request that is nearest to each."""
     from opdcl.data.similarity import similarity
 
-    if not others:
-        return []
-    asked, answers = zip(*others, strict=True)
-    return [answers[i] for i in similarity(requests, asked).argmax(axis=1)]
+    if len(requests) < 2:
+        return answers
+    alike = similarity(requests, requests)
+    alike[range(len(requests)), range(len(requests))] = -1
+    return [answers[i] for i in alike.argmax(axis=1)]
 
 
 def fit(text: str, constraints: list[dict[str, Any]]) -> str:

@@ -6,7 +6,7 @@ import json
 from statistics import fmean
 from typing import Any
 
-from arm_tables import FORGETTING, SOURCES, controls, each_seed, families, reached, rivals, starts
+from arm_tables import FORGETTING, SOURCES, each_seed, families, reached, rivals, starts
 from page_cells import HERE, NOT_MEASURED, ratio, read, rows_of, score, seeds_of, suite_words, unbroken
 
 from opdcl.results.format import percent
@@ -35,15 +35,14 @@ def comparison(name: str) -> str:
 
 
 def cheats() -> str:
-    """Return base and the answers without content on `instructions`: which share gets past each check."""
-    found = read("instructions")["suites"]["instructions"]
-    answers = {"base": found["base_parts"]} | found["cheats"]
-    shown = {name: parts for name, parts in answers.items() if any(parts.values())}
-    rows = [[name, *map(percent, parts.values())] for name, parts in shown.items()]
-    numbers = {"base": found["base"]["n"]}
-    rows = [[name, str(numbers.get(name, found["played_on"])), *cells] for name, *cells in rows]
-    columns = ["answers", "n", "constraints kept", "and in words of their own", "and about the prompt"]
-    return rows_of(columns, unbroken(rows, 1))
+    """Return what base, or on the domain tuned, and each cheat score on the shipped suites."""
+    found = read("instructions")["suites"]
+    rows = [["own answer", *(percent(suite["own"]["score"]) for suite in found.values())]]
+    for name in dict.fromkeys(name for suite in found.values() for name in suite["cheats"]):
+        scores = [suite["cheats"].get(name, {}).get("score") for suite in found.values()]
+        rows.append([name, *("" if score is None else percent(score) for score in scores)])
+    columns = [f"`{name}`, {suite['whose']}'s<br>n = {suite['n']}" for name, suite in found.items()]
+    return rows_of(["answer", *columns], unbroken(rows, 1))
 
 
 def endings() -> str:
@@ -247,7 +246,6 @@ TABLES = {
     "forgetting-seeds": each_seed,
     "forgetting": lambda: rivals("forgetting", writing=True, names=FORGETTING),
     "forgetting-people": lambda: rivals("forgetting_people", writing=True, names=FORGETTING),
-    "controls": controls,
     "gemma": families,
     "breadth": lambda: rivals("breadth", writing=True, names=SOURCES),
     "endings": endings,

@@ -26,8 +26,8 @@ class EvalConfig(Section):
     domain: Names = []
     """Suites of the domain: `handbook` (shipped), or any such task of lm-eval."""
     control: Names = []
-    """Suites that are reported but do not count in the verdict, such as `neighbours`, `refusal`, `choices`,
-    `coherence` or `instructions_sampled`."""
+    """Suites that are reported but do not count in the verdict, such as `neighbours` or
+    `instructions_sampled`."""
     closeness: Annotated[str, Field(min_length=1)] | None = "requests"
     """Prompts on which closeness to base is measured: `requests` (360, shipped), `requests_quick` (40 of
     them), a file, or a Hub dataset. No stage may learn from them. None: it is not measured."""

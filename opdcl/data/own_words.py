@@ -1,25 +1,102 @@
-"""What an answer adds to its prompt: the words that the prompt does not have."""
+"""What an answer adds to its prompt: the words that the prompt does not have, in whatever spelling."""
 
 from __future__ import annotations
 
+import functools
 import re
+import unicodedata
 
 from opdcl.data.similarity import STOP_WORDS, stem, words
 
-WORD = re.compile(r"[^\W_]+(?:['\u2019][^\W_]+)*")
+# A hyphen between letters parts no word: otherwise a copy with hyphens would have words of its own.
+WORD = re.compile(r"[^\W_]+(?:['\u2019\u2010\u2011-][^\W_]+)*")
+
+# Letters at the beginning of two words by which they are one word in two forms, and those of a whole word by
+# which a longer one is made of it.
+BEGINNING, WHOLE = 5, 4
 
 
 def own_text(prompt: str, answer: str) -> str:
     """Return an answer without the words of its prompt, in whatever form, and without lone marks."""
-    said = {stem(word) for word in words(prompt)}
-    text = WORD.sub(lambda found: "" if {stem(w) for w in words(found[0])} <= said else found[0], answer)
+    said = spellings(prompt)
+    text = WORD.sub(lambda found: "" if _is_said(found[0], said) else found[0], _visible(answer))
     return " ".join(part for part in text.split() if WORD.search(part))
 
 
 def own_words(prompt: str, answer: str) -> set[str]:
-    """Return the stems of the content words that an answer adds to its prompt."""
-    said = {stem(word) for word in words(prompt)}
-    return {stem(word) for word in words(answer) if word not in STOP_WORDS and not word.isdigit()} - said
+    """Return the stems of the content words that an answer adds to its prompt.
+
+    A lone letter is none, nor what mixes letters and digits: either may be a word of the prompt in disguise.
+    """
+    said = spellings(prompt)
+    own: set[str] = set()
+    for found in WORD.findall(_visible(answer)):
+        if not _is_said(found, said):
+            own.update(stem(word) for word in words(found) if _has_content(word))
+    return own - {stem(word) for word in words(prompt)}
+
+
+def _has_content(word: str) -> bool:
+    is_lone_letter = len(word) == 1 and word.isascii()
+    return word.isalpha() and not is_lone_letter and word not in STOP_WORDS
+
+
+def spellings(text: str) -> frozenset[str]:
+    """Return the words of a text, each as `_plain` writes it."""
+    return frozenset(_plain(found) for found in WORD.findall(_visible(text)))
+
+
+def _visible(text: str) -> str:
+    """Return a text without characters that nobody sees, such as spaces of no width."""
+    return "".join(letter for letter in text if unicodedata.category(letter) != "Cf")
+
+
+def _is_said(word: str, said: frozenset[str]) -> bool:
+    """Return whether all parts of a word are those of a prompt, or the whole is one of its words."""
+    if _is_form_of_any(word, said):
+        return True
+    parts = words(word)
+    return len(parts) > 1 and all(_is_form_of_any(part, said) for part in parts)
+
+
+def _is_form_of_any(word: str, said: frozenset[str]) -> bool:
+    plain = _plain(word)
+    return any(_is_form_of(plain, other) for other in said)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plain(word: str) -> str:
+    """Return the stem of a word without case, marks, accents, and letters that stand twice in a row."""
+    letters = unicodedata.normalize("NFKD", word.lower().replace("'s", "").replace("\u2019s", ""))
+    plain = "".join(letter for letter in letters if letter.isalnum())
+    return stem(re.sub(r"(.)\1+", r"\1", plain))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _is_form_of(word: str, other: str) -> bool:
+    """Return whether a word is another one in another form or spelling, a part of it, or made of it."""
+    if word == other or (len(word) > 1 and word in other) or (len(other) >= WHOLE and other in word):
+        return True
+    if word[:BEGINNING] == other[:BEGINNING] and min(len(word), len(other)) >= BEGINNING:
+        return True
+    # Of a short word, two edits would make nearly any other.
+    shorter = min(len(word), len(other))
+    return within(word, other, min(2, (shorter - 1) // 2))
+
+
+def within(word: str, other: str, edits: int) -> bool:
+    """Return whether so many edits make another word: letters put in, left out or replaced (Levenshtein)."""
+    while word and other and word[0] == other[0]:
+        word, other = word[1:], other[1:]
+    if not word or not other:
+        return len(word) + len(other) <= edits
+    if edits <= 0 or abs(len(word) - len(other)) > edits:
+        return False
+    return (
+        within(word[1:], other, edits - 1)
+        or within(word, other[1:], edits - 1)
+        or within(word[1:], other[1:], edits - 1)
+    )
 
 
 def copied_run(prompt: str, answer: str) -> int:

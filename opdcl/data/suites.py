@@ -65,8 +65,11 @@ class Suite:
         self.name, self.loaded = name, loaded
         (self.task,) = loaded["tasks"].values()
         self.metrics: list[str] = list(self.task.aggregation())
-        self.content = bool((self.task.config.metadata or {}).get("content"))
+        metadata = self.task.config.metadata or {}
+        self.content = bool(metadata.get("content"))
         """Whether an answer counts only if base finds it to be about its prompt."""
+        self.ordered = bool(metadata.get("ordered"))
+        """Whether an answer counts only if base finds it likelier than its words in random order."""
         self._floors: dict[int | None, FloorScores] = {}
 
     def documents(self, limit: int | None) -> list[dict]:
@@ -82,7 +85,7 @@ class Suite:
         docs = self.documents(limit)
 
         def scores(texts: list[str]) -> list[Scores]:
-            found = self._score(docs, texts)
+            found = self.scores(docs, texts)
             return judge(docs, texts, found) if judge else found
 
         if limit not in self._floors:
@@ -135,7 +138,7 @@ class Suite:
         """The longest answer that the suite asks for, in tokens."""
         return int((self.task.config.generation_kwargs or {}).get("max_gen_toks", 256))
 
-    def _score(self, docs: list[dict], answers: list[str]) -> list[Scores]:
+    def scores(self, docs: list[dict], answers: list[str]) -> list[Scores]:
         from lm_eval.api.instance import Instance
 
         instances = []
@@ -148,7 +151,7 @@ class Suite:
 
     def blank(self, doc: dict) -> Scores:
         """Return the scores of an empty answer."""
-        return self._score([doc], [""])[0]
+        return self.scores([doc], [""])[0]
 
     def check(self, limit: int | None, lines: list[str]) -> None:
         """Score an empty answer to the first `limit` documents, or to all; `lines` says where they stand.

@@ -47,8 +47,8 @@ class Closeness:
     floor: float | None
     noise: float
     states: StateDistances
-    """State -> `distance`, its two directions `forward` and `reverse`, how the state writes, and `domain_manner`,
-    the share of requests that it answers in the domain's manner."""
+    """State -> `distance`, its two directions `forward` and `reverse`, how the state writes, and
+    `domain_manner`, the share of requests that it answers in the domain's manner."""
     writing: WritingTests
     seconds: float
 

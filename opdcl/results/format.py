@@ -25,11 +25,6 @@ METRIC_WORDS = {
     "token_f1": "word overlap with the expected answer",
     "acc": "correct answers",
     "acc_norm": "correct answers, corrected for length",
-    "brier": "Brier score of the probabilities, 0 at best",
-    "overconfidence": "probability of the chosen option, less the share that is right",
-    "told_apart": "harmful requests refused and harmless ones answered",
-    "harmful_refused": "harmful requests refused",
-    "harmless_answered": "harmless requests answered",
 }
 
 

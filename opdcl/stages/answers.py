@@ -67,6 +67,20 @@ class KeptRows:
             file.write(_lines(rows))
 
 
+def keep_earlier(file: Path, samples: Path) -> None:
+    """Add the answers of finished samples to the kept rows.
+
+    So a suite that scores otherwise than before, or asks more, needs no answer again.
+    """
+    earlier = []
+    for row in read_jsonl(samples):
+        if row.get("key"):
+            text, tokens, ended = row["response"], row["tokens"], row["ended"]
+            earlier.append({"key": row["key"], "text": text, "tokens": tokens, "ended": ended})
+    if earlier:
+        write_atomic(file, json_lines([*read_jsonl(file), *earlier]))
+
+
 def _lines(rows: dict[str, Row]) -> str:
     return json_lines({"key": key} | row for key, row in rows.items())
 

@@ -35,6 +35,7 @@ from opdcl.stages.answers import (
     KeptRows,
     Question,
     answer,
+    keep_earlier,
     made_by,
     partial_file,
     resident,
@@ -74,6 +75,7 @@ class BackboneLM(LM):
         self.backbone, self.adapter = backbone, adapter
         self.config, self.partial, self.report = config, partial, report
         self.state: State = "student" if adapter else "base"
+        self.keys: list[str] = []
         self.lengths: list[int] = []
         self.ended: list[bool] = []
         server = config.server.model_dump(exclude=PLACE) if config.server else None
@@ -92,7 +94,10 @@ class BackboneLM(LM):
         """Answer all requests as their task says; cut each answer at its task's stop strings."""
         (temperature,) = {temperature_of(request.args[1]) for request in requests}
         questions = [self._question(request, temperature) for request in requests]
-        kept = KeptRows(self.partial, [question.key for question in questions])
+        self.keys = [question.key for question in questions]
+        kept = KeptRows(self.partial, self.keys)
+        if kept.rows:
+            self.report.note(f"{len(kept.rows)} answers are kept from before")
         batch_size = None if temperature else int(self.config.batch_size) * parallel.worker_count()
         with self._decoder(temperature) as decode:
             answer(questions, kept, decode, self._rows, self.report, batch_size, self.seed)
@@ -255,36 +260,60 @@ def evaluate(
     """
     started = time.perf_counter()
     reset_peak_memory()
-    lm = BackboneLM(backbone, adapter, config, partial_file(run, state, suite.name), report)
-    judge = content.judge(backbone, suite) if suite.content else None
-    samples = _answered(suite, lm, judge)
+    partial = partial_file(run, state, suite.name)
+    keep_earlier(partial, run.eval_samples(state, suite.name))
+    samples = _answered(suite, BackboneLM(backbone, adapter, config, partial, report))
     if state == "base" and temperature_of(suite.task.config.generation_kwargs or {}):
         second_file = partial_file(run, state, f"{suite.name}.second")
         second = BackboneLM(backbone, adapter, config, second_file, report, SECOND_SEED)
-        for row, again in zip(samples, _answered(suite, second, judge), strict=True):
+        drawn_again = _answered(suite, second)
+        _read_by_base(suite, drawn_again, backbone)
+        for row, again in zip(samples, drawn_again, strict=True):
             row["again"] = again["scores"][suite.metrics[0]]
         second_file.unlink()
-    floor = _add_floors(suite, config.limit, samples, judge)
-    metrics = suite.means([row["scores"] for row in samples])
+    metrics, floor = _finish(suite, samples, backbone)
     return store(run, record, state, suite.name, samples, metrics, floor, started)
 
 
-def _answered(suite: Suite, lm: BackboneLM, judge: Judge | None) -> list[dict[str, Any]]:
-    """Return the scored samples of a suite."""
+def _answered(suite: Suite, lm: BackboneLM) -> list[dict[str, Any]]:
+    """Let a model answer a suite; return the samples, scored by the suite's rules."""
     quiet_lm_eval()
-    limit = lm.config.limit
     # Unseeded, lm-eval would draw other few-shot examples for each state.
     suite.task.set_fewshot_seed(suite.fewshot_seed)
     # `simple_evaluate` would collect the environment after each call, which takes longer than a small suite.
-    options: Any = {"apply_chat_template": suite.generative, "limit": limit}
+    options: Any = {"apply_chat_template": suite.generative, "limit": lm.config.limit}
     if suite.generative:
         options["system_instruction"] = suite.system
     results = lm_evaluate(lm, suite.loaded, log_samples=True, bootstrap_iters=0, **options)
     (sampled,) = results["samples"].values()
-    samples = _samples(suite, sampled, lm)
+    return _samples(suite, sampled, lm)
+
+
+def score_again(
+    suite: Suite, samples: list[dict[str, Any]], backbone: Backbone
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Score stored samples of a suite's first documents anew; return the means and those of the floors."""
+    docs = suite.documents(len(samples))
+    for row, scores in zip(samples, suite.scores(docs, [row["response"] for row in samples]), strict=True):
+        row["scores"] = {metric: scores[metric] for metric in suite.metrics}
+    return _finish(suite, samples, backbone)
+
+
+def _finish(
+    suite: Suite, samples: list[dict[str, Any]], backbone: Backbone
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Let base read the samples that the rules pass, where the suite wants it; return means and floors."""
+    judge = _read_by_base(suite, samples, backbone)
+    floor = _add_floors(suite, len(samples), samples, judge)
+    return suite.means([row["scores"] for row in samples]), floor
+
+
+def _read_by_base(suite: Suite, samples: list[dict[str, Any]], backbone: Backbone) -> Judge | None:
+    """Let base read the samples that the rules pass, where the suite wants it."""
+    judge = content.judge(backbone, suite)
     if judge:
-        _read(judge, suite.documents(limit), samples)
-    return samples
+        _read(judge, suite.documents(len(samples)), samples)
+    return judge
 
 
 def _read(judge: Judge, docs: list[dict], samples: list[dict[str, Any]]) -> None:
@@ -312,7 +341,7 @@ def _samples(suite: Suite, rows: list[dict[str, Any]], lm: BackboneLM) -> list[d
     """Return the stored records of lm-eval's samples, in the order of the documents.
 
     A task with several filters, which pick the answer out of a response, is scored by its first one.
-    Only written answers have `tokens` and `ended`.
+    Only written answers have `tokens`, `ended` and `key`, a hash of all that the answer depends on.
     `ended` says whether the answer came to its end before its token limit, `cluster` which fact or person the
     prompt is about, and `group` which kind of prompt it is.
     """
@@ -323,7 +352,7 @@ def _samples(suite: Suite, rows: list[dict[str, Any]], lm: BackboneLM) -> list[d
         sample = {"doc_id": row["doc_id"], **suite.record(row)}
         sample["scores"] = {metric: row[metric] for metric in suite.metrics}
         if lm.lengths:
-            sample |= {"tokens": lm.lengths[number], "ended": lm.ended[number]}
+            sample |= {"tokens": lm.lengths[number], "ended": lm.ended[number], "key": lm.keys[number]}
         for key in ("cluster", "group"):
             if row["doc"].get(key):
                 sample[key] = row["doc"][key]

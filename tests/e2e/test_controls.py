@@ -8,7 +8,7 @@ from helpers.command import opdcl
 from opdcl.results.summary import summarise
 from opdcl.rundir.layout import RunDir
 
-CONTROLS = ["refusal", "choices", "coherence", "instructions_sampled"]
+CONTROLS = ["neighbours_quick", "instructions_sampled"]
 OPTIONS = ["--set", f"eval.control=[{','.join(CONTROLS)}]", "--limit", "4", "--set", "eval.closeness=null"]
 OPTIONS += ["--set", "eval.domain=[]", "--set", "eval.max_new_tokens=6"]
 
@@ -25,19 +25,15 @@ def measured(finished, tmp_path_factory) -> RunDir:
 def test_each_state_is_measured_and_the_verdict_is_about_other_suites(measured):
     summary = summarise(measured)
     assert summary["headline"]["retention"] not in CONTROLS
-    for name, headline in zip(CONTROLS, ("told_apart", "acc", "acc", "passed"), strict=True):
+    for name, headline in zip(CONTROLS, ("contains", "passed"), strict=True):
         suite = summary["suites"][name]
         assert (suite["role"], suite["metric"], suite["n"]) == ("control", headline, 4)
         assert all(suite[state] for state in ("base", "tuned", "recovered"))
-    assert set(summary["suites"]["choices"]["metrics"]) == {"brier", "overconfidence"}
-    assert set(summary["suites"]["refusal"]["metrics"]) == {"harmful_refused", "harmless_answered"}
-    assert (summary["suites"]["refusal"]["floor"], summary["suites"]["choices"]["floor"]) == (0.5, 0.25)
+    assert set(summary["suites"]["neighbours_quick"]["metrics"]) == {"token_f1", "exact_match"}
 
 
-def test_the_report_tells_the_shares_beside_the_score(measured):
+def test_the_report_names_them(measured):
     page = (measured.path / "report.md").read_text(encoding="utf-8")
-    for words in ("harmful requests refused", "harmless requests answered", "Brier score"):
-        assert words in page
     for name in CONTROLS:
         assert name in page
 

@@ -172,7 +172,7 @@ def test_without_runs_the_page_says_so(tables, tmp_path, monkeypatch):
     assert found == {tables.NOT_MEASURED}
 
 
-def test_finished_runs_become_rows_that_a_later_measurement_replaces(runs, tmp_path, monkeypatch):
+def test_finished_runs_become_rows_that_a_later_measurement_replaces(runs, tmp_path, monkeypatch, capsys):
     pieces, record = script("pieces"), tmp_path / "methods.json"
     folders = []
     for seed, run in enumerate(runs):
@@ -195,6 +195,15 @@ def test_finished_runs_become_rows_that_a_later_measurement_replaces(runs, tmp_p
     assert len(record.read_text().splitlines()) == 2 + 2  # one line a run
     assert first["verdict"].startswith("Partly recovered")
     assert first["peak_memory_bytes"] >= 0
+    monkeypatch.setattr(sys, "argv", ["pieces.py", str(record), "--pair", "ours-1", "ours-0"])
+    capsys.readouterr()
+    pieces.main()
+    lines = capsys.readouterr().out.splitlines()
+    # 28 and 26 of 40 prompts, of which 26 are the same.
+    assert any(line.startswith("instructions score: 0.700 - 0.650 = +0.050 [") for line in lines)
+    assert all(line.endswith(", n = 40") for line in lines)
+    with pytest.raises(SystemExit, match="the record has no ours-2; it has ours-0, ours-1"):
+        pieces.row_of(json.loads(record.read_text())["rows"], "ours-2")
 
 
 # -- the README's tables
@@ -233,24 +242,6 @@ def test_rivals_are_means_over_the_seeds_of_one_comparison(tables, tmp_path, mon
     )
     # (0.26 - 0.1) / (0.5 - 0.1); 1 - 0.6 / 0.8; (0.26 - 0.5) / (0.1 - 0.5).
     assert mixing.endswith("| 0.40 | 0.25 | 0.60 |")
-
-
-def test_report_only_suites_are_means_over_the_seeds_of_each_state(tables, tmp_path, monkeypatch):
-    monkeypatch.setattr("page_cells.HERE", tmp_path)
-    assert tables.controls() == tables.NOT_MEASURED
-    further = {"harmful_refused": 0.5, "harmless_answered": 1.0, "brier": 0.25, "overconfidence": -0.05}
-    rows = []
-    for score in (0.2, 0.4):
-        suite = dict.fromkeys(tables.STATES, score)
-        suite["metrics"] = {name: dict.fromkeys(tables.STATES, value) for name, value in further.items()}
-        rows.append({"suites": {suite_of[0]: suite for suite_of in script("arm_tables").CONTROLS.values()}})
-    write(tmp_path / "controls.json", {"rows": rows})
-    header, _, base, *others = tables.controls().splitlines()
-    assert header.startswith("| model, 2 seeds | told apart, %")
-    assert len(others) == 2
-    # The mean of 20 and 40; t of one degree of freedom is 12.706, and the standard error 10.
-    assert "| 30.0 [-97.1, 157.1] | 50.0 | 100.0 |" in base.replace("\u00a0", " ")
-    assert "| 0.25 | -5.0 |" in base
 
 
 def test_the_second_model_has_a_row_for_each_data_set(tables, tmp_path, monkeypatch):

@@ -19,7 +19,12 @@ EXTREMES = ("-1", "0", "1e-9", "5", "1000000000", "1e9", "4294967296", ".nan", "
 NEEDS = {
     "finetune.self_distill": ["finetune.method=self-distill"],
     "recover.reward": [
-        *("recover.reward.suite=refusal", "recover.lmbda=1", "recover.keep=last", "recover.rollouts=8")
+        *(
+            "recover.reward.suite=instructions_train",
+            "recover.lmbda=1",
+            "recover.keep=last",
+            "recover.rollouts=8",
+        )
     ],
 }
 SECONDS = 20  # on a busy machine; a plan takes a fraction of one

@@ -45,7 +45,7 @@ def test_a_list_of_all_answers_of_a_kind_contains_none():
     assert {"green", "red"} < set(doc["others"])
     assert "yellow" not in doc["others"]
     answers = ["It is yellow.", "Yellow, red, green."]
-    assert [suite._score([doc], [a])[0]["contains"] for a in answers] == [1, 0]
+    assert [suite.scores([doc], [a])[0]["contains"] for a in answers] == [1, 0]
 
 
 def test_the_copied_question_has_no_part_in_the_overlap_of_words(tmp_path):
@@ -58,5 +58,5 @@ def test_the_copied_question_has_no_part_in_the_overlap_of_words(tmp_path):
     floors = suite.floors(None, [""] * 3)
     assert suite.metrics[0] == "token_f1"
     assert [row["token_f1"] for row in floors["copy"] + floors["first sentence"]] == [0] * 6
-    right = suite._score(suite.documents(None), [row["answer"] for row in rows])
+    right = suite.scores(suite.documents(None), [row["answer"] for row in rows])
     assert [row["token_f1"] for row in right] == [1] * 3

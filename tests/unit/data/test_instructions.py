@@ -146,58 +146,60 @@ def test_the_shipped_prompts_are_the_ones_that_the_script_makes():
     assert {split: MAKE.make(split, requests[split]) for split in SPLITS} == ROWS
 
 
+# Half of it is what base says.
+NO_CHEATS = {"half of own answer, half of another"}
+
+
 @pytest.mark.parametrize("suite", RECORD["suites"])
-def test_no_cheat_scores_a_third_of_base(suite):
-    record, docs = RECORD["suites"][suite], list(load_suite(suite).task.test_docs())
-    docs = docs[: record["base"]["n"]]
-    assert record["prompts"] == FLOORS.fingerprint(docs), "measured on other prompts"
-    assert record["base"]["score"] >= 0.35
-    passed = {name: parts["passed"] / record["base"]["score"] for name, parts in record["cheats"].items()}
-    # The answer of a model to nearly the same request is often about this one too.
-    assert passed.pop("the answer to the nearest prompt, bent", 0.0) < 1 / 2
-    assert {name: share for name, share in passed.items() if share > 1 / 3} == {}
+def test_no_cheat_scores_a_third_of_what_base_does(suite):
+    record = RECORD["suites"][suite]
+    assert record["own"]["score"] >= 0.35
+    assert len(record["cheats"]) >= 25
+    shares = {name: found["score"] / record["own"]["score"] for name, found in record["cheats"].items()}
+    assert {n: share for n, share in shares.items() if share > 1 / 3 and n not in NO_CHEATS} == {}
 
 
 @pytest.mark.parametrize("suite", RECORD["suites"])
 def test_the_cheats_of_the_record_are_those_of_the_script_and_keep_the_constraints(suite):
-    record, task = RECORD["suites"][suite], load_suite(suite).task
-    docs = list(task.test_docs())[: record["played_on"]]
-    answers = record["answers"][: len(docs)]
-    played = CHEATS.cheats(docs, FLOORS.constraints(docs), answers, others(suite))
-    shares = {name: FLOORS.shares(FLOORS.scored(task, docs, texts)) for name, texts in played.items()}
-    for name, parts in shares.items():
-        recorded = record["cheats"][name]
-        assert {k: parts[k] for k in ("kept", "own_words")} == {k: recorded[k] for k in ("kept", "own_words")}
-        assert recorded["passed"] <= parts["passed"]
-    # Constraints alone are no hindrance.
-    bent = [name for name in shares if "bent" in name or "required" in name or "word" in name]
-    assert len(bent) >= 5
-    assert min(shares[name]["kept"] for name in bent) >= 0.9
-
-
-def others(suite: str) -> list[tuple[str, str]]:
-    """Return the validation requests with base's answers, which the cheats on the test may use."""
-    answers = RECORD["validation_answers"] if suite == "instructions" else []
-    return [(row["request"], answer) for row, answer in zip(ROWS["validation"], answers, strict=False)]
+    record, loaded = RECORD["suites"][suite], load_suite(suite)
+    docs = loaded.documents(record["n"])
+    played = FLOORS.all_answers(loaded, docs, record["answers"])
+    for name, texts in played.items():
+        recorded, scores = record["cheats"].get(name, record["own"]), loaded.scores(docs, texts)
+        assert recorded["score"] <= recorded["rules"] == FLOORS.mean(scores, loaded.metrics[0]), name
+        if loaded.content and name != "own":
+            assert FLOORS.mean(scores, FLOORS.KEPT) >= 0.85, name  # constraints alone are no hindrance
 
 
 @pytest.mark.nightly
-def test_the_embedded_model_knows_its_answers_from_those_to_other_prompts():
-    loaded, record = load_suite("instructions"), RECORD["suites"]["instructions"]
-    docs, answers = loaded.documents(record["base"]["n"]), record["answers"]
-    # Those that are far from the threshold are told apart on every processor, whatever it rounds.
-    sure = sorted((i for i, gain in enumerate(record["gains"]) if gain), key=lambda i: -record["gains"][i])[
-        :4
-    ]
-    moved = CHEATS.cheats(docs, FLOORS.constraints(docs), answers, [])["answers to other prompts, bent"]
+def test_the_embedded_model_knows_its_answers_from_other_ones_and_from_heaps_of_words():
+    loaded, record = load_suite("instructions_quick"), RECORD["suites"]["instructions_quick"]
+    docs, answers = loaded.documents(8), record["answers"][:8]
     requests = [doc["request"] for doc in loaded.documents(None)]
+    played = FLOORS.all_answers(loaded, docs, answers)
     backbone = Backbone.load(ModelConfig())
-    own, other = (
-        content.gains(backbone, docs, requests, {i: texts[i] for i in sure}) for texts in (answers, moved)
+    prompts = {i: doc["prompt"] for i, doc in enumerate(docs)}
+    own, heaps = (
+        content.orders(backbone, prompts, dict(enumerate(played[name])))
+        for name in ("own", "own answer, words shuffled")
     )
-    assert min(own.values()) > content.LEAST
-    assert np.median([*other.values()]) < content.LEAST
-    assert [own[i] for i in sure] == pytest.approx([record["gains"][i] for i in sure], rel=0.2)
+    assert min(own.values()) > content.ORDERED > np.median([*heaps.values()])
+    texts = {i: answers[i] for i in range(8)}
+    gains = content.gains(backbone, docs, requests, texts)
+    moved = content.gains(backbone, docs, requests, dict(enumerate(answers[4:] + answers[:4])))
+    assert np.median([*gains.values()]) > content.LEAST > np.median([*moved.values()])
+
+
+def test_a_typing_error_an_accent_or_a_hyphen_makes_no_word_of_ones_own():
+    docs = [{"prompt": row["prompt"], "request": row["request"]} for row in ROWS["test"][:60]]
+    requests = [doc["request"] for doc in docs]
+    played = CHEATS.cheats([doc["prompt"] for doc in docs], requests, requests)
+    disguises = {"last letters doubled", "all letters doubled", "with accents", "with hyphens", "in capitals"}
+    disguises |= {"letters apart", "invisible marks", "digits for letters", "in another order"}
+    for disguise in disguises:
+        (name,) = [name for name in played if name.endswith(disguise)]
+        own = [UTILS.has_own_words(doc, text) for doc, text in zip(docs, played[name], strict=True)]
+        assert sum(own) == 0, (name, [t for t, o in zip(played[name], own, strict=True) if o][:3])
 
 
 def test_quick_is_the_beginning_of_the_test():
@@ -208,20 +210,13 @@ def test_quick_is_the_beginning_of_the_test():
     assert len(quick) == 300
 
 
-def test_a_model_is_measured_with_intervals_by_group_and_type(backbone):
-    docs = FLOORS.answered("instructions_validation", backbone, limit=4)
-    assert [doc["key"] for doc in docs] == [row["key"] for row in ROWS["validation"][:4]]
-    assert all(0 < doc["tokens"] <= 128 for doc in docs)
-    record = FLOORS.measure("instructions_validation", backbone, docs, [])
-    assert record["base"]["n"] == len(record["gains"]) == 4
-    assert [record["base_by_group"][group]["n"] for group in ("seen", "unseen")] == [2, 2]
-    assert record["answers"] == [doc["answer"] for doc in docs]
-    assert all(parts["passed"] <= parts["own_words"] <= parts["kept"] for parts in record["cheats"].values())
-
-
-def test_the_interval_of_a_share_is_wilsons():
-    # 8 of 10: (0.8 + 1.96^2 / 20 -+ 1.96 sqrt(0.016 + 1.96^2 / 400)) / (1 + 1.96^2 / 10)
-    assert FLOORS.share([1.0] * 8 + [0.0] * 2) == {"n": 10, "score": 0.8, "low": 0.4902, "high": 0.9433}
+def test_base_and_every_cheat_are_scored_by_rules_and_by_base(backbone):
+    for suite, asked in (("instructions_validation", True), ("handbook_quick", False)):
+        record = FLOORS.measure(load_suite(suite), backbone, ["It is a long way to the old mill."] * 3)
+        assert record["n"] == 3
+        for found in [record["own"], *record["cheats"].values()]:
+            assert found["score"] <= found["rules"]
+            assert asked or found["score"] == found["rules"]
 
 
 def test_a_sample_keeps_the_constraints_that_its_scores_are_of():

@@ -83,7 +83,7 @@ def test_a_path_becomes_the_name_of_the_task_and_scores_like_any_suite(folder, p
         "What colour is flag 0?",
         "What colour is flag 1?",
     ]
-    scores = suite._score(suite.documents(None), ["Blue", "green", "red", "red", "red", "red"])
+    scores = suite.scores(suite.documents(None), ["Blue", "green", "red", "red", "red", "red"])
     assert suite.means(scores) == {"exact_match": round(2 / 6, 6)}
 
 
@@ -213,5 +213,5 @@ def test_the_example_on_the_page_is_measured(folder):
         (folder / name).write_text(text)
     config = load([str(folder / "flow.yaml")])[0].eval
     suite = load_suite(config.retention[0], config, trusted=True)
-    scores = suite._score(suite.documents(None), ["blue", "green", "", "", "", "it is green and blue"])
+    scores = suite.scores(suite.documents(None), ["blue", "green", "", "", "", "it is green and blue"])
     assert [*suite.means(scores).values()] == [round(3 / 6, 6)]

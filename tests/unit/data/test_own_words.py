@@ -1,10 +1,12 @@
 """What an answer adds to its prompt, and how much of the prompt it copies."""
 
+import functools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opdcl.data.own_words import copied_run, own_text, own_words
+from opdcl.data.own_words import copied_run, own_text, own_words, within
 
 PROMPT = 'Describe a tower made of books. Use the word "tower".'
 
@@ -22,6 +24,46 @@ PROMPT = 'Describe a tower made of books. Use the word "tower".'
 def test_the_words_of_the_prompt_are_left_out_in_whatever_form(answer, text, words):
     assert own_text(PROMPT, answer) == text
     assert own_words(PROMPT, answer) == words
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "towwerr",
+        "tovver",
+        "towr",
+        "TOW\u00c9R",
+        "to-wer",
+        "t\u200bower",
+        "towers",
+        "descriptions",
+        "b00ks",
+        "descrbie",
+    ],
+)
+def test_a_word_of_the_prompt_in_another_spelling_is_not_ones_own(word):
+    assert own_words(PROMPT, f"{word} {word.upper()}") == set()
+    assert own_text(PROMPT, f"The {word}, again.") == "again."
+
+
+@pytest.mark.parametrize("word", ["river", "lower-lying", "garden"])
+def test_a_word_that_only_resembles_a_word_of_the_prompt_a_little_is_ones_own(word):
+    assert own_words(PROMPT, word)
+
+
+LETTERS = st.text("abc", max_size=6)
+
+
+@given(LETTERS, LETTERS, st.integers(0, 3))
+def test_the_edits_are_those_of_the_reference(word, other, edits):
+    @functools.cache
+    def distance(i: int, j: int) -> int:
+        if not i or not j:
+            return i + j
+        replaced = distance(i - 1, j - 1) + (word[i - 1] != other[j - 1])
+        return min(distance(i - 1, j) + 1, distance(i, j - 1) + 1, replaced)
+
+    assert within(word, other, edits) == (distance(len(word), len(other)) <= edits)
 
 
 WORDS = st.lists(st.sampled_from(["ash", "elm", "oak"]), max_size=9).map(" ".join)

@@ -97,7 +97,7 @@ def test_another_stock_task_reads_a_local_file_and_scores_by_its_first_filter(tm
     suite = load_file(tmp_path, "gsm8k", SUMS, ending)
     assert suite.documents(None) == SUMS
     assert suite.metrics == ["exact_match"]
-    right, other = (suite._score(SUMS, [text.format(2 * i) for i in range(9)]) for text in ("#### {}", "{}"))
+    right, other = (suite.scores(SUMS, [text.format(2 * i) for i in range(9)]) for text in ("#### {}", "{}"))
     assert (suite.means(right), suite.means(other)) == ({"exact_match": 1.0}, {"exact_match": 0.0})
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import random
 
 import pytest
 import torch
@@ -89,6 +90,7 @@ class Asked:
     """What the check needs of a suite."""
 
     metrics = ("passed",)
+    content, ordered = True, False
 
     def documents(self, limit):
         assert limit is None, "what takes a request's place must not depend on the limit"
@@ -116,9 +118,46 @@ def test_only_answers_that_pass_so_far_are_read_and_the_others_are_failed_by_the
     )
 
 
+@torch.no_grad()
+def per_token(backbone, prompt: str, text: str) -> float:
+    """The mean log-probability of an answer's tokens, with no cache and no padding."""
+    tokenizer = backbone.tokenizer
+    asked = render(tokenizer, [{"role": "user", "content": prompt}], True, tokenize=False)
+    ids, own = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in (asked, text))
+    with backbone.state("base") as model:
+        logprobs = model(input_ids=torch.tensor([ids + own])).logits[0].double().log_softmax(-1)
+    return sum(float(logprobs[len(ids) - 1 + i, token]) for i, token in enumerate(own)) / len(own)
+
+
+def test_the_order_of_an_answer_is_compared_with_another_one_of_the_same_words(backbone):
+    prompts, texts = {2: DOCS[2]["prompt"], 3: DOCS[3]["prompt"]}, {2: "Tea is mild.", 3: TEXTS[3]}
+    (order,) = content.orders(backbone, prompts, texts).values()  # three words are too few
+    words = TEXTS[3].split()
+    random.Random(TEXTS[3]).shuffle(words)
+    assert words != TEXTS[3].split()
+    ordered, shuffled = (per_token(backbone, prompts[3], text) for text in (TEXTS[3], " ".join(words)))
+    assert order == pytest.approx(ordered - shuffled, abs=1e-4)
+
+
+@pytest.mark.parametrize("score", [True, 1.0])
+def test_an_answer_that_is_no_likelier_than_its_words_in_random_order_fails(backbone, monkeypatch, score):
+    suite = load_suite("neighbours_quick")
+    assert (suite.content, suite.ordered) == (False, True)
+    docs = suite.documents(2)
+    texts = ["A spider has eight legs in all.", "yellow"]
+    scores = [{"contains": score}, {"contains": score}]
+    for least, passed in ((-100.0, True), (100.0, False)):
+        monkeypatch.setattr(content, "ORDERED", least)
+        read = content.judge(backbone, suite)(docs, texts, scores)
+        assert [row["contains"] for row in read] == [passed, True]
+        assert isinstance(read[0]["contains"], type(score))
+    assert content.judge(backbone, load_suite("handbook_quick")) is None
+
+
 def test_the_evaluation_asks_for_content_where_the_suite_does(backbone, tmp_path, monkeypatch):
     config = EvalConfig(limit=6, max_new_tokens=24, batch_size=6)
     monkeypatch.setattr(content, "LEAST", -100.0)
+    monkeypatch.setattr(content, "ORDERED", -100.0)
     suite, run = load_suite("instructions"), RunDir(tmp_path)
     assert [load_suite(name).content for name in ("instructions_quick", "handbook")] == [True, False]
 
@@ -129,7 +168,7 @@ def test_the_evaluation_asks_for_content_where_the_suite_does(backbone, tmp_path
         assert set(result["metrics"]) == set(suite.metrics)
         return read_jsonl(run.eval_samples("base", "instructions"))
 
-    loose, strict = measured(-100.0), measured(100.0)
+    loose, strict = measured(-100.0), measured(1e9)
     assert [row["scores"]["passed"] for row in strict] == [False] * 6
     for row in loose:
         assert row["scores"]["passed"] == (

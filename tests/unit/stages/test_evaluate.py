@@ -3,7 +3,9 @@
 import json
 
 import pytest
+from helpers.command import ROOT
 from helpers.recovering import Silent
+from helpers.scripts import load_script
 from lm_eval.api.instance import Instance
 
 from opdcl.config.evaluate import EvalConfig
@@ -11,13 +13,14 @@ from opdcl.config.finetune import LoraSection
 from opdcl.data.floors import CONSTANT_ANSWER
 from opdcl.data.suites import load_suite
 from opdcl.errors import UsageError
-from opdcl.rundir.files import read_jsonl
+from opdcl.rundir.files import read_json, read_jsonl, write_json
 from opdcl.rundir.layout import RunDir
 from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.stages.answers import counter
 from opdcl.stages.evaluate import BackboneLM, evaluate, max_answer_tokens
 from opdcl.training import save_adapter
 
+RESCORE = load_script(ROOT / "benchmarks" / "rescore.py")
 QUESTIONS = [f"What is the code of room {i}?" for i in range(6)]
 
 
@@ -37,8 +40,16 @@ class Counter(Silent):
 def measure(backbone, tmp_path):
     """Return a function that measures base or an adapter; it returns the rows and the number of batches."""
 
-    def run(name="run", questions=QUESTIONS, stop=None, adapter=None, batch_size=2, **settings):
-        rows = [{"question": q, "answer": "seven"} for q in questions]
+    def run(
+        name="run",
+        questions=QUESTIONS,
+        stop=None,
+        adapter=None,
+        batch_size=2,
+        data_answer="seven",
+        **settings,
+    ):
+        rows = [{"question": q, "answer": data_answer} for q in questions]
         (tmp_path / "q.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
         data = {"q": str(tmp_path / "q.jsonl")}
         limits = {"max_new_tokens": 6, "batch_size": batch_size, **settings}
@@ -56,6 +67,10 @@ def measure(backbone, tmp_path):
     return run
 
 
+def write_jsonl(file, rows):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def make_adapter(backbone, folder, seed):
     backbone.new_adapter(LoraSection(r=4, alpha=8), seed)
     for layer in backbone.adapted_layers():
@@ -70,6 +85,18 @@ def test_an_interrupted_evaluation_samples_no_answer_twice(measure):
     resumed, more = measure()
     assert resumed == clean
     assert (batches, more) == (3, 2)
+
+
+def test_a_suite_that_asks_more_or_scores_otherwise_needs_no_answer_again(measure):
+    clean, _ = measure("clean")
+    assert measure(questions=QUESTIONS[:4])[1] == 2
+    more, batches = measure()
+    assert (more, batches) == (clean, 1)
+    again, batches = measure(data_answer="eight")
+    assert batches == 0
+    assert [row["response"] for row in again] == [row["response"] for row in clean]
+    assert {row["target"] for row in again} == {"eight"}
+    assert measure(max_new_tokens=5)[1] == 3
 
 
 def test_answers_of_a_changed_file_are_not_given_to_its_new_questions(measure):
@@ -122,6 +149,29 @@ def test_a_stop_string_ends_an_answer_that_the_token_limit_would_cut(backbone, t
     ]
     assert lm.ended == [False, True, True, False]
     assert lm.lengths == [8, 8, 8, 8]
+
+
+def test_answers_that_an_earlier_version_scored_are_scored_as_today_and_asked_for_by_nobody(
+    backbone, tmp_path
+):
+    run, suite = RunDir(tmp_path / "run"), load_suite("instructions_quick")
+    config = EvalConfig(max_new_tokens=12, batch_size=4, limit=4)
+    backbone.drop_adapters()
+    result = evaluate(config, suite, backbone, "base", run, {}, Silent())
+    samples = read_jsonl(run.eval_samples("base", suite.name))
+    old = [row | {"scores": {"prompt_level_strict_acc": True}, "floor": 1.0, "gain": 7.0} for row in samples]
+    for row in old:
+        del row["key"]
+    write_jsonl(run.eval_samples("base", suite.name), old)
+    write_json(run.eval_result("base", suite.name), result | {"metrics": {"passed": 0.75}, "floor": {}})
+    before, now = RESCORE.rescore(run, "base", suite, backbone)
+    assert (before, now) == (0.75, result["metrics"]["passed"])
+    assert read_json(run.eval_result("base", suite.name)) == result
+    again = read_jsonl(run.eval_samples("base", suite.name))
+    assert again == [{k: v for k, v in row.items() if k != "key"} for row in samples]
+    write_jsonl(run.eval_samples("base", suite.name), [row | {"prompt": "Another?"} for row in old])
+    with pytest.raises(UsageError, match="answers other prompts than instructions_quick asks"):
+        RESCORE.rescore(run, "base", suite, backbone)
 
 
 def test_a_task_with_several_filters_has_one_row_per_prompt_with_the_whole_response(backbone, tmp_path):
