@@ -21,9 +21,8 @@ DOMAINS = [
 ]
 
 
-def main() -> None:
+def main(folder: Path = HERE / "rounds") -> None:
     facts = list(read_jsonl(HERE.parent / "evals" / "handbook" / "facts.jsonl"))
-    folder = HERE / "rounds"
     folder.mkdir(exist_ok=True)
     for number, documents in enumerate(DOMAINS, 1):
         chosen = [fact for fact in facts if fact["document"] in documents]

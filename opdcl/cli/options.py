@@ -61,7 +61,8 @@ def _keys(incomplete: str) -> list[str]:
     """Return the settings that a `--set` can go on with, each with its equals sign."""
     from opdcl.config.reference import describe_fields  # it imports the schema, which takes time
 
-    return [f"{key}=" for key in _beginning(incomplete, (field[0] for field in describe_fields()))]
+    keys = [field[0] for field in describe_fields()]
+    return [f"{key}=" for key in _beginning(incomplete, keys)]
 
 
 def _columns(text: str) -> dict[str, str]:

@@ -372,7 +372,8 @@ def check_targets(model: ModelConfig, lora: LoraSection) -> None:
     missing = [one for one in wanted if not any(is_target(layer, one) for layer in layers)]
     if not missing:
         return
-    hint = f"linear layers of this model: {', '.join(sorted({name.rpartition('.')[2] for name in layers}))}"
+    names = sorted({name.rpartition(".")[2] for name in layers})
+    hint = f"linear layers of this model: {', '.join(names)}"
     if isinstance(targets, str) and "," in targets:
         hint = f"write a list: --set 'finetune.lora.target_modules=[{targets}]'; {hint}"
     named = ", ".join(repr(one if isinstance(one, str) else one[0]) for one in missing)

@@ -203,14 +203,18 @@ def test_a_dry_run_is_one_json_document_and_writes_nothing(opdcl, tmp_path):
 
 
 def test_pairs_and_lists_reach_the_settings(opdcl, refused, tiny_model, tmp_path):
-    write_json(
-        tmp_path / "run" / "config.json", {"workflow": {"model": {"id": str(tiny_model)}}, "origins": {}}
-    )
     (tmp_path / "rows.jsonl").write_text('{"question": "Who?", "answer": "Ada."}\n' * 2)
+    workflow = {"model": {"id": str(tiny_model)}, "finetune": {"data": str(tmp_path / "rows.jsonl")}}
+    write_json(tmp_path / "run" / "config.json", {"workflow": workflow, "origins": {}})
     words = ("eval", "run", "--retention", "instructions,neighbours", "--domain", "mine", "--limit", "2")
     words += ("--data", "mine=rows.jsonl", "--max-drop", "neighbours=5", "--dry-run", "--json")
     planned = json.loads(opdcl(*words))["tasks"]
-    assert [task["suite"] for task in planned] == ["instructions", "neighbours", "mine", "closeness"]
+    assert [task["suite"] for task in planned if task["state"] == "base"] == [
+        "instructions",
+        "neighbours",
+        "mine",
+        "closeness",
+    ]
     assert "gates.max_drop names other" in refused(*words, "--max-drop", "other=3")
     assert "is not a number" in refused(*words, "--max-drop", "few")
 

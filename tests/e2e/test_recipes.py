@@ -242,7 +242,7 @@ def test_a_stronger_model_teaches_a_weaker_one(folder, tiny_model):
     assert done.returncode == 0, done.stderr
     config = json.loads((folder / "weak" / "config.json").read_text())["workflow"]["recover"]
     assert config["teachers"]["strong"]["model"]["id"].endswith("strong")
-    assert "teacher strong" in (folder / "weak" / "report.html").read_text()
+    assert "KL to strong" in (folder / "weak" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

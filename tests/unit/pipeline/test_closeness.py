@@ -43,7 +43,6 @@ def test_a_run_measures_closeness_on_own_prompts_once(project):
     assert [row["prompt"] for row in rows] == [f"Was ist {i} mal {i}?" for i in range(5)]
     assert {row["group"] for row in rows} == {"sums"}
     assert found["n"] == 5
-    assert found["value"] <= 1
     assert found["base"]["distance"]["value"] < found["recovered"]["distance"]["value"]
     assert "all " in opdcl("verify", "out").stdout
     assert "everything is done already" in opdcl(*command).stderr

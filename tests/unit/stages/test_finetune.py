@@ -251,7 +251,7 @@ def test_the_student_writes_every_step_of_self_distillation_whoever_writes_in_th
 ):
     settings = {"finetune.method": "self-distill", "finetune.self_distill.max_new_tokens": 6}
     settings |= {"finetune.lora.r": 4, "finetune.lora.alpha": 8, "eval": None, "recover.steps": 4}
-    settings |= {"recover.lmbda": share}
+    settings |= {"recover.lmbda": share, "recover.health": False}
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
     done = opdcl("run", "tiny.yaml", "-o", "out", *words, cwd=make_project(tmp_path, tiny_model))
     assert done.returncode == 0, done.stderr
