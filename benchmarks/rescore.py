@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from opdcl import report
 from opdcl.config.model import ModelConfig
@@ -24,8 +25,11 @@ from opdcl.rundir.seals import forget, refuse_damaged, seal_new
 from opdcl.stages.answers import json_lines
 from opdcl.stages.evaluate import score_again
 
+# Answers that runs share, as base's: suite and texts -> scored samples, means and those of the floors.
+Scored = dict[tuple[str, ...], tuple[list[dict[str, Any]], dict[str, float], dict[str, Any]]]
 
-def rescore(run: RunDir, state: str, suite: Suite, backbone: Backbone) -> tuple[float, float]:
+
+def rescore(run: RunDir, state: str, suite: Suite, backbone: Backbone, scored: Scored) -> tuple[float, float]:
     """Score a state's answers again; return what the suite's metric was and is.
 
     Raises:
@@ -36,7 +40,10 @@ def rescore(run: RunDir, state: str, suite: Suite, backbone: Backbone) -> tuple[
     asked = [suite.prompt_of(doc) for doc in suite.documents(len(samples))]
     if [row["prompt"] for row in samples] != asked:
         raise UsageError(f"{samples_file} answers other prompts than {suite.name} asks", "evaluate it again")
-    metrics, floor = score_again(suite, samples, backbone)
+    texts = (suite.name, *(row["response"] for row in samples))
+    if texts not in scored:
+        scored[texts] = (samples, *score_again(suite, samples, backbone))
+    samples, metrics, floor = scored[texts]
     before = result["metrics"].get(suite.metrics[0], float("nan"))
     forget(run, result_file, samples_file)
     write_atomic(samples_file, json_lines(samples))
@@ -50,6 +57,7 @@ def main() -> None:
     parser.add_argument("--suites", nargs="+", help="default: all shipped ones that a run has measured")
     options = parser.parse_args()
     backbone = Backbone.load(ModelConfig())
+    scored: Scored = {}
     for path in options.runs:
         run = RunDir(path)
         with locked(run, print):
@@ -57,7 +65,7 @@ def main() -> None:
             for file in sorted(run.evals.glob("*/*.json")):
                 state, name = file.parent.name, file.stem
                 if name in (options.suites or shipped_suites()):
-                    before, now = rescore(run, state, load_suite(name), backbone)
+                    before, now = rescore(run, state, load_suite(name), backbone, scored)
                     print(f"{path}: {name} {state} {100 * before:.1f} -> {100 * now:.1f} %", flush=True)
             seal_new(run)
         report(path, update=True)

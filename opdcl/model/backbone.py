@@ -146,8 +146,7 @@ class Backbone:
         """Return the SHA-256 of all frozen weights' bits, which proves that training did not change them."""
         checksum, digest = self.checksum(), hashlib.sha256()
         for weight in self._frozen_weights():
-            weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
-            digest.update(_bytes(weight).cpu().numpy().data)
+            digest.update(_hashable(weight))
         self._known = checksum, digest.hexdigest()
         return self._known[1]
 
@@ -157,7 +156,7 @@ class Backbone:
         for layer in self.adapted_layers(state):
             digest.update(repr(layer.scaling[state]).encode())
             for weight in parts(layer, state):
-                digest.update(_bytes(weight).cpu().numpy().data)
+                digest.update(_hashable(weight))
         return digest.hexdigest()
 
     def known_fingerprint(self) -> str:
@@ -295,3 +294,12 @@ class Backbone:
 
 def _bytes(weight: torch.Tensor) -> torch.Tensor:
     return weight.detach().contiguous().flatten().view(torch.uint8)
+
+
+def _hashable(weight: torch.Tensor) -> memoryview:
+    """Return a copy of a weight's bits, of a shard the whole weight's.
+
+    A copy, because numpy takes hold of the storage that it is shown, which FSDP then cannot free.
+    """
+    whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    return _bytes(whole).to("cpu", copy=True).numpy().data

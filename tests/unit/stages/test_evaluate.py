@@ -164,14 +164,14 @@ def test_answers_that_an_earlier_version_scored_are_scored_as_today_and_asked_fo
         del row["key"]
     write_jsonl(run.eval_samples("base", suite.name), old)
     write_json(run.eval_result("base", suite.name), result | {"metrics": {"passed": 0.75}, "floor": {}})
-    before, now = RESCORE.rescore(run, "base", suite, backbone)
+    before, now = RESCORE.rescore(run, "base", suite, backbone, {})
     assert (before, now) == (0.75, result["metrics"]["passed"])
     assert read_json(run.eval_result("base", suite.name)) == result
     again = read_jsonl(run.eval_samples("base", suite.name))
     assert again == [{k: v for k, v in row.items() if k != "key"} for row in samples]
     write_jsonl(run.eval_samples("base", suite.name), [row | {"prompt": "Another?"} for row in old])
     with pytest.raises(UsageError, match="answers other prompts than instructions_quick asks"):
-        RESCORE.rescore(run, "base", suite, backbone)
+        RESCORE.rescore(run, "base", suite, backbone, {})
 
 
 def test_a_task_with_several_filters_has_one_row_per_prompt_with_the_whole_response(backbone, tmp_path):
