@@ -119,28 +119,87 @@ def each_seed() -> str:
     return rows_of(columns, table)
 
 
-def starts() -> str:
-    """Return what recoveries from other starts, by other authors, reach: means over the seeds of each arm."""
-    found = read("start")["rows"]
+# What recoveries are compared by; the scores are of the quickstart's suites or of the record's own.
+FIGURES = ("distance, nats", "R", "D", "`neighbours_quick`, %", "tokens", "answers that end, %")
+DIGITS = (2, 2, 2, 1, 0, 0)
+
+# Those of benchmarks/replay.yaml, beside the recovery alone.
+REPLAYED = {
+    "half": "a plain fine-tune, then the recovery",
+    "mix-kl": "three tenths replayed, base's distribution learned there; no recovery",
+    "mix-kl-then": "the same, then the recovery",
+    "mix-ce": "three tenths replayed, base's words learned there; no recovery",
+    "mix-ce-then": "the same, then the recovery",
+}
+
+
+def figures(row: dict[str, Any], state: str = "") -> list[float | None]:
+    """Return the figures of a state, by default of the run's end; R and D are None without a recovery."""
+    state = state or ("recovered" if "recovered" in row["closeness"]["written"] else "tuned")
+    shares = [row[key] and row[key]["value"] for key in ("recovery", "domain_retention")]
+    return [
+        row["closeness"]["distance"][state]["value"],
+        *shares,
+        100 * row["suites"]["neighbours_quick"][state],
+        *written_by(row, state),
+    ]
+
+
+def starts(records: tuple[str, ...] = ("start",), names: dict[str, str] = STARTS) -> str:
+    """Return what recoveries reach: means over the seeds of each arm."""
+    found = [row for record in records for row in read(record)["rows"] if row["arm"] in names]
     table = []
-    for arm, words in STARTS.items():
-        rows = [row for row in found if row["arm"] == arm]
-        if not rows:
-            continue
-        shares = [[row[key]["value"] for row in rows] for key in ("recovery", "domain_retention")]
-        near = [row["closeness"]["distance"]["recovered"]["value"] for row in rows]
-        lengths, ends = zip(*[written_by(row, "recovered") for row in rows], strict=True)
-        cells = [of_seeds(near, 2), *(of_seeds(share, 2) for share in shares)]
-        cells += [
-            of_seeds(scores(rows, "neighbours_quick", "recovered"), 1),
-            of_seeds([*lengths], 0),
-            of_seeds([*ends], 0),
-        ]
-        table.append([words, str(len(rows)), *cells])
-    lengths, ends = zip(*[written_by(row, "base") for row in found], strict=True)
-    columns = ["recovery", "seeds", "distance, nats", "R", "D", "`neighbours_quick`, %"]
-    columns += [f"tokens, base {fmean(lengths):.0f}", f"answers that end, %, base {fmean(ends):.0f}"]
+    for arm, words in names.items():
+        rows = [figures(row) for row in found if row["arm"] == arm]
+        if rows:
+            cells = []
+            for values, digits in zip(zip(*rows, strict=True), DIGITS, strict=True):
+                measured = [value for value in values if value is not None]
+                cells.append(of_seeds(measured, digits) if measured else "")
+            table.append([words, str(len(rows)), *cells])
+    *_, length, ends = (
+        fmean(values) for values in zip(*[written_by(row, "base") for row in found], strict=True)
+    )
+    columns = [
+        "recovery",
+        "seeds",
+        *FIGURES[:4],
+        f"tokens, base {length:.0f}",
+        f"{FIGURES[5]}, base {ends:.0f}",
+    ]
     return rows_of(columns, unbroken(table, 1))
+
+
+def start_pairs() -> str:
+    """Return how far two arms of benchmarks/start.yaml lie apart, on the same prompts and seeds."""
+    found = {(row["arm"], row["seed"]): row for row in read("start")["rows"]}
+    pairs = {
+        "half - none": ("half", "off"),
+        "all - none": ("on", "off"),
+        "half - all": ("half", "on"),
+        "half - its start alone": ("half", "start-alone"),
+        "half - the way before": ("half", "before"),
+    }
+    table = []
+    for words, (one, other) in pairs.items():
+        seeds = [seed for arm, seed in found if arm == one and (other, seed) in found]
+        differences = []
+        for seed in seeds:
+            ours, theirs = (compared(found[arm, seed]) for arm in (one, other))
+            differences.append([a - b for a, b in zip(ours, theirs, strict=True)])
+        cells = [
+            of_seeds([*values], d) for values, d in zip(zip(*differences, strict=True), DIGITS, strict=True)
+        ]
+        table.append([words, str(len(seeds)), *cells])
+    gaps = ("tokens, gap to base", "ends, gap to base, points")
+    return rows_of(["who writes", "seeds", *FIGURES[:4], *gaps], unbroken(table, 1))
+
+
+def compared(row: dict[str, Any]) -> list[float]:
+    """Return a run's figures, of length and ends how far they lie from base's."""
+    *shares, length, ends = (value or 0.0 for value in figures(row))
+    base_length, base_ends = written_by(row, "base")
+    return [*shares, abs(length - base_length), abs(ends - base_ends)]
 
 
 def reached() -> str:

