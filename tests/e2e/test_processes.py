@@ -85,7 +85,8 @@ def check_same_result(run: Path, alone: Path, scratch: Path) -> None:
                 # A likelihood that was summed up in another order.
                 assert row.pop("gain", None) == pytest.approx(reference.pop("gain", None), abs=1e-3)
                 # The key names the adapter, whose weights are the same up to rounding.
-                assert row.pop("key") and reference.pop("key")
+                assert row.pop("key")
+                assert reference.pop("key")
                 # Each question once, in order, with the same answer.
                 assert row == reference
     manifest = json.loads((run / "manifest.json").read_text())
