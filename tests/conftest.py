@@ -34,21 +34,20 @@ LONGEST_FIRST = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Unpack the embedded model once, before several workers need it, and make a cache for the tests.
+    """Unpack the embedded model before the workers need it, and make a cache for the tests of each.
 
     It shares all but the times and texts of real runs here: tests neither use nor change these.
     """
-    if not hasattr(config, "workerinput"):
-        from opdcl.model.load import embedded_folder
-        from opdcl.rundir.files import cache_home
+    from opdcl.model.load import embedded_folder
+    from opdcl.rundir.files import cache_home
 
-        embedded_folder()
-        cache = Path(tempfile.mkdtemp(prefix="opdcl-tests-"))
-        config.add_cleanup(lambda: shutil.rmtree(cache))
-        for entry in cache_home().iterdir():
-            if entry.is_dir() and entry.name != "texts":
-                (cache / entry.name).symlink_to(entry.resolve())
-        os.environ["OPDCL_CACHE"] = str(cache)
+    embedded_folder()
+    cache = Path(tempfile.mkdtemp(prefix="opdcl-tests-"))
+    config.add_cleanup(lambda: shutil.rmtree(cache))
+    for entry in cache_home().iterdir():
+        if entry.is_dir() and entry.name != "texts":
+            (cache / entry.name).symlink_to(entry.resolve())
+    os.environ["OPDCL_CACHE"] = str(cache)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
