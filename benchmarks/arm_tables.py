@@ -43,7 +43,7 @@ FORGETTING = {
 
 # Those of benchmarks/start.yaml, and `before` of benchmarks/start_before.yaml.
 STARTS = {
-    "before": "from tuned, a rate that falls from the first tenth on, the student last: the way before",
+    "before": "the default before: from tuned, a rate that falls from the first tenth on, the student last",
     "half": "**from a scaled adapter, a held rate**, the student writing half of the general answers",
     "off": "the same, the student writing none",
     "on": "the same, the student writing all of them",
@@ -119,9 +119,10 @@ def each_seed() -> str:
     return rows_of(columns, table)
 
 
-# What recoveries are compared by; the scores are of the quickstart's suites or of the record's own.
-FIGURES = ("distance, nats", "R", "D", "`neighbours_quick`, %", "tokens", "answers that end, %")
-DIGITS = (2, 2, 2, 1, 0, 0)
+# What recoveries are compared by: shares, or the scores themselves where a fine-tune has no recovery.
+SHARES = ("R", "D")
+SCORES = ("instructions, %", "handbook, %")
+DIGITS = {"R": 2, "D": 2, "instructions, %": 0, "handbook, %": 0}
 
 # Those of benchmarks/replay.yaml, beside the recovery alone.
 REPLAYED = {
@@ -133,41 +134,50 @@ REPLAYED = {
 }
 
 
-def figures(row: dict[str, Any], state: str = "") -> list[float | None]:
-    """Return the figures of a state, by default of the run's end; R and D are None without a recovery."""
-    state = state or ("recovered" if "recovered" in row["closeness"]["written"] else "tuned")
-    shares = [row[key] and row[key]["value"] for key in ("recovery", "domain_retention")]
-    return [
-        row["closeness"]["distance"][state]["value"],
-        *shares,
-        100 * row["suites"]["neighbours_quick"][state],
-        *written_by(row, state),
-    ]
+def figures(row: dict[str, Any], columns: tuple[str, ...] = SHARES) -> list[float]:
+    """Return the figures of a run's end: distance, those of two columns, short questions, length, ends."""
+    end = "recovered" if "recovered" in row["closeness"]["written"] else "tuned"
+    two = [row[key]["value"] for key in ("recovery", "domain_retention")] if columns == SHARES else []
+    if columns == SCORES:
+        two = [100 * row["suites"][suite][end] for suite in ("instructions_quick", "handbook_quick")]
+    near = row["closeness"]["distance"][end]["value"]
+    return [near, *two, 100 * row["suites"]["neighbours_quick"][end], *written_by(row, end)]
 
 
-def starts(records: tuple[str, ...] = ("start",), names: dict[str, str] = STARTS) -> str:
-    """Return what recoveries reach: means over the seeds of each arm."""
-    found = [row for record in records for row in read(record)["rows"] if row["arm"] in names]
+def cells_of(figures_of_seeds: list[list[float]], columns: tuple[str, ...] = SHARES) -> list[str]:
+    """Return a cell for each figure: its mean over the seeds, with an interval."""
+    digits = [2, *(DIGITS[column] for column in columns), 1, 0, 0]
+    values = zip(*figures_of_seeds, strict=True)
+    return [of_seeds([*of_one], places) for of_one, places in zip(values, digits, strict=True)]
+
+
+def starts() -> str:
+    """Return what recoveries from other starts, by other authors, reach."""
+    return reached_by(read("start")["rows"], STARTS)
+
+
+def replayed() -> str:
+    """Return what a fine-tune with replayed rows reaches, alone and before the recovery."""
+    rows = read("replay")["rows"]
+    seeds = {row["seed"] for row in rows}
+    plain = [row for row in read("start")["rows"] if row["seed"] in seeds]
+    return reached_by(plain + rows, REPLAYED, SCORES)
+
+
+def reached_by(
+    rows_of_arms: list[dict[str, Any]], names: dict[str, str], columns: tuple[str, ...] = SHARES
+) -> str:
+    """Return the figures of named arms: means over the seeds of each."""
+    found = [row for row in rows_of_arms if row["arm"] in names]
     table = []
     for arm, words in names.items():
-        rows = [figures(row) for row in found if row["arm"] == arm]
+        rows = [figures(row, columns) for row in found if row["arm"] == arm]
         if rows:
-            cells = []
-            for values, digits in zip(zip(*rows, strict=True), DIGITS, strict=True):
-                measured = [value for value in values if value is not None]
-                cells.append(of_seeds(measured, digits) if measured else "")
-            table.append([words, str(len(rows)), *cells])
-    *_, length, ends = (
-        fmean(values) for values in zip(*[written_by(row, "base") for row in found], strict=True)
-    )
-    columns = [
-        "recovery",
-        "seeds",
-        *FIGURES[:4],
-        f"tokens, base {length:.0f}",
-        f"{FIGURES[5]}, base {ends:.0f}",
-    ]
-    return rows_of(columns, unbroken(table, 1))
+            table.append([words, str(len(rows)), *cells_of(rows, columns)])
+    lengths, ends = zip(*[written_by(row, "base") for row in found], strict=True)
+    writing = [f"tokens, base {fmean(lengths):.0f}", f"answers that end, %, base {fmean(ends):.0f}"]
+    head = ["recovery", "seeds", "distance, nats", *columns, "`neighbours_quick`, %", *writing]
+    return rows_of(head, unbroken(table, 1))
 
 
 def start_pairs() -> str:
@@ -178,7 +188,7 @@ def start_pairs() -> str:
         "all - none": ("on", "off"),
         "half - all": ("half", "on"),
         "half - its start alone": ("half", "start-alone"),
-        "half - the way before": ("half", "before"),
+        "half - the default before": ("half", "before"),
     }
     table = []
     for words, (one, other) in pairs.items():
@@ -187,17 +197,15 @@ def start_pairs() -> str:
         for seed in seeds:
             ours, theirs = (compared(found[arm, seed]) for arm in (one, other))
             differences.append([a - b for a, b in zip(ours, theirs, strict=True)])
-        cells = [
-            of_seeds([*values], d) for values, d in zip(zip(*differences, strict=True), DIGITS, strict=True)
-        ]
-        table.append([words, str(len(seeds)), *cells])
+        table.append([words, str(len(seeds)), *cells_of(differences)])
     gaps = ("tokens, gap to base", "ends, gap to base, points")
-    return rows_of(["who writes", "seeds", *FIGURES[:4], *gaps], unbroken(table, 1))
+    head = ["who writes", "seeds", "distance, nats", *SHARES, "`neighbours_quick`, %", *gaps]
+    return rows_of(head, unbroken(table, 1))
 
 
 def compared(row: dict[str, Any]) -> list[float]:
     """Return a run's figures, of length and ends how far they lie from base's."""
-    *shares, length, ends = (value or 0.0 for value in figures(row))
+    *shares, length, ends = figures(row)
     base_length, base_ends = written_by(row, "base")
     return [*shares, abs(length - base_length), abs(ends - base_ends)]
 
@@ -211,7 +219,7 @@ def reached() -> str:
     models = {
         "base": (half, "base"),
         "tuned": (half, "tuned"),
-        "tuned, its adapter scaled down": (alone, "recovered"),
+        "tuned at partial strength": (alone, "recovered"),
         "**recovered**": (half, "recovered"),
     }
     table = []

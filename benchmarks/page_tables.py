@@ -6,7 +6,17 @@ import json
 from statistics import fmean
 from typing import Any
 
-from arm_tables import FORGETTING, SOURCES, each_seed, families, reached, rivals, start_pairs, starts
+from arm_tables import (
+    FORGETTING,
+    SOURCES,
+    each_seed,
+    families,
+    reached,
+    replayed,
+    rivals,
+    start_pairs,
+    starts,
+)
 from page_cells import HERE, NOT_MEASURED, ratio, read, rows_of, score, seeds_of, suite_words, unbroken
 
 from opdcl.results.format import percent
@@ -254,6 +264,7 @@ TABLES = {
     "cheats": cheats,
     "start": starts,
     "start-pairs": start_pairs,
+    "replay": replayed,
     "closeness": closeness,
     "quotes": quotes,
     "sizes": sizes,
