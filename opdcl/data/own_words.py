@@ -8,11 +8,11 @@ import unicodedata
 
 from opdcl.data.similarity import STOP_WORDS, stem, words
 
-# A hyphen between letters parts no word: otherwise a copy with hyphens would have words of its own.
+# A hyphen between letters does not split a word: otherwise a copy with hyphens would have words of its own.
 WORD = re.compile(r"[^\W_]+(?:['\u2019\u2010\u2011-][^\W_]+)*")
 
-# Letters at the beginning of two words by which they are one word in two forms, and those of a whole word by
-# which a longer one is made of it.
+# Two words that share this many first letters are forms of one word; a word of at least `WHOLE` letters
+# inside a longer one makes that a compound of it.
 BEGINNING, WHOLE = 5, 4
 
 
@@ -26,7 +26,7 @@ def own_text(prompt: str, answer: str) -> str:
 def own_words(prompt: str, answer: str) -> set[str]:
     """Return the stems of the content words that an answer adds to its prompt.
 
-    A lone letter is none, nor what mixes letters and digits: either may be a word of the prompt in disguise.
+    Single letters and mixtures of letters and digits do not count: they may be a prompt's word in disguise.
     """
     said = spellings(prompt)
     own: set[str] = set()
@@ -79,13 +79,13 @@ def _is_form_of(word: str, other: str) -> bool:
         return True
     if word[:BEGINNING] == other[:BEGINNING] and min(len(word), len(other)) >= BEGINNING:
         return True
-    # Of a short word, two edits would make nearly any other.
+    # Two edits turn a short word into nearly any other.
     shorter = min(len(word), len(other))
     return within(word, other, min(2, (shorter - 1) // 2))
 
 
 def within(word: str, other: str, edits: int) -> bool:
-    """Return whether so many edits make another word: letters put in, left out or replaced (Levenshtein)."""
+    """Return whether at most `edits` insertions, deletions or substitutions turn one word into the other."""
     while word and other and word[0] == other[0]:
         word, other = word[1:], other[1:]
     if not word or not other:

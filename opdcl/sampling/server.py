@@ -334,8 +334,8 @@ class Server:
 def check_access(config: ServerSection, named: int | None = None) -> None:
     """Request a server's models once, so that a refusal is known before anything is computed.
 
-    With `named`, so many of the likeliest tokens are requested of it, too. An unreachable server is accepted:
-    it may be started before it is needed. So is 404, because nothing needs the list of models if
+    With `named`, that many of the likeliest tokens are requested too. An unreachable server is accepted: it
+    may be started before it is needed. So is 404, because nothing needs the list of models if
     `server.model` is set.
 
     Raises:
