@@ -7,40 +7,6 @@ from typing import Any
 
 from page_cells import NOT_MEASURED, of_seeds, ratio, read, rows_of, seeds_of, unbroken
 
-STAGES = ("finetune", "recover")
-
-# The README's methods by the names of their arms in benchmarks/methods.yaml.
-METHODS = {
-    "ours": "**opdcl**: the teachers write, then the student; every token is graded",
-    "third": "the same with `lmbda: 0.33`: the student writes a third of the steps",
-    "off-policy": "off-policy, `lmbda: 0`: the teachers write, every token is graded",
-    "on-policy": "on-policy, `lmbda: 1`: the student writes",
-    "replay": "replay, `method: replay`: imitate the texts that base and tuned wrote",
-    "mixing": "no recovery; half of the fine-tune's rows are general, `finetune.replay`",
-}
-
-
-# Those of benchmarks/forgetting.yaml.
-FORGETTING = {
-    "ours": "**recovery** of a plain fine-tune",
-    "replay-30-then-ours": "**mixing, then recovery**: three tenths of the fine-tune's rows are general",
-    "longer": "recovery with half as many steps more",
-    "public": "recovery with public requests, topped up",
-    "public-half": "recovery with half public requests, half shipped prompts",
-    "public-both": "mixing, then recovery, both with public requests",
-    "replay-as-cure": "replay in place of the recovery",
-    "replay-30": "mixing alone, three tenths",
-    "replay-10": "mixing alone, a tenth",
-    "replay-30-kl": "mixing three tenths, with KL to base in the loss",
-    "tmkl": "KL to base among the other tokens in the fine-tune's loss",
-    "kl": "KL to base in the fine-tune's loss",
-    "rate-third": "a third of the learning rate",
-    "none": "the plain fine-tune",
-    "placebo": "placebo: the recovery with tuned in base's place",
-    "placebo-texts": "placebo: the same with replay",
-}
-
-
 # Those of benchmarks/start.yaml, and `before` of benchmarks/start_before.yaml.
 STARTS = {
     "before": "the default before: from tuned, a rate that falls from the first tenth on, the student last",
@@ -53,90 +19,49 @@ STARTS = {
     "both-streams": "half, of the domain's answers too",
 }
 
-SOURCES = {
-    "shipped": "the everyday prompts of 23 November, half of them short questions",
-    "shipped-last": "the same; the adapter of the last step",
-    "even": "of the present everyday prompts, as many of each kind",
-    "even-facts": "the same, but three tenths short questions",
-    "even-facts-last": "the same; the adapter of the last step",
-    "public": "public requests",
-    "topped": "the same, topped up with the kinds that they lack",
-    "topped-facts": "the same, with three tenths short questions",
-    "topped-facts-last": "the same; the adapter of the last step",
-    "everyday-own": "half everyday, half that base wrote",
-}
-
-
-def rivals(record: str = "methods", writing: bool = False, names: dict[str, str] = METHODS) -> str:
-    """Return scores, R, C and D of the method and its rivals: means over seeds on the same prompts.
-
-    `names` describes the arms. All arms of a seed count from its plain fine-tune, which the first one cures.
-    With `writing`, also the length and the ends of its own answers, in percent of base's.
-    """
-    found = read(record)
-    if not found:
-        return NOT_MEASURED
-    retention, domain = (found["suites"][role] for role in ("retention", "domain"))
-    control = found["suites"].get("control")
-    suites = [retention, domain, *([control] if control else [])]
-    arms = {arm: [row for row in found["rows"] if row["arm"] == arm] for arm in names}
-    plain = next(iter(arms.values()))
-    cured = {row["seed"]: row for row in plain}
-    table = [
-        [state, *(of_seeds(scores(plain, suite, state), 1) for suite in suites)]
-        for state in ("base", "tuned")
-    ]
-    for arm, rows in ((arm, rows) for arm, rows in arms.items() if rows):
-        state = last_state(rows[0], retention)
-        cells = [of_seeds(scores(rows, suite, state), 1) for suite in suites]
-        shares = [shares_of(row, state, cured[row["seed"]], retention, domain) for row in rows]
-        cells += [of_seeds([found[i] for found in shares], 2) for i in range(3)]
-        if writing:
-            texts = [row["closeness"]["written"] for row in rows]
-            for key, scale in (("length", 1), ("ended", 100)):
-                base = fmean(scale * one["base"][key] for one in texts)
-                cells.append(f"{of_seeds([scale * one[state][key] for one in texts], 0)}, base {base:.0f}")
-        fewer = f" ({seeds_of(len(rows))})" if len(rows) < len(cured) else ""
-        table.append([names[arm] + fewer, *cells])
-    kind = "general prompts" if names is SOURCES else "method"
-    columns = [f"{kind}, {seeds_of(len(cured))}", *(f"`{suite}`, %" for suite in suites), "R", "C", "D"]
-    columns += ["tokens", "answers that end, %"] if writing else []
-    table = [row + [""] * (len(columns) - len(row)) for row in table]
-    return rows_of(columns, unbroken(table, 1))
-
-
-def each_seed() -> str:
-    """Return R, C and D of every run of the sceptic's table, and the minutes of its stages."""
-    found = read("forgetting")
-    retention, domain = (found["suites"][role] for role in ("retention", "domain"))
-    cured = {row["seed"]: row for row in found["rows"] if row["arm"] == "ours"}
-    table = []
-    for row in sorted(found["rows"], key=lambda row: ([*FORGETTING].index(row["arm"]), row["seed"])):
-        shares = shares_of(row, last_state(row, retention), cured[row["seed"]], retention, domain)
-        minutes = [f"{row['stages'][s] / 60:.0f}" if row["stages"].get(s) else "" for s in STAGES]
-        table.append([FORGETTING[row["arm"]], str(row["seed"]), *(f"{s:.2f}" for s in shares), *minutes])
-    columns = ["method", "seed", "R", "C", "D", "fine-tune, minutes", "recovery, minutes"]
-    return rows_of(columns, table)
-
-
 # What recoveries are compared by: shares, or the scores themselves where a fine-tune has no recovery.
 SHARES = ("R", "D")
 SCORES = ("instructions, %", "handbook, %")
 DIGITS = {"R": 2, "D": 2, "instructions, %": 0, "handbook, %": 0}
 
-# Those of benchmarks/replay.yaml, beside the recovery alone.
+# Those of benchmarks/replay.yaml and replay_more.yaml, beside the recovery alone.
 REPLAYED = {
     "half": "a plain fine-tune, then the recovery",
     "mix-kl": "three tenths replayed, base's distribution learned there; no recovery",
     "mix-kl-then": "the same, then the recovery",
-    "mix-ce": "three tenths replayed, base's words learned there; no recovery",
-    "mix-ce-then": "the same, then the recovery",
+    "mix-70": "seven tenths replayed, base's distribution learned there; no recovery",
+    "mix-70-then": "the same, then the recovery",
+}
+
+# Those of benchmarks/decided.yaml.
+DECIDED = {
+    "half": "**a plain fine-tune, then the recovery**",
+    "before": "the same, by the recovery until then: from tuned, with a falling rate",
+    "start-alone": "the recovery's starting point, a scaled adapter, without training",
+    "mix-kl": "a fine-tune with three tenths replayed, no recovery",
+    "mix-kl-then": "**the same, then the recovery**",
+}
+DECIDED_PAIRS = {
+    "recovery - the one before": ("half", "before"),
+    "recovery - replay alone": ("half", "mix-kl"),
+    "replay, then recovery - recovery": ("mix-kl-then", "half"),
+    "replay, then recovery - replay alone": ("mix-kl-then", "mix-kl"),
+}
+START_PAIRS = {
+    "half - none": ("half", "off"),
+    "all - none": ("on", "off"),
+    "half - all": ("half", "on"),
+    "half - its start alone": ("half", "start-alone"),
+    "half - the default before": ("half", "before"),
 }
 
 
-def figures(row: dict[str, Any], columns: tuple[str, ...] = SHARES) -> list[float]:
-    """Return the figures of a run's end: distance, those of two columns, short questions, length, ends."""
-    end = "recovered" if "recovered" in row["closeness"]["written"] else "tuned"
+def figures(row: dict[str, Any], columns: tuple[str, ...] = SHARES, state: str | None = None) -> list[float]:
+    """Return a state's figures: distance, those of two columns, short questions, length, ends.
+
+    The state is that of the run's end, unless it is named.
+    """
+    end = state or ("recovered" if "recovered" in row["closeness"]["written"] else "tuned")
     two = [row[key]["value"] for key in ("recovery", "domain_retention")] if columns == SHARES else []
     if columns == SCORES:
         two = [100 * row["suites"][suite][end] for suite in ("instructions_quick", "handbook_quick")]
@@ -164,6 +89,19 @@ def replayed() -> str:
     return reached_by(plain + rows, REPLAYED, SCORES)
 
 
+def decided() -> str:
+    """Return what recovery, replay and both reach, beside base and the plain fine-tune."""
+    rows = read("decided")["rows"]
+    table = reached_by(rows, DECIDED, SCORES).splitlines()
+    plain = [row for row in rows if row["arm"] == "half"]
+    for place, (state, words) in enumerate({"base": "base", "tuned": "a plain fine-tune"}.items(), start=2):
+        cells = cells_of([figures(row, SCORES, state) for row in plain], SCORES)
+        table.insert(
+            place, rows_of([], [[words, str(len(plain)), *unbroken([cells], 0)[0]]]).splitlines()[-1]
+        )
+    return "\n".join(table)
+
+
 def reached_by(
     rows_of_arms: list[dict[str, Any]], names: dict[str, str], columns: tuple[str, ...] = SHARES
 ) -> str:
@@ -180,32 +118,26 @@ def reached_by(
     return rows_of(head, unbroken(table, 1))
 
 
-def start_pairs() -> str:
-    """Return how far two arms of benchmarks/start.yaml lie apart, on the same prompts and seeds."""
-    found = {(row["arm"], row["seed"]): row for row in read("start")["rows"]}
-    pairs = {
-        "half - none": ("half", "off"),
-        "all - none": ("on", "off"),
-        "half - all": ("half", "on"),
-        "half - its start alone": ("half", "start-alone"),
-        "half - the default before": ("half", "before"),
-    }
+def pairs(record: str, named: dict[str, tuple[str, str]], columns: tuple[str, ...] = SHARES) -> str:
+    """Return how far two arms of a record lie apart, on the same prompts and seeds."""
+    found = {(row["arm"], row["seed"]): row for row in read(record)["rows"]}
     table = []
-    for words, (one, other) in pairs.items():
+    for words, (one, other) in named.items():
         seeds = [seed for arm, seed in found if arm == one and (other, seed) in found]
         differences = []
         for seed in seeds:
-            ours, theirs = (compared(found[arm, seed]) for arm in (one, other))
+            ours, theirs = (compared(found[arm, seed], columns) for arm in (one, other))
             differences.append([a - b for a, b in zip(ours, theirs, strict=True)])
-        table.append([words, str(len(seeds)), *cells_of(differences)])
+        if seeds:
+            table.append([words, str(len(seeds)), *cells_of(differences, columns)])
     gaps = ("tokens, gap to base", "ends, gap to base, points")
-    head = ["who writes", "seeds", "distance, nats", *SHARES, "`neighbours_quick`, %", *gaps]
+    head = ["first - second", "seeds", "distance, nats", *columns, "`neighbours_quick`, %", *gaps]
     return rows_of(head, unbroken(table, 1))
 
 
-def compared(row: dict[str, Any]) -> list[float]:
+def compared(row: dict[str, Any], columns: tuple[str, ...]) -> list[float]:
     """Return a run's figures, of length and ends how far they lie from base's."""
-    *shares, length, ends = figures(row)
+    *shares, length, ends = figures(row, columns)
     base_length, base_ends = written_by(row, "base")
     return [*shares, abs(length - base_length), abs(ends - base_ends)]
 
@@ -265,28 +197,6 @@ def families() -> str:
     columns = ["data, 1 seed", "retention, %", "control, %", "domain, %", "R", "C", "D"]
     columns += ["tokens", "answers that end, %", "whole run"]
     return rows_of(columns, table) if table else NOT_MEASURED
-
-
-def last_state(row: dict[str, Any], suite: str) -> str:
-    """Return the state that an arm ends with: without a recovery, what its fine-tune made."""
-    return "recovered" if "recovered" in row["suites"][suite] else "tuned"
-
-
-def shares_of(
-    row: dict[str, Any], state: str, cured: dict[str, Any], retention: str, domain: str
-) -> tuple[float, float, float]:
-    """Return R, C and D of a state, counted from the plain fine-tune of the same seed."""
-    (skill, plain_skill), (learned, plain) = (
-        (row["suites"][name], cured["suites"][name]) for name in (retention, domain)
-    )
-    lost, begun = max(plain_skill["tuned"], skill["floor"]), max(learned["base"], learned["floor"])
-    near = row["closeness"]["distance"][state]["value"]
-    far = cured["closeness"]["distance"]["tuned"]["value"]
-    return (
-        (skill[state] - lost) / (skill["base"] - lost),
-        1 - near / min(far, row["closeness"]["floor"]),
-        (learned[state] - begun) / (plain["tuned"] - begun),
-    )
 
 
 def scores(rows: list[dict[str, Any]], suite: str, state: str) -> list[float]:

@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 import json
-from statistics import fmean
 from typing import Any
 
-from arm_tables import (
-    FORGETTING,
-    SOURCES,
-    each_seed,
-    families,
-    reached,
-    replayed,
-    rivals,
-    start_pairs,
-    starts,
-)
+from arm_tables import DECIDED_PAIRS, SCORES, START_PAIRS, decided, families, pairs, reached, replayed, starts
 from page_cells import HERE, NOT_MEASURED, ratio, read, rows_of, score, seeds_of, suite_words, unbroken
 
 from opdcl.results.format import percent
@@ -53,36 +42,6 @@ def cheats() -> str:
         rows.append([name, *("" if score is None else percent(score) for score in scores)])
     columns = [f"`{name}`, {suite['whose']}'s<br>n = {suite['n']}" for name, suite in found.items()]
     return rows_of(["answer", *columns], unbroken(rows, 1))
-
-
-def endings() -> str:
-    """Return length, ends and repetition of long answers, sampled and greedy."""
-    rows = []
-    for name, row in read("endings")["rows"].items():
-        cells = []
-        for how in ("sampled", "greedy"):
-            length, ends, again = (row[how][key] for key in ("tokens", "ended", "repetition"))
-            cells += [f"{length['value']:.0f} [{length['low']:.0f}, {length['high']:.0f}]"]
-            cells += [score(ends), percent(again["value"])]
-        rows.append([name, *cells])
-    columns = [
-        "model",
-        *(f"{how}: {what}" for how in ("T = 1", "greedy") for what in ("tokens", "end", "repeated")),
-    ]
-    return rows_of(columns, unbroken(rows, 1))
-
-
-def ends_by_position() -> str:
-    """Return KL and ends by position, on the recovered models' own sampled answers, summed over models."""
-    models = [
-        row["on its own text"] for name, row in read("endings")["rows"].items() if name.startswith("ours")
-    ]
-    rows = []
-    for span in models[0]:
-        far = [fmean(one[span][key] for one in models) for key in ("KL(base, model)", "KL(model, base)")]
-        ends = [sum(one[span][key] for one in models) for key in ("ends expected", "ends given")]
-        rows.append([span, *(f"{kl:.2f}" for kl in far), *(f"{count:.0f}" for count in ends)])
-    return rows_of(["tokens", "KL(base, model)", "KL(model, base)", "ends expected", "ends given"], rows)
 
 
 def closeness() -> str:
@@ -250,20 +209,14 @@ def extent(shares: list[float]) -> str:
 
 
 TABLES = {
-    "rivals-writing": lambda: rivals(writing=True),
-    "rivals-people": lambda: rivals("reword", writing=True),
     "reached": reached,
-    "forgetting-seeds": each_seed,
-    "forgetting": lambda: rivals("forgetting", writing=True, names=FORGETTING),
-    "forgetting-people": lambda: rivals("forgetting_people", writing=True, names=FORGETTING),
     "gemma": families,
-    "breadth": lambda: rivals("breadth", writing=True, names=SOURCES),
-    "endings": endings,
-    "ends-by-position": ends_by_position,
     "gpu": gpu,
     "cheats": cheats,
     "start": starts,
-    "start-pairs": start_pairs,
+    "start-pairs": lambda: pairs("start", START_PAIRS),
+    "decided": decided,
+    "decided-pairs": lambda: pairs("decided", DECIDED_PAIRS, SCORES),
     "replay": replayed,
     "closeness": closeness,
     "quotes": quotes,

@@ -147,7 +147,9 @@ def per_prompt(run: RunDir) -> dict[str, dict[str, dict[str, list[float]]]]:
 
 
 def short(numbers: Iterable[float]) -> list[float]:
-    return [round(float(number), 4) for number in numbers]
+    """Return numbers to four digits, whole ones without a point: a record has thousands of them."""
+    rounded = (round(float(number), 4) for number in numbers)
+    return [int(number) if number.is_integer() else number for number in rounded]
 
 
 def states(values: dict[str, Any]) -> list[str]:

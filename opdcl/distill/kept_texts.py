@@ -22,7 +22,7 @@ from opdcl import parallel
 from opdcl.config.teacher import BUILT_IN
 from opdcl.distill.teachers import Teacher
 from opdcl.model.backbone import Backbone, State
-from opdcl.rundir.environment import machine, versions
+from opdcl.rundir.environment import machine_of, versions
 from opdcl.rundir.files import cache_home, write_atomic
 from opdcl.rundir.hashes import hash_files, hash_value
 from opdcl.sampling.rollout import Prompt, Rollout
@@ -94,9 +94,7 @@ class KeptTexts:
                 model = base_lm
             settings = model.config.to_dict()
             settings.pop("_name_or_path", None)  # where it lies changes nothing
-            device = machine()["name"]
-            if model.device.type == "cuda":
-                device = torch.cuda.get_device_name(model.device)
+            device = machine_of(model.device)["name"]
             package = Path(__file__).parents[1]
             code = [file for folder in CODE for file in sorted((package / folder).glob("*.py"))]
             self._writers[state] = {

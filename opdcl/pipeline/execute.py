@@ -26,7 +26,7 @@ from opdcl.pipeline.plan import Task, stage_folder
 from opdcl.pipeline.preflight import checked_plan, refuse_foreign
 from opdcl.pipeline.reuse import copy_finished, take_start
 from opdcl.pipeline.trackers import Tracking, scores
-from opdcl.rundir.environment import machine, versions
+from opdcl.rundir.environment import machine_of, versions
 from opdcl.rundir.files import now, write_atomic, write_json
 from opdcl.rundir.hashes import adapter_hash
 from opdcl.rundir.layout import STATE_OF, RunDir, StageDir
@@ -135,7 +135,7 @@ def _load(job: Job, manifest: dict[str, Any], output: Output) -> Backbone:
         names = f"{config.id} or {tuned.id}" if tuned else config.id
         message = f"the weights of {names} are not those that this run began with"
         raise UsageError(message, "restore the model, or start a new run directory")
-    manifest["device"] = machine() | {
+    manifest["device"] = machine_of(backbone.device) | {
         "kind": str(backbone.causal_lm.device),
         "dtype": str(backbone.causal_lm.dtype).removeprefix("torch."),
         "processes": parallel.worker_count(),

@@ -7,7 +7,10 @@ import platform
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "lm_eval", "accelerate")
 
@@ -30,3 +33,13 @@ def machine() -> dict[str, Any]:
     with suppress(OSError, ValueError):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {"name": name, "cores": os.cpu_count(), "memory_bytes": memory}
+
+
+def machine_of(device: torch.device) -> dict[str, Any]:
+    """Describe the machine that computes on a device: by the name of its GPU, if it is one."""
+    import torch
+
+    found = machine()
+    if device.type == "cuda":
+        found |= {"name": torch.cuda.get_device_name(device), "processor": found["name"]}
+    return found

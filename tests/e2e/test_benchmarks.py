@@ -182,20 +182,6 @@ def test_closeness_tells_what_is_spoilt_from_what_is_base(script, call, finished
     assert record["base"]["distance"]["value"] < distances["tuned"] / 10
 
 
-def test_endings_are_counted_by_position_on_both_texts(script, call, finished):
-    adapter = finished / "stages" / "01-finetune" / "adapter"
-    record = call(script("endings"), adapter, "--prompts", 4, "--max-new-tokens", 6)
-    base, model = record["rows"]["base"], record["rows"][str(adapter)]
-    assert record["n"] == 4
-    for written in (base["sampled"], base["greedy"], model["sampled"], model["greedy"]):
-        assert 1 <= written["tokens"]["value"] <= 6
-    for text, answers in (("on base's text", base), ("on its own text", model)):
-        # Every answer that ends does so in one range of positions.
-        given = sum(part["ends given"] for part in model[text].values())
-        assert given == pytest.approx(4 * answers["sampled"]["ended"]["value"])
-        assert model[text]["0-4"]["KL(base, model)"] > 0
-
-
 @pytest.fixture
 def server(loaded):
     """A local server that answers like vLLM's."""

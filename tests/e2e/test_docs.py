@@ -79,10 +79,7 @@ FILLED = {
     "RECIPE": "own-data",
     "ROWS": "rows.jsonl",
     "COMMAND": "run",
-    **{
-        f"benchmarks/{name}.yaml": str(ROOT / "benchmarks" / f"{name}.yaml")
-        for name in ("breadth", "defaults")
-    },
+    "benchmarks/defaults.yaml": str(ROOT / "benchmarks" / "defaults.yaml"),
 }
 AFTER_OPTION = {
     ("--domain", "FILE"): "rows.jsonl",

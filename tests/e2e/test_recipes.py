@@ -293,36 +293,23 @@ def test_the_same_start_under_another_model_is_another_run(folder, tiny_model):
     assert "eval instructions tuned: taken from" not in done.stderr
 
 
-# Of benchmarks/forgetting.yaml, an arm of each kind.
-FORGETTING = ("ours", "none", "placebo", "placebo-texts", "rate-third", "replay-10", "replay-30-then-ours")
-
-
 @pytest.mark.nightly
-def test_prevention_and_cure_side_by_side(folder, tmp_path):
-    recipe = ROOT / "benchmarks" / "forgetting.yaml"
-    runs = expand(load(["quickstart", str(recipe)])[0], tmp_path)
-    assert len(runs) >= 3 * 10
-    steps = {name.rpartition("-")[0]: run.recover.steps for name, run in runs.items() if run.recover}
-    assert steps == dict.fromkeys(steps, 64) | {"longer": 96}
-
-    tree = YAML(typ="safe").load(recipe.read_text())
-    tree["arms"] = {name: tree["arms"][name] for name in FORGETTING}
-    with open(folder / "forgetting.yaml", "w") as file:
-        YAML().dump(tree, file)
+def test_recovery_and_replay_side_by_side(folder, tmp_path):
+    recipe = ROOT / "benchmarks" / "decided.yaml"
+    assert len(expand(load(["quickstart", str(recipe)])[0], tmp_path)) == 4 * 8
     smoke = YAML(typ="safe").load((folder / "smoke.yaml").read_text())
     smoke["finetune"] |= {"data": str(folder / "rows.jsonl"), "epochs": 4}
-    smoke["recover"] |= {"lmbda": 0}
     smoke |= {"seeds": [1]}
     with open(folder / "small.yaml", "w") as file:
         YAML().dump(smoke, file)
-    done = opdcl("run", "forgetting.yaml", "small.yaml", "-o", "forgetting", cwd=folder)
+    done = opdcl("run", recipe, "small.yaml", "-o", "decided", cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("a placebo, which recovers nothing") == 2
-    made = folder / "forgetting"
-    found = json.loads((made / "compare.json").read_text())
-    assert [arm["name"] for arm in found["arms"]] == [f"{name}-1" for name in FORGETTING]
-    tuned = {name: adapter(made, f"{name}-1", "01-finetune") for name in FORGETTING}
-    assert len({*tuned.values()}) == 4
-    assert tuned["ours"] == tuned["none"] == tuned["placebo"]
-    recovered = [adapter(made, f"{name}-1", "02-recover") for name in FORGETTING[:4] if name != "none"]
-    assert len({*recovered}) == 3
+    made = folder / "decided"
+    arms = ("half", "start-alone", "mix-kl", "mix-kl-then")
+    assert [arm["name"] for arm in json.loads((made / "compare.json").read_text())["arms"]] == [
+        f"{arm}-1" for arm in arms
+    ]
+    plain, start, mixed, then = (adapter(made, f"{arm}-1", "01-finetune") for arm in arms)
+    assert plain == start != mixed == then
+    cured = [adapter(made, f"{arm}-1", "02-recover") for arm in arms if arm != "mix-kl"]
+    assert len({*cured}) == 3

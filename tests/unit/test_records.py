@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from helpers.command import ROOT
 from helpers.scripts import load_script
-from helpers.synthetic import measure_fully, workflow, write
+from helpers.synthetic import measure, measure_fully, workflow, write
 
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
@@ -26,12 +26,8 @@ MADE_FROM = {
     "growth-length": "scaling",
     "quotes": "quote",
     "verdict-errors": "coverage",
-    "rivals-writing": "methods",
-    "rivals-people": "reword",
     "reached": "start",
-    "forgetting-seeds": "forgetting",
-    "forgetting-people": "forgetting_people",
-    "ends-by-position": "endings",
+    "decided-pairs": "decided",
     "cheats": "instructions",
     "sizes": "quickstart_time",
 }
@@ -285,6 +281,45 @@ def test_the_sizes_are_those_of_the_arithmetic_and_say_so(tables):
     assert "| Qwen3-1.7B | one GPU, 24 GB | 19 GiB | 2.9 s a step on an H100 | **untested** |" in table
     assert table.count("**untested**") == 1
     assert "| Qwen3-8B's shape | one GPU, 80 GB | 39 GiB | 6.3 s a step on an H200 |" in table
+
+
+# -- the comparison that decides
+
+
+def test_the_best_fine_tune_knows_enough_and_follows_most(tmp_path):
+    many_seeds = script("many_seeds")
+    # Of 40 prompts: how many instructions an arm follows, and how much of the domain it knows.
+    scores = {"plain-a": (30, 20), "plain-b": (8, 38), "plain-c": (6, 40), "mix-d": (40, 40)}
+    for arm, (followed, known) in scores.items():
+        run = RunDir(tmp_path / "frontier-0" / f"{arm}-9")
+        passes = {"instructions_quick": range(followed), "handbook_quick": range(known)}
+        measure(run, "base", {suite: range(32) for suite in passes})
+        measure(run, "tuned", passes)
+        (run.path / "report.html").touch()
+    assert many_seeds.best(tmp_path, ["plain-a", "plain-b", "plain-c"]) == "plain-b"
+    assert many_seeds.best(tmp_path, ["unknown"]) is None
+
+
+def test_every_arm_of_every_seed_has_its_job(tmp_path):
+    many_seeds = script("many_seeds")
+    jobs = [*many_seeds.decided_jobs(tmp_path), *many_seeds.before_jobs(tmp_path, tmp_path)]
+    named = [(arm, seed) for job in jobs for seed in job.settings["seeds"] for arm in job.settings["arms"]]
+    arms = ("half", "start-alone", "mix-kl", "mix-kl-then", "before")
+    assert sorted(named) == sorted((arm, seed) for arm in arms for seed in range(8))
+    assert len({job.folder for job in jobs}) == len(jobs)
+
+
+def test_the_frontier_shows_every_arm_of_its_record(tmp_path):
+    frontier = script("frontier")
+    drawn = {arm for _, _, arms in frontier.LINES.values() for arm in arms} | {*frontier.MEANS}
+    record = json.loads((BENCHMARKS / "frontier.json").read_text(encoding="utf-8"))
+    assert {row["arm"] for row in record["rows"]} <= drawn
+    frontier.draw(tmp_path / "frontier.svg")
+    new, shown = (
+        [*ET.fromstring(file.read_text(encoding="utf-8")).iter("{http://www.w3.org/2000/svg}text")]
+        for file in (tmp_path / "frontier.svg", ROOT / "docs" / "images" / "frontier.svg")
+    )
+    assert [text.text for text in new] == [text.text for text in shown]
 
 
 # -- the picture of the quickstart

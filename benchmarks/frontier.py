@@ -1,0 +1,105 @@
+"""Draw docs/images/frontier.svg: what is kept against what is learned, of every arm of frontier.json.
+
+    python benchmarks/frontier.py
+
+The recovery, and replay with the recovery, have the 95 % interval over the eight seeds of decided.json beside
+their point on the seed of frontier.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+from matplotlib import pyplot
+from page_cells import HERE, read
+
+from opdcl.results.intervals import TWO_SIDED, student
+
+RETENTION, DOMAIN = "instructions_quick", "handbook_quick"
+# Arms that belong together -> how a line through them is named and drawn, and its points' labels.
+LINES = {
+    "plain fine-tunes, rate 1e-3": (
+        "#b04a2f",
+        "o",
+        {"plain-1e-3-1": "1 epoch", "plain-1e-3-2": "2", "plain-1e-3-4": "4", "plain-1e-3-8": "8"},
+    ),
+    "rate 5e-4": ("#d08a5a", "o", {"plain-5e-4-2": "", "plain-5e-4-4": "", "plain-5e-4-8": ""}),
+    "rate 2.5e-4": ("#e0b48c", "o", {"plain-25e-5-4": "", "plain-25e-5-8": "", "plain-25e-5-16": ""}),
+    "ranks 2 and 8 in place of 32": ("#8a6d3b", "^", {"plain-r2": "", "plain-r8": ""}),
+    "the adapter, scaled": (
+        "#777777",
+        "s",
+        {"scaled-30": ".3", "scaled-50": ".5", "scaled-70": ".7", "plain-1e-3-4": "1"},
+    ),
+    "replay in the fine-tune, 4 epochs": (
+        "#2f6db0",
+        "D",
+        {"mix-10-4": "10 %", "mix-30-4": "30 %", "mix-50-4": "50 %", "mix-70-4": "70 %"},
+    ),
+    "8 epochs": ("#6aa0d8", "D", {"mix-50-8": "50 %", "mix-70-8": "70 %"}),
+}
+# Arms of decided.json with their interval over seeds.
+MEANS = {
+    "half": ("recovery of a plain fine-tune", "#1f7a4d"),
+    "mix-kl-then": ("30 % replay, then recovery", "#0b3d91"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=HERE.parent / "docs" / "images" / "frontier.svg")
+    draw(parser.parse_args().out)
+
+
+def draw(out: Path) -> None:
+    matplotlib.rcParams |= {"svg.hashsalt": "opdcl", "svg.fonttype": "none", "font.size": 10}
+    figure, axes = pyplot.subplots(figsize=(8, 5.6), layout="constrained")
+    points = {row["arm"]: place(row) for row in read("frontier")["rows"]}
+    for name, (colour, shape, arms) in LINES.items():
+        x, y = zip(*(points[arm] for arm in arms), strict=True)
+        axes.plot(x, y, color=colour, marker=shape, linewidth=1, label=name)
+        for arm, label in arms.items():
+            axes.annotate(label, points[arm], (5, 5), textcoords="offset points", fontsize=8, color=colour)
+    rows = read("decided")["rows"]
+    for arm, (name, colour) in MEANS.items():
+        x, y = zip(*(place(row) for row in rows if row["arm"] == arm), strict=True)
+        axes.errorbar(
+            fmean(x),
+            fmean(y),
+            half_width(y),
+            half_width(x),
+            fmt="*",
+            markersize=13,
+            color=colour,
+            label=f"{name}, {len(x)} seeds",
+            capsize=3,
+        )
+    base = 100 * rows[0]["suites"][RETENTION]["base"]
+    axes.axhline(base, color="#444444", linestyle="--", linewidth=1)
+    axes.annotate("base", (0, base), (0, 4), textcoords="offset points", fontsize=9)
+    axes.set_xlabel("handbook known, %")
+    axes.set_ylabel("instructions followed, %")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    figure.savefig(out, metadata={"Date": None, "Creator": None})
+
+
+def place(row: dict[str, Any]) -> tuple[float, float]:
+    """Return what the model at a run's end knows of the domain, and what it follows, in percent."""
+    suites = row["suites"]
+    end = "recovered" if "recovered" in suites[RETENTION] else "tuned"
+    return 100 * suites[DOMAIN][end], 100 * suites[RETENTION][end]
+
+
+def half_width(values: tuple[float, ...]) -> float:
+    return student(TWO_SIDED, len(values) - 1) * stdev(values) / len(values) ** 0.5
+
+
+if __name__ == "__main__":
+    main()
