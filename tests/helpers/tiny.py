@@ -10,7 +10,8 @@ SETTINGS = """
 name: tiny
 model: {{id: {model}, dtype: float32}}
 finetune:
-  {{data: rows.jsonl, epochs: 4, batch_size: 4, learning_rate: 1e-2, save_steps: 3, lora: {{r: 4, alpha: 8}}}}
+  {{data: rows.jsonl, epochs: 4, batch_size: 4, learning_rate: 1e-2, save_steps: 3, lora: {{r: 4, alpha: 8}},
+   replay: {{share: 0}}}}
 recover:
   general: [prompts.jsonl]
   steps: 8

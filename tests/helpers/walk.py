@@ -22,7 +22,8 @@ from helpers.interrupts import PLACES, killed, signalled
 FLOW = """
 name: small
 model: {{id: {model}, dtype: float32}}
-finetune: {{data: rows.jsonl, epochs: 1, batch_size: 4, save_steps: 1, lora: {{r: 2, alpha: 4}}}}
+finetune: {{data: rows.jsonl, epochs: 1, batch_size: 4, save_steps: 1, lora: {{r: 2, alpha: 4}},
+  replay: {{share: 0}}}}
 recover: {{general: [prompts.jsonl], steps: 2, rollouts: 2, lmbda: 1, max_new_tokens: 4,
   validate_every: 1, validation_prompts: 2, save_steps: 1}}
 eval: {{retention: [general], domain: [facts], limit: 2, max_new_tokens: 4,

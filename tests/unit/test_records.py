@@ -26,7 +26,7 @@ MADE_FROM = {
     "growth-length": "scaling",
     "quotes": "quote",
     "verdict-errors": "coverage",
-    "reached": "start",
+    "reached": "decided",
     "decided-pairs": "decided",
     "cheats": "instructions",
     "sizes": "quickstart_time",
@@ -165,7 +165,7 @@ def runs(tmp_path) -> list[RunDir]:
 
 def test_without_runs_the_page_says_so(tables, tmp_path, monkeypatch):
     monkeypatch.setattr("page_cells.HERE", tmp_path)
-    found = {tables.rivals(), tables.quotes(), tables.comparison("defaults")}
+    found = {tables.quotes(), tables.comparison("defaults")}
     assert found == {tables.NOT_MEASURED}
 
 
@@ -217,39 +217,35 @@ def test_finished_runs_become_rows_that_a_later_measurement_replaces(runs, tmp_p
 # -- the README's tables
 
 
-def test_rivals_are_means_over_the_seeds_of_one_comparison(tables, tmp_path, monkeypatch):
+def test_arms_are_compared_by_means_over_the_same_seeds(tables, tmp_path, monkeypatch):
     monkeypatch.setattr("page_cells.HERE", tmp_path)
 
-    def row(arm, seed, score, near):
-        suite, distance = {"floor": 0.05, "base": 0.5, "tuned": score}, {"tuned": {"value": near}}
-        if arm != "mixing":
-            suite |= {"tuned": 0.1, "recovered": score}
-            distance = {"tuned": {"value": 4.0}, "recovered": {"value": near}}
-        suites = {"instructions": suite, "handbook": suite}
-        return {
-            **{"arm": arm, "seed": seed, "suites": suites},
-            "closeness": {"floor": 0.8, "distance": distance},
-        }
+    def row(arm, seed, followed, ended, end):
+        """A run that ends in a state: without a recovery in tuned."""
+        suite = {"base": 0.5, "tuned": 0.1, end: followed}
+        suites = dict.fromkeys(("instructions_quick", "handbook_quick", "neighbours_quick"), suite)
+        writing = {"base": {"length": 80, "ended": 0.25}, "tuned": {"length": 4, "ended": 1.0}}
+        writing[end] = {"length": 70, "ended": ended}
+        distance = {"base": {"value": 0.0}, "tuned": {"value": 4.0}, end: {"value": 0.5}}
+        near = {"written": writing, "distance": distance}
+        return {"arm": arm, "seed": seed, "suites": suites, "closeness": near}
 
-    rows = [row("ours", seed, score, 0.4) for seed, score in ((0, 0.3), (1, 0.4), (2, 0.5))]
-    rows += [row("replay", seed, 0.2, 0.56) for seed in range(3)]
-    rows += [row("mixing", seed, 0.26, 0.6) for seed in range(2)]
-    suites = {"retention": "instructions", "domain": "handbook"}
-    write(tmp_path / "methods.json", {"suites": suites, "rows": rows})
-    columns, _, base, tuned, ours, replay, mixing = tables.rivals().splitlines()
-    assert columns == "| method, 3 seeds | `instructions`, % | `handbook`, % | R | C | D |"
-    assert base.startswith("| base | 50.0")
-    assert tuned.startswith("| tuned | 10.0")
-    # R counts from tuned, 0.1: the mean of 0.5, 0.75 and 1; t of two degrees of freedom is 4.303, and
-    # 0.25 / sqrt(3) the standard error.
-    assert "0.75 [0.13, 1.37]" in ours.replace("\u00a0", " ")
-    assert ours.startswith("| **opdcl**")
-    assert "| 0.25 | 0.30 |" in replay  # the same with every seed; 1 - 0.56 / 0.8
-    assert mixing.startswith(
-        "| no recovery; half of the fine-tune's rows are general, `finetune.replay` (2 seeds) |"
+    rows = [row("half", seed, followed, 0.35, "recovered") for seed, followed in enumerate((0.2, 0.3, 0.4))]
+    rows += [row("mix-kl", seed, 0.26, 0.15, "tuned") for seed in range(2)]
+    write(tmp_path / "decided.json", {"rows": rows})
+    _, _, base, tuned, ours, mixed = tables.TABLES["decided"]().replace("\u00a0", " ").splitlines()
+    assert base == "| base | 3 | 0.00 | 50 | 50 | 50.0 | 80 | 25 |"
+    assert tuned.startswith("| a plain fine-tune | 3 | 4.00 | 10 |")
+    # t of two degrees of freedom is 4.303, and 10 / sqrt(3) the standard error.
+    assert "| 3 | 0.50 | 30 [5, 55] |" in ours
+    assert (
+        mixed
+        == "| a fine-tune with three tenths replayed, no recovery | 2 | 0.50 | 26 | 26 | 26.0 | 70 | 15 |"
     )
-    # (0.26 - 0.1) / (0.5 - 0.1); 1 - 0.6 / 0.8; (0.26 - 0.5) / (0.1 - 0.5).
-    assert mixing.endswith("| 0.40 | 0.25 | 0.60 |")
+    # Of the two seeds that both have: 20 - 26 and 30 - 26; both ends lie ten points from base's.
+    (pair,) = tables.TABLES["decided-pairs"]().replace("\u00a0", " ").splitlines()[2:]
+    assert pair.startswith("| recovery - replay alone | 2 | 0.00 | -1 [-65, 63] |")
+    assert pair.endswith("| 0 | 0 |")
 
 
 def test_the_second_model_has_a_row_for_each_data_set(tables, tmp_path, monkeypatch):

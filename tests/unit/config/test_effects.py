@@ -89,7 +89,7 @@ REWARD = {"reward": {"suite": "instructions_train"}, "keep": "last", "lmbda": 1.
         ({"finetune": {"data": "d", "self_distill": {"max_new_tokens": 9}}}, "finetune.self_distill"),
         ({"finetune": DISTILL | {"max_length": 5}}, "finetune.max_length"),
         ({"finetune": DISTILL | {"replay": {"share": 0.1}}}, "finetune.replay"),
-        ({"finetune": {"data": "d", "replay": {"prompts": "p"}}}, "finetune.replay.prompts"),
+        ({"finetune": {"data": "d", "replay": {"share": 0, "prompts": "p"}}}, "finetune.replay.prompts"),
         ({"start": "runs/x", "finetune": {"data": "d", "lora": {"r": 8}}}, "finetune.lora"),
     ],
 )
