@@ -50,7 +50,7 @@ def test_rows_that_base_will_write_are_named(plan, loaded):
     assert shown() == []
     ((_, said),) = shown("finetune.replay.share=0.5", "finetune.replay.prompts=prompts.jsonl")
     assert said.startswith("12 more: base's answers to ")
-    assert said.endswith("/prompts.jsonl")
+    assert said.endswith("/prompts.jsonl; finetune.replay.share=0: none")
 
 
 def test_one_row_is_shown_as_the_model_sees_it_with_the_learned_part_marked(plan, loaded):
