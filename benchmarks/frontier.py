@@ -35,7 +35,7 @@ LINES = {
     "the adapter, scaled": (
         "#777777",
         "s",
-        {"scaled-30": ".3", "scaled-50": ".5", "scaled-70": ".7", "plain-1e-3-4": "1"},
+        {"scaled-30": ".3", "scaled-50": ".5", "scaled-70": ".7", "plain-1e-3-4": ""},
     ),
     "replay in the fine-tune, 4 epochs": (
         "#2f6db0",
@@ -65,7 +65,7 @@ def draw(out: Path) -> None:
         x, y = zip(*(points[arm] for arm in arms), strict=True)
         axes.plot(x, y, color=colour, marker=shape, linewidth=1, label=name)
         for arm, label in arms.items():
-            axes.annotate(label, points[arm], (5, 5), textcoords="offset points", fontsize=8, color=colour)
+            axes.annotate(label, points[arm], (6, -11), textcoords="offset points", fontsize=8, color=colour)
     rows = read("decided")["rows"]
     for arm, (name, colour) in MEANS.items():
         x, y = zip(*(place(row) for row in rows if row["arm"] == arm), strict=True)
@@ -80,9 +80,10 @@ def draw(out: Path) -> None:
             label=f"{name}, {len(x)} seeds",
             capsize=3,
         )
-    base = 100 * rows[0]["suites"][RETENTION]["base"]
+    base = next(100 * row["suites"][RETENTION]["base"] for row in rows if row["arm"] == "half")
     axes.axhline(base, color="#444444", linestyle="--", linewidth=1)
     axes.annotate("base", (0, base), (0, 4), textcoords="offset points", fontsize=9)
+    axes.set_xlim(-2, 102)
     axes.set_xlabel("handbook known, %")
     axes.set_ylabel("instructions followed, %")
     axes.grid(alpha=0.3)
