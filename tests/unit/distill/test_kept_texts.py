@@ -101,7 +101,7 @@ def other_packages(backbone, monkeypatch):
 
 
 def another_device(backbone, monkeypatch):
-    monkeypatch.setattr(kept_texts, "machine", lambda: {"name": "another processor"})
+    monkeypatch.setattr(kept_texts, "machine_of", lambda device: {"name": "another processor"})
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from trl import SFTConfig
 
 from opdcl import parallel
-from opdcl.config.finetune import FinetuneConfig, LoraSection
+from opdcl.config.finetune import FinetuneConfig, LoraSection, ReplaySection
 from opdcl.config.model import ModelConfig
 from opdcl.console import Output
 from opdcl.data.chat import encode_prompt
@@ -105,7 +105,7 @@ def learn(tmp_path, tiny_model):
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     usual = {"data": str(tmp_path / "rows.jsonl"), "epochs": 2, "batch_size": 8, "learning_rate": 1e-3}
-    usual["lora"] = LoraSection(r=4, alpha=8)
+    usual |= {"lora": LoraSection(r=4, alpha=8), "replay": ReplaySection(share=0)}
 
     def run(
         name: str, field: str = "grad_norm", stop: int | None = None, start: Path | None = None, **settings
