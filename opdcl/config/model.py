@@ -39,7 +39,9 @@ class TeacherModel(Section):
 class ModelConfig(TeacherModel):
     """The base model: it is fine-tuned, and it is the teacher that recovery returns to."""
 
-    former = {"device": ("auto", "the first GPU is used, if there is one; CUDA_VISIBLE_DEVICES hides GPUs")}
+    former = {
+        "device": ("auto", "CUDA_VISIBLE_DEVICES=1 chooses the second GPU, CUDA_VISIBLE_DEVICES= the CPU")
+    }
 
     revision: str | None = None
     """Hub revision to pin."""

@@ -79,13 +79,20 @@ class Section(BaseModel):
         """Read past former settings that have today's value, as in stored runs; others stay unknown keys."""
         if not isinstance(settings, dict):
             return settings
-        return {k: v for k, v in settings.items() if k not in cls.former or v != cls.former[k][0]}
+        kept = dict(settings)
+        for key, (value, _) in cls.former.items():
+            if key in kept and kept[key] == value:
+                del kept[key]
+        return kept
 
     @model_serializer(mode="wrap")
     def _dump(self, dump: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
         """Dump the settings; for a fingerprint, with the former ones, so that earlier runs keep theirs."""
-        former = self.former if info.context == FINGERPRINT else {}
-        return {**dump(self), **{key: value for key, (value, _) in former.items()}}
+        settings = dict(dump(self))
+        if info.context == FINGERPRINT:
+            for key, (value, _) in self.former.items():
+                settings[key] = value
+        return settings
 
     @model_validator(mode="after")
     def _refuse_settings_without_effect(self) -> Self:

@@ -6,7 +6,10 @@ from pydantic import BaseModel
 from opdcl.config.load import load, load_tree, validate
 from opdcl.config.section import FINGERPRINT, Section
 from opdcl.errors import UsageError
+from opdcl.model.consent import base_of_run
 from opdcl.pipeline.plan import Records, make_plan
+from opdcl.rundir.files import write_json
+from opdcl.rundir.layout import RunDir
 
 SERVER = {"url": "http://one/v1"}
 # A workflow that has every section.
@@ -95,6 +98,12 @@ def test_a_stored_run_that_was_made_with_another_value_is_refused():
     stored = validate(FLOW).model_dump() | {"finetune": {"data": "d", "warmup": 0.5}}
     with pytest.raises(UsageError, match=r"unknown key finetune\.warmup, old\.yaml:3"):
         load_tree(stored, {"finetune.warmup": "old.yaml:3"}, [], {}, "eval")
+
+
+def test_the_base_of_a_run_that_named_a_device_is_read(tmp_path):
+    run = RunDir(tmp_path)
+    write_json(run.config, {"workflow": {"model": {"id": "b", "device": "cuda:1"}}, "origins": {}})
+    assert base_of_run(run, trust_remote_code=False).id == "b"
 
 
 def test_no_former_setting_is_one_of_today():
