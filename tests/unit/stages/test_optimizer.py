@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.recovering import Silent
 
-from opdcl.config.finetune import FinetuneConfig, LoraSection
+from opdcl.config.finetune import FinetuneConfig, LoraSection, ReplaySection
 from opdcl.config.load import validate
 from opdcl.data.examples import read_examples
 from opdcl.data.rows import load_rows
@@ -21,7 +21,12 @@ def test_the_rate_rises_in_a_twentieth_of_the_steps_and_falls_on_a_cosine(backbo
     rows = [{"question": f"What is the code of room {i}?", "answer": f"Code {i * 7}"} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = FinetuneConfig(
-        data=str(tmp_path / "rows.jsonl"), epochs=5, batch_size=1, lora=LoraSection(r=2), learning_rate=1e-2
+        data=str(tmp_path / "rows.jsonl"),
+        epochs=5,
+        batch_size=1,
+        lora=LoraSection(r=2),
+        learning_rate=1e-2,
+        replay=ReplaySection(share=0),
     )
     torch.manual_seed(0)
     out = StageDir(tmp_path / "out")
