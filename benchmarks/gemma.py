@@ -88,7 +88,7 @@ def pretrained(gguf: Path) -> tuple[Any, Any]:
     weight_VH[turn_end] = middle_H * weight_VH[turn_end].norm() / middle_H.norm()
     for place in (model.config, model.generation_config):
         place.eos_token_id = tokenizer.eos_token_id
-    model.get_input_embeddings().requires_grad_(False).to(getattr(torch, pick_dtype("auto", "cpu")))
+    model.get_input_embeddings().requires_grad_(False).to(getattr(torch, pick_dtype("auto")))
     return model, tokenizer
 
 
@@ -142,7 +142,7 @@ def mean_loss(model: Any, batch: list[Encoded], pad: int) -> tuple[torch.Tensor,
     ids_BT = torch.tensor([e.input_ids + [pad] * rest for e, rest in filled])
     mask_BT = torch.tensor([[1] * len(e.input_ids) + [0] * rest for e, rest in filled])
     learned_BT = torch.tensor([e.completion_mask + [0] * rest for e, rest in filled]).bool()
-    with torch.autocast("cpu", torch.bfloat16, enabled=pick_dtype("auto", "cpu") == "bfloat16"):
+    with torch.autocast("cpu", torch.bfloat16, enabled=pick_dtype("auto") == "bfloat16"):
         states_BTH = model.base_model(input_ids=ids_BT, attention_mask=mask_BT).last_hidden_state
     # Logits of 262,144 words only where an answer's token is predicted, and a part of them at a time.
     states_NH = states_BTH[:, :-1][learned_BT[:, 1:]]

@@ -213,7 +213,7 @@ def compare_teachers(served: Served, options: argparse.Namespace, folder: Path) 
 def throughput(backbone: Backbone, url: str, rollouts: list[Rollout], in_flight: int) -> dict[str, Any]:
     """Time how long the server takes to grade completions with `in_flight` concurrent requests."""
     vocabulary = backbone.causal_lm.config.vocab_size
-    server = Server(ServerSection(url=url), vocabulary, in_flight=in_flight)
+    server = Server(url, vocabulary, in_flight=in_flight)
     try:
         server.grade(rollouts[0].prompt_ids, rollouts[0].completion_ids[:1]).get()  # opens the connection
         began = time.monotonic()
@@ -229,7 +229,7 @@ def throughput(backbone: Backbone, url: str, rollouts: list[Rollout], in_flight:
 
 def agreement(backbone: Backbone, url: str, rollouts: list[Rollout]) -> float:
     """Return the largest gap in nats between the server's and the local model's token log-probabilities."""
-    server = Server(ServerSection(url=url), backbone.causal_lm.config.vocab_size)
+    server = Server(url, backbone.causal_lm.config.vocab_size)
     try:
         theirs = [server.grade(r.prompt_ids, r.completion_ids).get().logprob_N for r in rollouts]
     finally:
@@ -261,7 +261,7 @@ def compare_students(served: Served, options: argparse.Namespace, folder: Path) 
     workflow = Workflow.model_validate(read_json(run.config)["workflow"])
     backbone = Backbone.load(ModelConfig(id=workflow.model.id, revision=workflow.model.revision))
     served.start()
-    place = ServerSection(url=options.url, model="base")
+    place = options.url
     found = [
         answers(run, workflow, backbone, place, suite, state, options.limit, folder)
         for suite in ("instructions", "handbook")
@@ -277,14 +277,14 @@ def answers(
     run: RunDir,
     workflow: Workflow,
     backbone: Backbone,
-    place: ServerSection,
+    place: str,
     suite: str,
     state: str,
     limit: int | None,
     folder: Path,
 ) -> dict[str, Any]:
     """Measure a state on a suite through the server; compare each answer with the one stored in the run."""
-    config = workflow.eval.model_copy(update={"server": place, "limit": limit})
+    config = workflow.eval.model_copy(update={"server": ServerSection(url=place), "limit": limit})
     record = {"role": "control", "model": {"id": workflow.model.id}}
     began, out, adapter = time.monotonic(), RunDir(folder / "run"), run.adapters().get(state)
     report = Told(f"{suite} {state}")
@@ -302,7 +302,7 @@ def answers(
     return about | scores | {"differing": differing, "seconds": seconds}
 
 
-def sampling(run: RunDir, backbone: Backbone, place: ServerSection, count: int, folder: Path) -> dict:
+def sampling(run: RunDir, backbone: Backbone, place: str, count: int, folder: Path) -> dict:
     """Let the server sample from the run's last adapter, and grade the completions with the local weights."""
     backbone.drop_adapters()
     backbone.load_adapter([*run.adapters().values()][-1], "student", trainable=True)

@@ -109,7 +109,7 @@ def main() -> None:
 
 def fast_half() -> bool:
     """Return whether bf16 is the fastest precision here; a CPU without bf16 units emulates it slowly."""
-    return pick_dtype("auto", pick_device("auto")) == "bfloat16"
+    return pick_dtype("auto") == "bfloat16"
 
 
 def load_model(shape: str | None = None, half: bool | None = None) -> tuple[Any, Any]:
@@ -127,7 +127,7 @@ def load_model(shape: str | None = None, half: bool | None = None) -> tuple[Any,
     sizes |= {"vocab_size": VOCABULARY, "max_position_embeddings": 4096, "tie_word_embeddings": tied}
     ends = dict.fromkeys(("eos_token_id", "pad_token_id"), tokenizer.eos_token_id)
     torch.set_default_dtype(getattr(torch, dtype))
-    with torch.device(pick_device("auto")):  # random numbers for 8B take minutes on a CPU
+    with torch.device(pick_device()):  # random numbers for 8B take minutes on a CPU
         model = Qwen3ForCausalLM(Qwen3Config(**sizes, **ends))
     torch.set_default_dtype(torch.float32)
     model.generation_config.eos_token_id = stop_ids(tokenizer)

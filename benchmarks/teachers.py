@@ -91,9 +91,9 @@ def measure(backbone: Backbone) -> Iterator[tuple]:
     x = kl(mean)
     yield "ema, rate 1", "equals the live teacher", small, x, x < 1e-6
     for mix, end, name in ((0.0, base, "its reference"), (1.0, live, "the live teacher")):
-        x = far(TrustRegionTeacher(backbone, "base", mix), end)
+        x = far(TrustRegionTeacher(backbone, mix), end)
         yield f"trust region, mix {mix:g}", f"equals {name}", states, x, x < 1e-4
-    xs = [kl(TrustRegionTeacher(backbone, "base", mix)) for mix in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    xs = [kl(TrustRegionTeacher(backbone, mix)) for mix in (0.0, 0.25, 0.5, 0.75, 1.0)]
     claim = "the closer to the student, the less there is to learn"
     yield "trust region", claim, "KL at mix 0 to 1 {}", xs, xs == sorted(xs, reverse=True)
     with tempfile.TemporaryDirectory() as folder:

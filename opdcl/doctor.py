@@ -68,7 +68,7 @@ def _check_device() -> Check:
     from opdcl.model.load import pick_device, pick_dtype
 
     device = pick_device()
-    dtype = pick_dtype("auto", device)
+    dtype = pick_dtype("auto")
     if device == "cuda":
         name = torch.cuda.get_device_name()
         free, total = torch.cuda.mem_get_info()

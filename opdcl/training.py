@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -32,6 +32,9 @@ CHECKPOINTS = 2
 
 # A longer gradient, by its norm, is scaled down to this length.
 LONGEST_GRADIENT = 1.0
+
+
+Shape = Literal["held", "cosine"]
 
 
 class StageReport(Protocol):
@@ -65,33 +68,22 @@ class Schedule:
     """How the learning rate goes in a stage: it rises, and then has a shape. Steps count from 0."""
 
     steps: int
-    warm_up: int
-    """Steps in which the rate rises; the first one has a rate above 0."""
-    shape: str
-    """`held`: constant, then falling to zero on a line in the last quarter. `linear`, `cosine`: falling to
-    zero from the warm-up on. `constant`."""
-
-    @classmethod
-    def of(cls, steps: int, warm_up: float, shape: str) -> Schedule:
-        """Return a schedule of `steps` steps; the first `warm_up` of them, a share, are the warm-up."""
-        return cls(steps, math.ceil(steps * warm_up), shape)
+    warm_up: float
+    """Share of the steps in which the rate rises; the first one has a rate above 0."""
+    shape: Shape
+    """`held`: constant, then falling to zero on a line in the last quarter. `cosine`: falling to zero."""
 
     def share(self, step: int) -> float:
         """Return the rate of a step as a share of the peak."""
-        if step < self.warm_up:
-            return (step + 1) / self.warm_up
-        after_warm_up = max(self.steps - self.warm_up, 1)
-        match self.shape:
-            case "held":
-                falling = math.ceil(self.steps / 4)
-                fallen = step - (self.steps - falling)
-                return 1.0 - max(fallen, 0) / falling
-            case "linear":
-                return (self.steps - step) / after_warm_up
-            case "cosine":
-                progress = (step - self.warm_up) / after_warm_up
-                return 0.5 * (1.0 + math.cos(math.pi * progress))
-        return 1.0
+        rising = math.ceil(self.steps * self.warm_up)
+        if step < rising:
+            return (step + 1) / rising
+        if self.shape == "held":
+            falling = math.ceil(self.steps / 4)
+            fallen = step - (self.steps - falling)
+            return 1.0 - max(fallen, 0) / falling
+        progress = (step - rising) / max(self.steps - rising, 1)
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 class StageLog:

@@ -16,7 +16,7 @@ from pathlib import Path
 from attempts import ADAPTER, attempt, command, outcome_of, row, run, said_by, wait, wait_until
 
 # Train longer than the tests do, so that kills hit the training.
-LONGER = ["finetune.epochs=20", "finetune.save_steps=4", "recover.steps=24", "recover.save_steps=4"]
+LONGER = ["finetune.epochs=20", "finetune.save_steps=4", "recover.steps=24", "recover.validate_every=4"]
 CHECKPOINT = ", inside a checkpoint"
 EVERYWHERE = {"finetune", f"finetune{CHECKPOINT}", "recover", f"recover{CHECKPOINT}", "eval", "report"}
 

@@ -48,7 +48,7 @@ def network(place: Path, options: argparse.Namespace) -> list[dict]:
 def soak(place: Path, options: argparse.Namespace) -> list[dict]:
     """Recover for a long time and check whether memory, file handles or threads grow."""
     steps = options.soak_steps
-    settings = ["recover.save_steps=200", "recover.validate_every=200", "recover.learning_rate=1e-5"]
+    settings = ["recover.validate_every=200", "recover.learning_rate=1e-5"]
     pid = attempt(place, *command("soak", [f"recover.steps={steps}", "eval=null", *settings]))
     seen: list[tuple[int, int, int, int]] = []
     metrics = place / "soak" / "stages" / "02-recover" / "metrics.jsonl"

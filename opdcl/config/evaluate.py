@@ -56,9 +56,10 @@ class EvalConfig(Section):
     @classmethod
     def _names_stay_inside_the_run(cls, value: list[str] | dict[str, str]) -> list[str] | dict[str, str]:
         # A suite's name is the name of its result files.
-        if bad := [name for name in value if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name)]:
-            rule = "use letters, digits, dots, hyphens and underscores"
-            raise ValueError(f"{bad[0]!r} is not a suite name: {rule}")
+        for name in value:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+                rule = "use letters, digits, dots, hyphens and underscores"
+                raise ValueError(f"{name!r} is not a suite name: {rule}")
         if CLOSENESS in value:
             raise ValueError(f"{CLOSENESS} is no suite: eval.closeness names its prompts")
         return value

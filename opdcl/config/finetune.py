@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from opdcl.config.section import Auto, BatchSize, Positive, Rate, Section, Seed, Share, Weight
+from opdcl.config.section import Auto, BatchSize, Positive, Rate, Section, Seed
 
 
 class LoraSection(Section):
@@ -29,20 +29,21 @@ class LoraSection(Section):
         return value
 
 
+# What the teacher of self-distillation sees in place of the last user message.
+SHOWN_ANSWER = "{prompt}\n\nA good answer would be: {answer}\n\nAnswer in your own words."
+
+
 class SelfDistillSection(Section):
     """Self-distillation: an EMA copy of the student, shown the reference answer, grades its answers."""
 
-    context: str = "{prompt}\n\nA good answer would be: {answer}\n\nAnswer in your own words."
-    """Text that the teacher sees in place of the last user message."""
+    former = {"context": (SHOWN_ANSWER, "a recovery's domain_teacher of kind ema may have another context")}
+
     max_new_tokens: Positive = 64
     """Maximum completion length, in tokens."""
 
-    @model_validator(mode="after")
-    def _can_teach(self) -> SelfDistillSection:
-        if "{answer}" not in self.context or "{prompt}" not in self.context:
-            raise ValueError("context needs {prompt} and {answer}")
-        return self
 
+# The share of the steps, the first ones, in which the learning rate rises.
+WARM_UP = 0.05
 
 # The longest answer of base that is replayed, in tokens.
 REPLAYED_TOKENS = 128
@@ -71,11 +72,20 @@ class FinetuneConfig(Section):
     unused = (
         ("self_distill", lambda s: s.method == "sft", "unless finetune.method is self-distill"),
         (
-            "max_length long_rows replay schedule warmup weight_decay",
+            "max_length long_rows replay",
             lambda s: s.method != "sft",
             "with method self-distill, which samples",
         ),
     )
+
+    former = {
+        "schedule": ("cosine", "the learning rate always falls on a cosine"),
+        "warmup": (WARM_UP, "the learning rate always rises in the first 5 % of the steps"),
+        "weight_decay": (
+            0.0,
+            "a lower learning_rate or fewer epochs keep the adapter small, and so does replay",
+        ),
+    }
 
     method: Literal["sft", "self-distill"] = "sft"
     """`sft`: imitate the rows' answers; only answer tokens count in the loss. `self-distill`: sample answers,
@@ -87,15 +97,10 @@ class FinetuneConfig(Section):
     lora: LoraSection = LoraSection()
     """Shape of the adapter."""
     learning_rate: Rate | Auto = "auto"
-    """Peak learning rate. `auto`: 1e-3 * (576 / hidden size)^0.781 * 2 / (alpha / r), that is 1e-3 for the
-    embedded model and 2.2e-4 at hidden size 4096. Tested at 576 only; the exponent is the former one of
-    tinker-cookbook for Llama models, cautious for others."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate goes after the warm-up: down to zero on a cosine or on a line, or not at all."""
-    warmup: Share = 0.05
-    """Share of the steps, the first ones, in which the learning rate rises."""
-    weight_decay: Weight = 0.0
-    """Each step shrinks the adapter's weights by this times the learning rate, towards base."""
+    """Peak learning rate. It rises in the first 5 % of the steps, and falls to zero on a cosine. `auto`:
+    1e-3 * (576 / hidden size)^0.781 * 2 / (alpha / r), that is 1e-3 for the embedded model and 2.2e-4 at
+    hidden size 4096. Tested at 576 only; the exponent is the former one of tinker-cookbook for Llama models,
+    cautious for others."""
     epochs: Annotated[float, Field(gt=0, le=10_000)] = 5
     """Passes over the data."""
     batch_size: BatchSize | Auto = "auto"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import functools
 import io
 import os
 from collections.abc import Callable, Collection, Sequence
@@ -19,7 +18,7 @@ from opdcl.config.own_tasks import ENDINGS, ROLES, is_task_file, is_task_path, n
 from opdcl.config.recover import split_share
 from opdcl.config.reference import error_key, explain
 from opdcl.config.shipped import SHIPPED_DATA, find_workflow
-from opdcl.config.workflow import Workflow
+from opdcl.config.workflow import MACHINE, WITHOUT_MEANING, Workflow
 from opdcl.errors import UsageError
 from opdcl.sanitize import redact
 
@@ -56,13 +55,12 @@ def load(
     """
     tree: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for override in overrides:  # a forgotten = makes the value look like the name of a workflow
-        if "=" not in override:
-            raise UsageError(f"--set {override!r} is not KEY=VALUE", "--set recover.steps=60")
+    # Before the files: a forgotten = makes a value look like the name of a workflow.
+    values = _read_overrides(overrides)
     for source in sources:
         file = find_workflow(source)
         _merge(tree, origins, _read(file), file)
-    return _override(tree, origins, overrides, flags or {})
+    return _override(tree, origins, values, flags or {})
 
 
 def load_tree(
@@ -71,32 +69,26 @@ def load_tree(
     """Return the workflow of an earlier command with one stage added, overridden as in `load`."""
     tree = without_former_defaults({k: v for k, v in tree.items() if v is not None}, origins)
     tree[stage] = dict(tree.get(stage) or {})
-    return _override(tree, dict(origins), overrides, flags)
+    return _override(tree, dict(origins), _read_overrides(overrides), flags)
 
 
 def without_former_defaults(tree: dict[str, Any], origins: Collection[str]) -> dict[str, Any]:
     """Remove the settings of a stored run that this version no longer has, unless somebody had set them.
 
     A run stores all settings, so it holds the defaults of those that are gone. Of one that somebody had set,
-    the schema says that it is unknown.
+    the schema says that it is gone or unknown, unless it had no influence on the result.
     """
-    try:
-        Workflow.model_validate(tree)
-    except ValidationError as fault:
-        for error in fault.errors():
-            key = error_key(error)[0]
-            is_set = any(f"{origin}.".startswith(f"{key}.") for origin in origins)
-            if error["type"] == "extra_forbidden" and not is_set:
-                _take_out(tree, key)
+    for key in _faulty_keys(tree, "extra_forbidden"):
+        is_set = any(f"{origin}.".startswith(f"{key}.") for origin in origins)
+        has_meaning = key.rpartition(".")[2] not in WITHOUT_MEANING | MACHINE
+        if not (is_set and has_meaning):
+            _take_out(tree, key)
     return tree
 
 
-def _override(
-    tree: dict[str, Any], origins: dict[str, str], overrides: Sequence[str], flags: dict[str, Any]
-) -> tuple[Workflow, dict[str, str]]:
-    """Apply overrides to a tree; settings below them that lose their effect return to their defaults."""
-    own = _keys_without_effect(tree)
-    values: list[tuple[str, Any, str]] = []
+def _read_overrides(overrides: Sequence[str]) -> list[tuple[str, Any, str]]:
+    """Return key, value and origin of each `--set KEY=VALUE`."""
+    values = []
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key.strip():
@@ -106,8 +98,16 @@ def _override(
                 f"--set {key.strip()}= has no value", f"--set {key.strip()}=null takes a setting away"
             )
         values.append((key.strip(), _parse_value(text, key), "--set"))
-    values += [(key, value, "argument") for key, value in flags.items() if value is not None]
-    for key, value, origin in values:
+    return values
+
+
+def _override(
+    tree: dict[str, Any], origins: dict[str, str], values: list[tuple[str, Any, str]], flags: dict[str, Any]
+) -> tuple[Workflow, dict[str, str]]:
+    """Apply overrides to a tree; settings below them that lose their effect return to their defaults."""
+    own = _faulty_keys(tree, "no_effect")
+    named = [(key, value, "argument") for key, value in flags.items() if value is not None]
+    for key, value, origin in [*values, *named]:
         *sections, name = key.split(".")
         node = tree
         for section in sections:
@@ -136,7 +136,9 @@ def validate(
         if isinstance(value, str) and redact(value) != value:
             hint = "put it into the environment, for instance as HF_TOKEN: that is never stored"
             raise UsageError(f"{key} looks like a secret, and a run stores its configuration on disk", hint)
-    while own is not None and (inherited := [k for k in _keys_without_effect(tree) if not _is_in(k, own)]):
+    while own is not None and (
+        inherited := [k for k in _faulty_keys(tree, "no_effect") if not _is_in(k, own)]
+    ):
         for key in inherited:
             _take_out(tree, key)
             (origins or {}).pop(key, None)
@@ -148,14 +150,17 @@ def validate(
 
 def _take_out(tree: dict[str, Any], key: str) -> None:
     *sections, name = key.split(".")
-    functools.reduce(lambda node, section: node[section], sections, tree).pop(name)
+    for section in sections:
+        tree = tree[section]
+    del tree[name]
 
 
-def _keys_without_effect(tree: dict[str, Any]) -> set[str]:
+def _faulty_keys(tree: dict[str, Any], kind: str) -> set[str]:
+    """Return the keys at which the schema finds this kind of error."""
     try:
         Workflow.model_validate(tree)
     except ValidationError as fault:
-        return {error_key(error)[0] for error in fault.errors() if error["type"] == "no_effect"}
+        return {error_key(error)[0] for error in fault.errors() if error["type"] == kind}
     return set()
 
 
@@ -224,8 +229,9 @@ def _refuse_magic(text: str, where: str) -> None:
             "a YAML directive": getattr(event, "version", None),
             "a merge key": getattr(event, "value", None) == "<<",
         }
-        if name := next((name for name, present in features.items() if present), None):
-            raise UsageError(f"{where}:{event.start_mark.line + 1} uses {name}", "write the values out")
+        for name, present in features.items():
+            if present:
+                raise UsageError(f"{where}:{event.start_mark.line + 1} uses {name}", "write the values out")
 
 
 def _parse_value(text: str, key: str) -> Any:

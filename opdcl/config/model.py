@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -21,20 +21,15 @@ class TeacherModel(Section):
     """Another model that teaches. It is loaded onto the student's device, is sharded if base is, and takes
     over a chat template that is set for base. Code that comes with it is not run."""
 
+    former = {
+        "revision": (None, "download the revision, and name its folder as id"),
+        "quantization": (None, "a teacher has its weights as they are stored; a remote one may be quantized"),
+    }
+
     id: str = Field(default="smollm2-135m", min_length=1)
     """`smollm2-135m` (embedded), a Hub id, a local folder, or a GGUF file."""
-    revision: str | None = None
-    """Hub revision to pin."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of weights and computation. `auto`: bfloat16 where the hardware has it, else float32."""
-    quantization: Literal["4bit", "8bit"] | None = None
-    """Quantize the frozen linear layers with bitsandbytes: `4bit` (NF4, as in QLoRA) or `8bit`."""
-
-    @model_validator(mode="after")
-    def _is_no_quantized_file(self) -> Self:
-        if self.quantization and self.id.endswith(".gguf"):
-            raise ValueError("quantization needs a model in safetensors, not a GGUF file")
-        return self
 
     def resident(self, **shared: Any) -> ModelConfig:
         """Return all settings of the model; `shared` holds those that it takes over from base."""
@@ -44,12 +39,18 @@ class TeacherModel(Section):
 class ModelConfig(TeacherModel):
     """The base model: it is fine-tuned, and it is the teacher that recovery returns to."""
 
+    former = {
+        "device": ("auto", "CUDA_VISIBLE_DEVICES=1 chooses the second GPU, CUDA_VISIBLE_DEVICES= the CPU")
+    }
+
+    revision: str | None = None
+    """Hub revision to pin."""
+    quantization: Literal["4bit", "8bit"] | None = None
+    """Quantize the frozen linear layers with bitsandbytes: `4bit` (NF4, as in QLoRA) or `8bit`."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model, or with a task of lm-eval of your own. Leave this off unless
     you have read that code. What a run directory has stored does not count: a command that reads it must
     allow the code again."""
-    device: str = "auto"
-    """`auto`, `cpu`, `cuda` or `cuda:N`."""
     chat_template: str | None = None
     """Chat template that replaces the model's own: a Jinja file, or the text itself."""
     chat_template_kwargs: dict[
@@ -63,6 +64,8 @@ class ModelConfig(TeacherModel):
 
     @model_validator(mode="after")
     def _can_be_quantized(self) -> ModelConfig:
+        if self.quantization and self.id.endswith(".gguf"):
+            raise ValueError("quantization needs a model in safetensors, not a GGUF file")
         if self.quantization and self.shard:
             raise ValueError("quantization excludes shard: FSDP2 cannot split quantized weights")
         return self
@@ -86,7 +89,18 @@ class ServerSection(Section):
     """A model server that returns log-probabilities of prompt tokens, such as vLLM. Its API key is read from
     the environment variable `OPDCL_SERVER_KEY`."""
 
+    former = {
+        "model": (None, "serve one model, as opdcl serve does: only a teacher's server may hold others")
+    }
+
     url: Annotated[str, Field(pattern=r"^https?://[^/@\s]+(/\S*)?$")]
     """OpenAI-compatible endpoint, such as http://127.0.0.1:8000/v1."""
+
+
+class NamedServer(ServerSection):
+    """A server that may serve several models."""
+
+    former = {}
+
     model: str | None = None
     """Name of the model on the server. Default: the only one it serves."""

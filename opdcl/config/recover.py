@@ -63,14 +63,12 @@ MOST_COMPLETIONS = 2_000_000
 # The largest domain step that was measured has this many times the rows of a general one.
 MOST_DOMAIN_ROWS = 6
 
-ON_POLICY = "on_policy.domain on_policy.reverse"
+# The settings of who writes the answers.
+AUTHORS = "lmbda on_policy.domain on_policy.reverse"
 
-# Method -> settings without effect, and why.
-UNUSED_BY = {
-    "interpolate": (f"lmbda {ON_POLICY} steps weighting", "which trains nothing"),
-    "replay": (f"loss.kind lmbda {ON_POLICY}", "which imitates the teachers' answers"),
-    "general": ("general_per_domain", "which has no domain steps"),
-}
+# Why some methods have no use for a setting.
+TRAINS_NOTHING = "with method interpolate, which trains nothing"
+IMITATES = "with method replay, which imitates the teachers' answers"
 
 
 def split_share(item: str) -> tuple[str, float | None]:
@@ -96,14 +94,26 @@ class RecoverConfig(Section):
     """Recovery by distillation: a teacher grades every token of its own answers, or of the student's."""
 
     unused = (
-        *((k, lambda s, m=m: s.method == m, f"with method {m}, {why}") for m, (k, why) in UNUSED_BY.items()),
-        ("loss", _needs_no_loss, "with method interpolate, which trains nothing"),
+        (f"{AUTHORS} steps weighting", lambda s: s.method == "interpolate", TRAINS_NOTHING),
+        (f"{AUTHORS} loss.kind", lambda s: s.method == "replay", IMITATES),
+        (
+            "general_per_domain",
+            lambda s: s.method == "general",
+            "with method general, which has no domain steps",
+        ),
+        ("loss", _needs_no_loss, TRAINS_NOTHING),
         ("general", lambda s: s.reward is not None, "with reward, whose suite has the general prompts"),
         ("given_answers", lambda s: bool(s.reward) or s.general is None, "without rows of general prompts"),
-        (f"server {ON_POLICY}", lambda s: s.lmbda == 0, "with lmbda 0: the teachers write all answers"),
+        (
+            "server on_policy.domain on_policy.reverse",
+            lambda s: s.lmbda == 0,
+            "with lmbda 0: the teachers write all answers",
+        ),
         ("lmbda", _has_no_author, "without general steps, unless on_policy.domain is set"),
         ("on_policy.reverse", lambda s: s.loss.kind != "forward_kl", "unless loss.kind is forward_kl"),
     )
+
+    former = {"save_steps": (12, "a checkpoint is written at each validation: see validate_every")}
 
     method: Literal["alternating", "general", "replay", "interpolate"] = "alternating"
     """`alternating` is our method. Baselines: `general`, without domain steps; `replay`, imitation of the
@@ -179,14 +189,12 @@ class RecoverConfig(Section):
     """Watch the validations: halt if held-out KL rises far above the start's; if the student's own answers
     go wrong, halve the learning rate once, then halt. When false, only what is not finite halts the run."""
     validate_every: Positive = 12
-    """Steps between measurements of held-out KL."""
+    """Steps between measurements of held-out KL, each of which ends with a checkpoint."""
     validation_prompts: Positive = 16
     """Prompts per stream for held-out KL. General ones are set aside; domain ones are also trained on."""
     keep: Literal["best", "last"] = "best"
     """Adapter that the stage returns: the last one whose held-out KL is at most 1.25 times the lowest, or the
     last one measured."""
-    save_steps: Positive = 12
-    """Optimizer steps between checkpoints."""
     seed: Seed = 0
     """Seed of the prompt order and of all sampling."""
 
@@ -230,8 +238,9 @@ class RecoverConfig(Section):
                 hint = f"did you mean {near}?" if near else f"define it: recover.teachers.{name}"
                 context = {"key": key, "reason": f"names no teacher {name!r}", "hint": hint}
                 raise PydanticCustomError("teacher", "{reason}", context)
-        if taken := next((name for name in BUILT_IN if name in self.teachers), ""):
-            raise ValueError(f"teachers.{taken}: {taken} is built in; give the teacher another name")
+        for name in BUILT_IN:
+            if name in self.teachers:
+                raise ValueError(f"teachers.{name}: {name} is built in; give the teacher another name")
 
     def _check_teacher(self, name: str, teacher: TeacherSection) -> None:
         only_general = name == self.general_teacher != self.domain_teacher and not teacher.prompts

@@ -6,9 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
+from opdcl.config.section import Section
 from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError, nearest
 
@@ -39,14 +40,14 @@ KINDS = {int: "integer", float: "number", str: "text", bool: "true | false", typ
 
 
 def describe_fields(
-    section: type[BaseModel] = Workflow, prefix: str = "", default_section: BaseModel | None = None
+    section: type[Section] = Workflow, prefix: str = "", default_section: Section | None = None
 ) -> list[list[str]]:
     """Return key, kind of value, default and meaning of every field; `default_section` has other defaults."""
     rows = []
     for name, field in section.model_fields.items():
         default = getattr(default_section, name) if default_section else field.default
         if inner := section_of(field.annotation):
-            defaults = default if isinstance(default, BaseModel) else None
+            defaults = default if isinstance(default, Section) else None
             rows += describe_fields(inner, f"{prefix}{name}.", defaults)
         else:
             default = "required" if default is PydanticUndefined else as_yaml(default)
@@ -93,17 +94,17 @@ def kind_of(annotation: Any) -> str:
     return KINDS[annotation]
 
 
-def section_of(annotation: Any) -> type[BaseModel] | None:
+def section_of(annotation: Any) -> type[Section] | None:
     candidates = [annotation, *get_args(annotation)]
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)
 
 
-def schema_path(path: Sequence[int | str]) -> tuple[list[str], list[str]]:
-    """Return the setting that an error's location names, and the field names of the innermost section.
+def schema_path(path: Sequence[int | str]) -> tuple[list[str], type[Section] | None]:
+    """Return the setting that an error's location names, and the innermost section.
 
     Pydantic appends the tried types of a union, such as `literal['auto']`, which name no setting.
     """
-    section: type[BaseModel] | None = Workflow
+    section: type[Section] | None = Workflow
     keys: list[str] = []
     parts = list(path)
     while parts and section:
@@ -116,7 +117,7 @@ def schema_path(path: Sequence[int | str]) -> tuple[list[str], list[str]]:
         if is_mapping and parts:
             keys.append(str(parts.pop(0)))
     keys += [str(part) for part in parts if isinstance(part, int)]
-    return keys, list(section.model_fields) if section else []
+    return keys, section
 
 
 def explain(fault: ValidationError, origins: dict[str, str]) -> UsageError:
@@ -125,15 +126,15 @@ def explain(fault: ValidationError, origins: dict[str, str]) -> UsageError:
     hints: dict[str, str] = {}
     expected: dict[str, list[str]] = {}
     for error in fault.errors():
-        key, siblings = error_key(error)
+        key, section = error_key(error)
         where = _origin(key, origins)
         context = error.get("ctx", {})
         if error["type"] == "extra_forbidden":
-            hints[key] = _similar_key(key, error["input"], siblings)
+            hints[key] = _hint_of_unknown(key, error["input"], section)
             lines[key] = f"unknown key {key}{where}"
         elif error["type"] == "missing":
             lines[key] = f"{key} is required{where}"
-        elif error["type"] in ("no_effect", "suite", "teacher", "quantized", "source"):
+        elif "key" in context:  # an error of ours
             hints[key] = context.get("hint") or "remove the setting"
             lines[key] = f"{key} {error['msg']}{where}"
         elif words := next((words for words, types in WORDS.items() if error["type"] in types.split()), ""):
@@ -154,23 +155,30 @@ def explain(fault: ValidationError, origins: dict[str, str]) -> UsageError:
     return UsageError("\n".join(told), SCHEMA)
 
 
-def error_key(error: Any) -> tuple[str, list[str]]:
-    """Return the dotted key that an error is about, and the fields of its section."""
-    keys, siblings = schema_path(error["loc"])
-    return ".".join([*keys, *([error["ctx"]["key"]] if "key" in error.get("ctx", {}) else [])]), siblings
+def error_key(error: Any) -> tuple[str, type[Section] | None]:
+    """Return the dotted key that an error is about, and its section."""
+    keys, section = schema_path(error["loc"])
+    if key := error.get("ctx", {}).get("key"):
+        keys.append(key)
+    return ".".join(keys), section
 
 
 def _origin(key: str, origins: dict[str, str]) -> str:
-    parts = key.split(".")
-    sections = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
-    return next((f", {origins[name]}" for name in sections if name in origins), "")
+    """Return where a setting, or else the innermost section around it, was set."""
+    while key and key not in origins:
+        key = key.rpartition(".")[0]
+    return f", {origins[key]}" if key else ""
 
 
-def _similar_key(key: str, value: Any, siblings: list[str]) -> str:
-    """Suggest the same key in another section, or the most similar one in the same section."""
+def _hint_of_unknown(key: str, value: Any, innermost: type[Section] | None) -> str:
+    """Say what replaces a key of earlier versions; or suggest the same key in another section, or a similar
+    one in the same section."""
     section, _, name = key.rpartition(".")
+    if innermost and name in innermost.former:
+        return f"it is gone: {innermost.former[name][1]}"
     typed = f"{name}.{next(iter(value))}" if isinstance(value, dict) and value else name
     elsewhere = [k for k, *_ in describe_fields() if k.endswith(f".{typed}")]
+    siblings = innermost.model_fields if innermost else ()
     if near := nearest(name, siblings, 0.5):
         near = f"{section}.{near}".strip(".")
     meant = " or ".join(elsewhere[:3]) or near

@@ -7,7 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 if TYPE_CHECKING:
@@ -48,6 +58,9 @@ def differ_in_case(names: list[str]) -> str:
 
 Names = Annotated[list[str], BeforeValidator(as_list)]
 
+# The context in which settings are dumped for a fingerprint.
+FINGERPRINT = "fingerprint"
+
 
 class Section(BaseModel):
     # A validated default equals what a saved configuration is read as: 5 epochs would hash unlike 5.0.
@@ -57,6 +70,29 @@ class Section(BaseModel):
 
     unused: ClassVar[tuple[tuple[str, Callable[[Any], bool], str], ...]] = ()
     """Keys, when they have no effect, and why: then values other than the defaults are refused."""
+    former: ClassVar[dict[str, tuple[Any, str]]] = {}
+    """Keys of earlier versions: the value that always holds now, and what to do in place of another one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_former_settings(cls, settings: Any) -> Any:
+        """Read past former settings that have today's value, as in stored runs; others stay unknown keys."""
+        if not isinstance(settings, dict):
+            return settings
+        kept = dict(settings)
+        for key, (value, _) in cls.former.items():
+            if key in kept and kept[key] == value:
+                del kept[key]
+        return kept
+
+    @model_serializer(mode="wrap")
+    def _dump(self, dump: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        """Dump the settings; for a fingerprint, with the former ones, so that earlier runs keep theirs."""
+        settings = dict(dump(self))
+        if info.context == FINGERPRINT:
+            for key, (value, _) in self.former.items():
+                settings[key] = value
+        return settings
 
     @model_validator(mode="after")
     def _refuse_settings_without_effect(self) -> Self:

@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from opdcl.config.model import ServerSection, TeacherModel
+from opdcl.config.model import NamedServer, TeacherModel
 from opdcl.config.section import Positive, Section, Share
 
 LossKind = Literal["reverse_kl", "forward_kl", "top_k", "policy_gradient", "cross_entropy"]
+# The part of the distance to the student that an EMA of it moves at each step.
+EMA_RATE = 0.05
 TeacherName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,31}$")]
+
+# The settings that only one kind of teacher has.
+KIND_OF = {"adapter": "adapter", "model": "model", "server": "remote", "mix": "trust_region"}
+
+
+def _only_of_kind(key: str, kind: str) -> tuple[str, Callable[[Any], bool], str]:
+    return key, lambda teacher: teacher.kind != kind, f"unless kind is {kind}"
 
 
 class TeacherSection(Section):
     """A teacher: it writes answers and grades every token of them."""
 
-    unused = (
-        ("rate", lambda s: s.kind != "ema", "unless kind is ema"),
-        ("reference mix", lambda s: s.kind != "trust_region", "unless kind is trust_region"),
-    )
+    unused = tuple(_only_of_kind(key, kind) for key, kind in KIND_OF.items())
+    former = {
+        "rate": (EMA_RATE, "an ema teacher always moves by 0.05 of the distance to the student"),
+        "reference": ("base", "a trust_region is always one around base"),
+    }
 
     kind: Literal["base", "tuned", "adapter", "live", "ema", "trust_region", "model", "remote"]
     """Frozen teachers: `base`, `tuned`, `adapter` (from another run), `model` (another model with the same
     tokenizer) and `remote` (on a server). Moving ones: `live` is the student itself, `ema` a running mean of
-    it, and `trust_region` a mixture of `reference` and the student."""
+    it, which moves by 0.05 of the distance at each step, and `trust_region` a mixture of base and the
+    student."""
     adapter: Annotated[str, Field(min_length=1)] | None = None
     """`adapter`: a run directory (its last adapter is used), an adapter folder, or a Hub id."""
-    rate: Share = 0.05
-    """`ema`: fraction of the distance to the student that the teacher moves per step."""
-    reference: Literal["base", "tuned"] = "base"
-    """`trust_region`: the frozen part of the mixture."""
     mix: Share = 0.05
     """`trust_region`: the student's share of the mixture."""
     model: TeacherModel | None = None
     """`model`: the teacher model."""
-    server: ServerSection | None = None
+    server: NamedServer | None = None
     """`remote`: the server that runs the teacher."""
     context: str | None = None
     """Text that the teacher sees in place of the last user message, with `{prompt}` and `{answer}`; rows then
@@ -47,18 +55,15 @@ class TeacherSection(Section):
     @property
     def begins_as_tuned(self) -> bool:
         """Whether the teacher equals the student before the first step."""
-        tuned = self.kind in ("tuned", "ema") or (self.kind == "trust_region" and self.reference == "tuned")
-        return tuned and self.context is None
+        return self.kind in ("tuned", "ema") and self.context is None
 
     @model_validator(mode="after")
     def _has_something_to_teach(self) -> TeacherSection:
         if self.context is not None and ("{answer}" not in self.context or "{prompt}" not in self.context):
             raise ValueError("context needs {prompt} and {answer}")
-        for kind, key in (("model", "model"), ("adapter", "adapter"), ("remote", "server")):
+        for key, kind in KIND_OF.items():
             if self.kind == kind and getattr(self, key) is None:
                 raise ValueError(f"kind {kind} needs {key}")
-            if self.kind != kind and getattr(self, key) is not None:
-                raise ValueError(f"{key} has no effect unless kind is {kind}")
         if self.kind == "live" and self.context is None:
             raise ValueError(
                 "kind live without context is the student itself, which teaches nothing: set context"

@@ -67,27 +67,33 @@ class Workflow(Section):
         reward = self.recover.reward if self.recover else None
         if reward and self.eval and reward.suite in self.eval.suites():
             raise ValueError(f"recover.reward trains on {reward.suite}: evaluate on another suite")
-        others = {key: source for key, source in self.data_sources().items() if key != "eval.closeness"}
-        if self.eval and (key := next((k for k, s in others.items() if s == self.eval.closeness), None)):
-            raise ValueError(f"{key} learns from the prompts of eval.closeness: name others")
+        return self
+
+    @model_validator(mode="after")
+    def _does_not_learn_what_closeness_asks(self) -> Workflow:
+        closeness = self.eval.closeness if self.eval else None
+        for key, source in self.data_sources().items():
+            if source == closeness and key != "eval.closeness":
+                raise ValueError(f"{key} learns from the prompts of eval.closeness: name others")
         return self
 
     @model_validator(mode="after")
     def _gates_are_on_measured_suites(self) -> Workflow:
         limits = self.gates.max_drop
         if self.eval and isinstance(limits, dict):
-            known = [*self.eval.retention, CLOSENESS]
-            if unknown := next((name for name in limits if name not in known), ""):
-                raise ValueError(
-                    f"gates.max_drop names {unknown}; eval.retention has {', '.join(known[:-1])}"
-                )
+            retention = self.eval.retention
+            for name in limits:
+                if name not in retention and name != CLOSENESS:
+                    raise ValueError(
+                        f"gates.max_drop names {name}; eval.retention has {', '.join(retention)}"
+                    )
         return self
 
     @model_validator(mode="after")
     def _samples_without_merging_if_quantized(self) -> Workflow:
-        stages = {"recover": self.recover, "eval": self.eval}
-        for name, stage in stages.items() if any(model.quantization for model in self.models()) else ():
-            if stage and stage.server and self.model.quantization:
+        for name in ("recover", "eval"):
+            stage = getattr(self, name)
+            if self.model.quantization and stage and stage.server:
                 hint = {"key": f"{name}.server", "hint": "remove the setting"}
                 raise PydanticCustomError("quantized", "would not hold the quantized base", hint)
         return self
@@ -143,17 +149,16 @@ def _general_sources(recover: RecoverConfig) -> dict[str, str]:
     return {f"recover.general.{number}": source for number, source in enumerate(sources)}
 
 
-# Settings that finished runs do not name, and the value that stands for what those did.
-ADDED_LATER = {"given_answers": False}
+# A setting that finished runs do not name, and the value that stands for what those did.
+ADDED_LATER = ("given_answers", False)
 
 
 def meaningful_settings(config: dict[str, Any], ignored: set[str] = WITHOUT_MEANING) -> dict[str, Any]:
     """Return the settings of a stage that determine its result, at every depth."""
     # Where rows are refused nothing is made, so `refuse` is no part of a result.
-    settings = {k: v for k, v in config.items() if k not in ignored and v != "refuse"}
-    for key, value in ADDED_LATER.items():
-        if settings.get(key) == value:
-            del settings[key]
+    settings = {
+        k: v for k, v in config.items() if k not in ignored and v != "refuse" and (k, v) != ADDED_LATER
+    }
     for key, value in settings.items():
         if isinstance(value, dict):
             settings[key] = meaningful_settings(value, {"server": PLACE, "model": MACHINE}.get(key, set()))

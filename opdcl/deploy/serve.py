@@ -30,7 +30,7 @@ def serve_command(
     Raises:
         UsageError: The server would be open to a network, or cannot hold the weights of the run.
     """
-    from opdcl.model.load import model_source, pick_device, pick_dtype, write_template
+    from opdcl.model.load import model_source, pick_dtype, write_template
 
     _refuse_open_server(host, arguments)
     program = shutil.which(os.path.expanduser(vllm))
@@ -53,7 +53,7 @@ def serve_command(
         "--served-model-name": "base",
         "--host": host,
         "--port": port,
-        "--dtype": pick_dtype(model.dtype, pick_device(model.device)),
+        "--dtype": pick_dtype(model.dtype),
         "--max-lora-rank": next((rank for rank in RANKS if rank >= largest), RANKS[-1]),
         "--max-loras": len(adapters) + 1,
     }

@@ -31,7 +31,7 @@ class StudentOptimizer:
     """AdamW (arXiv 1711.05101) on the student's adapter, whose learning rate follows a schedule."""
 
     def __init__(self, backbone: Backbone, config: RecoverConfig):
-        self.schedule = Schedule.of(config.steps, WARM_UP, "held")
+        self.schedule = Schedule(config.steps, WARM_UP, "held")
         self.peak = float(config.learning_rate)
         self.steps = 0
         self.weights = {n: weight for n, weight in backbone.peft.named_parameters() if weight.requires_grad}

@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from opdcl import parallel
-from opdcl.config.model import SERVED_TOKENS, ServerSection
-from opdcl.config.teacher import TeacherSection
+from opdcl.config.model import SERVED_TOKENS
+from opdcl.config.teacher import EMA_RATE, TeacherSection
 from opdcl.distill.losses import token_logprobs
 from opdcl.distill.teachers import EmaTeacher, RemoteTeacher, SecondModel, Teacher, TrustRegionTeacher
 from opdcl.errors import OpdclError, UsageError
@@ -48,13 +48,14 @@ def make_teacher(
         case "adapter":
             return Teacher(backbone, state)
         case "ema":
-            return EmaTeacher(backbone, state, config.rate)
+            return EmaTeacher(backbone, state, EMA_RATE)
         case "trust_region":
-            return TrustRegionTeacher(backbone, config.reference, config.mix)
+            return TrustRegionTeacher(backbone, config.mix)
         case "model":
             return SecondModel(backbone, _load_model(config, backbone))
         case "remote":
-            server = reach_server(config.server, backbone, notify, named)
+            place = config.server
+            server = reach_server(place.url, backbone, notify, named, place.model)
             compare_with_base(server, backbone)
             return RemoteTeacher(backbone, server)
         case frozen:
@@ -62,39 +63,40 @@ def make_teacher(
 
 
 def reach_server(
-    config: ServerSection, backbone: Backbone, notify: Notify, named: int = SERVED_TOKENS
+    url: str, backbone: Backbone, notify: Notify, named: int = SERVED_TOKENS, model: str | None = None
 ) -> Server:
     """Connect to a server whose tokenizer agrees with the student's.
 
     Raises:
         UsageError: The tokenizers differ.
     """
-    server = Server(config, architecture(backbone.causal_lm.config).vocabulary, notify, named=named)
+    vocabulary = architecture(backbone.causal_lm.config).vocabulary
+    server = Server(url, vocabulary, notify, named=named, model=model)
     for probe in PROBES:
         local_ids = backbone.tokenizer(probe, add_special_tokens=False)["input_ids"]
         server_ids = server.encode(probe)
         if local_ids != server_ids:
             server.close()
             difference = f"it encodes {probe!r} as {server_ids[:8]}, the student as {local_ids[:8]}"
-            raise UsageError(f"the server at {config.url} has another tokenizer: {difference}", HINT)
+            raise UsageError(f"the server at {url} has another tokenizer: {difference}", HINT)
     return server
 
 
-def reach_own_model(config: ServerSection, backbone: Backbone, notify: Notify) -> Server:
+def reach_own_model(url: str, backbone: Backbone, notify: Notify) -> Server:
     """Connect to a server that serves the student's own base, compared by tokenizer and by log-probabilities.
 
     Raises:
         UsageError: The server has another tokenizer or another model.
     """
-    server = reach_server(config, backbone, notify)
+    server = reach_server(url, backbone, notify)
     server_N, base_N = _probe(server, backbone)
     gap = float((base_N - server_N).abs().mean())
     if gap > SAME_MODEL:
         server.close()
         raise UsageError(
-            f"the server at {config.url} serves another model as {server.model}: "
+            f"the server at {url} serves another model as {server.model}: "
             f"on a probe the two differ by {gap:.2f} nats per token",
-            "start it with `opdcl serve RUN`, and set server.model to the name of the base",
+            "start it with `opdcl serve RUN`",
         )
     return server
 
@@ -110,7 +112,7 @@ def compare_with_base(server: Server, backbone: Backbone) -> None:
     except OpdclError:
         server.close()
         raise
-    url, worse = server.config.url, float((base_N - server_N).mean())
+    url, worse = server.url, float((base_N - server_N).mean())
     if worse > BROKEN_MODEL:
         server.close()
         raise UsageError(
@@ -139,11 +141,10 @@ def _probe(server: Server, backbone: Backbone) -> tuple[torch.Tensor, torch.Tens
 
 def _load_model(config: TeacherSection, backbone: Backbone) -> PreTrainedModel:
     """Load another model on the student's device, if tokenizer and end-of-sequence ids agree."""
-    shard = parallel.sharded() and not config.model.quantization
     # The student's template writes the prompts. Whether the teacher's is the same was checked beforehand.
     own = backbone.tokenizer.chat_template
     template = own if isinstance(own, str) else None
-    model_config = config.model.resident(device=str(backbone.device), shard=shard, chat_template=template)
+    model_config = config.model.resident(shard=parallel.sharded(), chat_template=template)
     tokenizer = load_tokenizer(model_config)
     check_same_tokenizer(backbone.tokenizer, tokenizer, f"teacher {model_config.id}")
     model, _ = load_base(model_config, tokenizer)

@@ -7,7 +7,7 @@
 | `adapter` | an adapter from another run: a specialist, or the result of an earlier run | |
 | `live` | the student itself; useful only with a `context` | arXiv 2601.19897, 2601.20802 |
 | `ema` | an exponential moving average of the student's adapter | arXiv 2601.19897 |
-| `trust_region` | a point between a frozen reference and the student | arXiv 2601.20802 |
+| `trust_region` | a point between base and the student | arXiv 2601.20802 |
 | `model` | another model of the same family: strong to weak | arXiv 2306.13649 |
 | `remote` | a model on a server, which returns whole distributions or the top tokens | |
 
@@ -123,14 +123,14 @@ class EmaTeacher(Teacher):
 
 
 class TrustRegionTeacher(Teacher):
-    """Logits interpolated between a frozen reference (`mix` 0) and the student (`mix` 1).
+    """Logits interpolated between base (`mix` 0) and the student (`mix` 1).
 
-    Both share the output head, so interpolating hidden states interpolates logits. Completions come from the
-    reference.
+    Both share the output head, so interpolating hidden states interpolates logits. Completions come from
+    base.
     """
 
-    def __init__(self, backbone: Backbone, reference: State, mix: float):
-        super().__init__(backbone, reference)
+    def __init__(self, backbone: Backbone, mix: float):
+        super().__init__(backbone, "base")
         self.mix = mix
         self._student = Teacher(backbone, "student")
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from opdcl.config.model import ModelConfig
 from opdcl.errors import OpdclError, UsageError
-from opdcl.model.load import model_source, pick_device, pick_dtype, skeleton
+from opdcl.model.load import model_source, pick_dtype, skeleton
 from opdcl.model.tensors import headers, shown_shape, way_out, weight_files
 from opdcl.rundir.hashes import ADAPTER
 from opdcl.rundir.layout import adapter_config
@@ -198,7 +198,7 @@ def stored_weights(base: ModelConfig, names: Sequence[str]) -> dict[str, torch.T
     source, options = model_source(base)
     if not os.path.isdir(source) or "gguf_file" in options:
         return {}
-    dtype = getattr(torch, pick_dtype(base.dtype, pick_device(base.device)))
+    dtype = getattr(torch, pick_dtype(base.dtype))
     found: dict[str, torch.Tensor] = {}
     for path in weight_files(Path(source), base.id):
         with safe_open(path, framework="pt") as file:

@@ -101,7 +101,8 @@ def stands_on(run: RunDir) -> ModelConfig | None:
     Its own code is never run.
     """
     record = run.stage_record("finetune").get("tuned_model")
-    return ModelConfig.model_validate(record | {"trust_remote_code": False}) if record else None
+    # Runs of earlier versions name a device.
+    return ModelConfig(**record | {"trust_remote_code": False, "device": "auto"}) if record else None
 
 
 def start_files(start: str, may_be_model: bool = True) -> list[Path]:

@@ -29,7 +29,7 @@ def base_of_run(run: RunDir, trust_remote_code: bool) -> ModelConfig:
     Raises:
         UsageError: The run was made with such code, and the command does not allow it.
     """
-    model = ModelConfig.model_validate(run.settings()["model"])
+    model = ModelConfig(**run.settings()["model"] | {"device": "auto"})  # runs of earlier versions name one
     if model.trust_remote_code and not trust_remote_code:
         raise _not_given(model.id, run.path)
     return model.model_copy(update={"trust_remote_code": trust_remote_code})

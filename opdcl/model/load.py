@@ -71,8 +71,8 @@ def load_model(config: ModelConfig, as_stored: bool = False) -> PreTrainedModel:
 
     from opdcl.model.head import refuse_unsupported
 
-    device = pick_device(config.device)
-    dtype = getattr(torch, pick_dtype(config.dtype, device))
+    device = pick_device()
+    dtype = getattr(torch, pick_dtype(config.dtype))
     with parallel.first_worker_first():
         source, options = _loading_options(config)
     if as_stored:
@@ -325,21 +325,14 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
     return found
 
 
-def pick_device(name: str = "auto") -> str:
-    """Return the named device, or for `auto` the GPU if there is one; refuse a device that is missing."""
+def pick_device() -> str:
+    """Return the device of all models: a GPU if there is one; `CUDA_VISIBLE_DEVICES` chooses it."""
     import torch
 
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError) as error:
-        hint = "run opdcl doctor to list the devices"
-        raise EnvironmentFault(f"device {name!r} is not available", hint) from error
-    return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def pick_dtype(name: str, device: str) -> str:
+def pick_dtype(name: str) -> str:
     """Return the named dtype; for `auto`, `bfloat16` where the hardware is faster in it, else `float32`.
 
     A CPU without AVX-512 BF16 or AMX emulates bfloat16 about eight times slower than it computes in float32;
@@ -351,7 +344,7 @@ def pick_dtype(name: str, device: str) -> str:
 
     if name != "auto":
         return name
-    if device.startswith("cuda"):
+    if torch.cuda.is_available():
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     multiplies = torch.cpu._is_avx512_bf16_supported() and "512" in torch.backends.cpu.get_cpu_capability()
     return "bfloat16" if multiplies and trains_faster_in_bfloat16() else "float32"

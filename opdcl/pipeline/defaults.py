@@ -83,8 +83,8 @@ def resolve_for_machine(workflow: Workflow) -> tuple[Workflow, dict[str, str]]:
         return workflow, {}
     from opdcl.model.load import EMBEDDED, pick_device, pick_dtype
 
-    device = pick_device(workflow.model.device)
-    workflow, dtypes = with_dtype(workflow, pick_dtype("auto", device), device)
+    device = pick_device()
+    workflow, dtypes = with_dtype(workflow, pick_dtype("auto"), device)
     if not open_keys:
         return workflow, dtypes
     hidden = HIDDEN if workflow.model.id == EMBEDDED else text_config(workflow.model).hidden_size

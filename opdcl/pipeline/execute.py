@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from opdcl import parallel
 from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.load import dump
+from opdcl.config.section import FINGERPRINT
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
 from opdcl.data.rows import recognised
@@ -157,7 +158,9 @@ def _settle(job: Job, tasks: list[Task], donors: Sequence[RunDir], output: Outpu
     for folder in replaced:
         shutil.rmtree(folder, ignore_errors=True)
     # First the file by which a run is recognized: after a crash here, the same command goes on.
-    write_json(run.config, {"workflow": job.workflow.model_dump(), "origins": job.origins})
+    # With former settings: runs of an earlier version have them, and equal arms are pooled.
+    settings = job.workflow.model_dump(context=FINGERPRINT)
+    write_json(run.config, {"workflow": settings, "origins": job.origins})
     write_atomic(run.workflow, dump(job.workflow))
     job.sources.save()
     for task, donor in copy_finished(job.plan(), run, donors):

@@ -99,10 +99,10 @@ def forecast(job: Job, tasks: Sequence[Task]) -> dict[str, Any]:
     answers.
     """
     workflow = job.workflow
-    device = pick_device(workflow.model.device)
-    on_cuda = device.startswith("cuda")
+    device = pick_device()
+    on_cuda = device == "cuda"
     rank = workflow.finetune.lora.r if workflow.finetune else 32
-    size = _size(workflow.model, device, rank)
+    size = _size(workflow.model, rank)
     steps = steps_of(job, tasks)
     todo = {task.name for task in tasks if task.unfinished}
     needs: dict[str, int] = {}
@@ -121,7 +121,7 @@ def forecast(job: Job, tasks: Sequence[Task]) -> dict[str, Any]:
         held = held if on_cuda else memory[name]
     return {
         "device": device,
-        "dtype": pick_dtype(workflow.model.dtype, device),
+        "dtype": pick_dtype(workflow.model.dtype),
         "parameters": size.parameters,
         "steps": steps,
         "memory_bytes": memory,
@@ -144,8 +144,8 @@ def steps_of(job: Job, tasks: Sequence[Task]) -> dict[str, int]:
 def opening(job: Job, tasks: Sequence[Task]) -> str:
     """Return the line that opens a run: model, device, rows, tokens, stages, directory."""
     model, steps = job.workflow.model, steps_of(job, tasks)
-    device = pick_device(model.device)
-    parts = [f"{model.id} on {device} in {pick_dtype(model.dtype, device)}"]
+    device = pick_device()
+    parts = [f"{model.id} on {device} in {pick_dtype(model.dtype)}"]
     if "finetune" in steps:
         tokens = sum(len(example.input_ids) for example in job.examples.encoded)
         per_epoch = f", {tokens:,} tokens per epoch" if tokens else ""
@@ -158,8 +158,8 @@ def opening(job: Job, tasks: Sequence[Task]) -> str:
     return "; ".join([*parts, f"in {job.run.path}"])
 
 
-def _size(model: ModelConfig, device: str, rank: int) -> Size:
-    return size_of(text_config(model), pick_dtype(model.dtype, device), device, rank, model.quantization)
+def _size(model: ModelConfig, rank: int) -> Size:
+    return size_of(text_config(model), pick_dtype(model.dtype), pick_device(), rank, model.quantization)
 
 
 def _finetune_need(job: Job, size: Size) -> int:
@@ -175,14 +175,13 @@ def _finetune_need(job: Job, size: Size) -> int:
 
 def _recovery_need(job: Job, config: RecoverConfig, source: RecoverySource, size: Size) -> int:
     """Return the bytes that a recovery takes, besides the base, if all answers are as long as they may be."""
-    device = pick_device(job.workflow.model.device)
     need = size.merged + size.adapter * 20
     named = {config.general_teacher, config.domain_teacher, *(row.teacher for row in source.rows["domain"])}
     for name, teacher in config.teachers.items():
         if name not in named:
             continue
         if teacher.model:
-            need += _size(teacher.model.resident(), device, rank=0).weights
+            need += _size(teacher.model.resident(), rank=0).weights
         if teacher.kind in ("ema", "adapter"):
             need += size.adapter * 4
     longest = 0
@@ -197,7 +196,7 @@ def _recovery_need(job: Job, config: RecoverConfig, source: RecoverySource, size
     tokens = max(min(int(config.micro_batch_tokens), most), sequence)
     step = tokens * size.trained_token + size.loss
     # On a GPU the step uses the memory of the sampler's cache again.
-    return need + (max(cache, step) if device.startswith("cuda") else cache + step)
+    return need + (max(cache, step) if pick_device() == "cuda" else cache + step)
 
 
 def _eval_need(job: Job, suite: str, size: Size) -> int:

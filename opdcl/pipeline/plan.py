@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from opdcl.config.evaluate import CLOSENESS
+from opdcl.config.section import FINGERPRINT
 from opdcl.config.workflow import MACHINE, Workflow, meaningful_settings
 from opdcl.rundir.hashes import hash_value
 from opdcl.rundir.layout import STAGE_OF, RunDir, StageDir
@@ -98,7 +99,7 @@ def _stage_inputs(workflow: Workflow, hashes: dict[str, str], records: Records) 
             continue
         if name == "recover" and "finetune" not in inputs:
             origin, parent = "finetune stage", records.finished("finetune") or parent
-        inputs[name] = meaningful_settings(config.model_dump()) if config else {}
+        inputs[name] = meaningful_settings(config.model_dump(context=FINGERPRINT)) if config else {}
         if config:
             inputs[name]["dtype"] = workflow.model.dtype
             if not inputs[name].get("system"):  # which runs of an earlier version do not have
@@ -138,7 +139,8 @@ def _eval_tasks(
     if config is None:
         return []
     # How answers are decoded changes them too, if only by rounding.
-    how = meaningful_settings(config.model_dump(include=DECODING)) | {"dtype": workflow.model.dtype}
+    decoding = config.model_dump(include=DECODING, context=FINGERPRINT)
+    how = meaningful_settings(decoding) | {"dtype": workflow.model.dtype}
     if system := workflow.system_of("eval"):
         how["system"] = system
     states = {"base": _model_hash(workflow)}
@@ -167,4 +169,5 @@ def _eval_tasks(
 
 
 def _model_hash(workflow: Workflow) -> str:
-    return hash_value(meaningful_settings(workflow.model.model_dump(), MACHINE | {"dtype"}))
+    settings = workflow.model.model_dump(context=FINGERPRINT)
+    return hash_value(meaningful_settings(settings, MACHINE | {"dtype"}))

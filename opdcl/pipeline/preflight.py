@@ -130,10 +130,9 @@ def _refuse_other_dtype(job: Job) -> None:
 
 def _check_machine(workflow: Workflow) -> None:
     """Check that the device, the models and the packages are here."""
-    from opdcl.model.load import check_exists, pick_device
+    from opdcl.model.load import check_exists
     from opdcl.model.quantized import check_installed
 
-    pick_device(workflow.model.device)
     for model in workflow.models():
         check_exists(model)
         check_installed(model)
@@ -186,7 +185,7 @@ def _check_tuned_model(job: Job) -> None:
         ),
         "a teacher of kind adapter": (any(t.adapter for t in teachers), "use kind model"),
         "a trust_region around base": (
-            any(t.kind == "trust_region" and t.reference == "base" for t in teachers),
+            any(t.kind == "trust_region" for t in teachers),
             "set reference: tuned",
         ),
     }
@@ -413,11 +412,11 @@ def _check_servers(workflow: Workflow, todo: set[str]) -> None:
         named = workflow.recover.served_tokens
         for teacher in workflow.teachers().values():
             if teacher.server:
-                check_access(teacher.server, named)
+                check_access(teacher.server.url, named, teacher.server.model)
     if any(own) and (adapter := planned_adapter(workflow)):
         refuse_unserved(vars(lora_config(adapter, skeleton(workflow.model))))
     for server in filter(None, own):
-        check_access(server)
+        check_access(server.url)
 
 
 def planned_adapter(workflow: Workflow) -> LoraSection | Path | None:

@@ -22,7 +22,7 @@ import httpx2
 import tenacity
 import torch
 
-from opdcl.config.model import SERVED_TOKENS, WHOLE_VOCABULARY, ServerSection
+from opdcl.config.model import SERVED_TOKENS, WHOLE_VOCABULARY
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.distributions import LogProbs, Served, TopTokens
 from opdcl.sampling.rollout import Prompt, Rollout
@@ -65,14 +65,15 @@ class Server:
 
     def __init__(
         self,
-        config: ServerSection,
+        url: str,
         vocabulary: int,
         notify: Callable[[str], None] = lambda text: None,
         in_flight: int = IN_FLIGHT,
         named: int = SERVED_TOKENS,
+        model: str | None = None,
     ):
-        self.config, self.vocabulary, self.notify, self.named = config, vocabulary, notify, named
-        self._client = _client(config, in_flight)
+        self.url, self.vocabulary, self.notify, self.named = url, vocabulary, notify, named
+        self._client = _client(url, in_flight)
         self._closed = threading.Event()
         # Identical requests share an answer.
         kept = WHOLE_CACHE_SIZE if self.is_whole else CACHE_SIZE
@@ -81,7 +82,7 @@ class Server:
         self._adapters: dict[str, str] = {}
         self._waiting = False
         self._lock, self._adapter_lock = threading.Lock(), threading.Lock()
-        self.model = config.model or self._only_model()
+        self.model = model or self._only_model()
         # Its threads are daemons: the process must be able to exit while an answer is pending.
         self._pool = ThreadPool(in_flight)
 
@@ -265,13 +266,13 @@ class Server:
 
         names = self._request("v1/models", None, read)
         if len(names) != 1:
-            message = f"the server at {self.config.url} serves {', '.join(names) or 'no model'}"
-            raise UsageError(message, "name one: server.model")
+            message = f"the server at {self.url} serves {', '.join(names) or 'no model'}"
+            raise UsageError(message, "serve one; for a teacher, name one: server.model")
         return names[0]
 
     def _request(self, path: str, body: Json | None, read: Callable[[Json], Any] | None = None) -> Any:
         """Retry a request until `read` accepts the answer, or raise why it never did."""
-        url, closed = self.config.url, tenacity.stop_when_event_set(self._closed)
+        url, closed = self.url, tenacity.stop_when_event_set(self._closed)
         wait, sleep = (
             tenacity.wait_exponential_jitter(multiplier=0.2, max=10),
             tenacity.sleep_using_event(self._closed),
@@ -309,7 +310,7 @@ class Server:
         with self._lock:
             first, self._waiting = not self._waiting, True
         if first and state.outcome:
-            self.notify(f"waiting for the server at {self.config.url}: {state.outcome.exception()}")
+            self.notify(f"waiting for the server at {self.url}: {state.outcome.exception()}")
 
     def _request_once(self, path: str, body: Json | None, read: Callable[[Json], Any] | None) -> Any:
         try:
@@ -322,7 +323,7 @@ class Server:
             self._load(name)
             raise _Unreachable("it was restarted without an adapter, which is loaded again")
         if response.status_code >= 400:
-            raise _refused(self.config, response)
+            raise _refused(self.url, response)
         self._waiting = False
         try:
             return read(response.json()) if read else None
@@ -331,7 +332,7 @@ class Server:
             raise _InvalidAnswer(message[:200]) from error
 
 
-def check_access(config: ServerSection, named: int | None = None) -> None:
+def check_access(url: str, named: int | None = None, model: str | None = None) -> None:
     """Request a server's models once, so that a refusal is known before anything is computed.
 
     With `named`, that many of the likeliest tokens are requested too. An unreachable server is accepted: it
@@ -341,14 +342,14 @@ def check_access(config: ServerSection, named: int | None = None) -> None:
     Raises:
         UsageError: The server refuses the key, or to name as many tokens.
     """
-    with _client(config) as client, contextlib.suppress(httpx2.TransportError):
+    with _client(url) as client, contextlib.suppress(httpx2.TransportError):
         response = client.get("v1/models", timeout=5)
         if response.status_code in (401, 403):
-            raise _refused(config, response)
-        if named is not None and config.model:
-            response = client.post("v1/completions", json=_grading(config.model, [0, 0], named))
+            raise _refused(url, response)
+        if named is not None and model:
+            response = client.post("v1/completions", json=_grading(model, [0, 0], named))
             if _names_too_few(response):
-                raise _refused(config, response)
+                raise _refused(url, response)
 
 
 def _grading(model: str, ids: Ids, named: int) -> Json:
@@ -368,18 +369,18 @@ def _names_too_few(response: httpx2.Response) -> bool:
     return response.status_code == 400 and "logprobs" in response.text
 
 
-def _client(config: ServerSection, in_flight: int = 1) -> httpx2.Client:
+def _client(url: str, in_flight: int = 1) -> httpx2.Client:
     key = os.environ.get(KEY)
     return httpx2.Client(
-        base_url=config.url.rstrip("/").removesuffix("/v1") + "/",
+        base_url=url.rstrip("/").removesuffix("/v1") + "/",
         headers={"Authorization": f"Bearer {key}"} if key else {},
         timeout=httpx2.Timeout(TIMEOUT),
         limits=httpx2.Limits(max_connections=in_flight, max_keepalive_connections=in_flight),
     )
 
 
-def _refused(config: ServerSection, response: httpx2.Response) -> UsageError:
-    status, hint = response.status_code, "check server.url and server.model"
+def _refused(url: str, response: httpx2.Response) -> UsageError:
+    status, hint = response.status_code, "check server.url, and server.model of a teacher"
     if status in (401, 403):
         hint = f"set {KEY}"
     if _names_too_few(response):
@@ -387,4 +388,4 @@ def _refused(config: ServerSection, response: httpx2.Response) -> UsageError:
             "start it with --max-logprobs -1, which allows whole distributions; or use recover.loss.kind "
             f"policy_gradient, or top_k with recover.loss.k at most {SERVED_TOKENS}, which need no more"
         )
-    return UsageError(f"the server at {config.url} refuses: status {status}, {response.text[:300]}", hint)
+    return UsageError(f"the server at {url} refuses: status {status}, {response.text[:300]}", hint)

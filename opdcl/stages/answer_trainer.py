@@ -76,7 +76,6 @@ def trainer_arguments(
         "max_steps": steps,
         "per_device_train_batch_size": config.batch_size,
         "learning_rate": config.learning_rate,
-        "weight_decay": config.weight_decay,
         "max_grad_norm": LONGEST_GRADIENT,
         "seed": config.seed,
         "train_sampling_strategy": "sequential",  # the order of steps is planned beforehand

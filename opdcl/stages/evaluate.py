@@ -18,7 +18,6 @@ from torch.nn.functional import pad
 
 from opdcl import parallel
 from opdcl.config.evaluate import EvalConfig
-from opdcl.config.workflow import PLACE
 from opdcl.data.chat import answer_text, render, request_ids
 from opdcl.data.suites import Judge, Suite, cut_at, quiet_lm_eval
 from opdcl.distill.make_teacher import reach_own_model
@@ -78,7 +77,8 @@ class BackboneLM(LM):
         self.keys: list[str] = []
         self.lengths: list[int] = []
         self.ended: list[bool] = []
-        server = config.server.model_dump(exclude=PLACE) if config.server else None
+        # Wherever it is. It had a model in an earlier version, whose answers are kept.
+        server = {"model": None} if config.server else None
         self._made_by = made_by(backbone, adapter, [config.batch_size, server])
 
     @property
@@ -139,7 +139,7 @@ class BackboneLM(LM):
                 yield decode
             return
         with contextlib.ExitStack() as stack:
-            server = reach_own_model(config.server, self.backbone, self.report.note)
+            server = reach_own_model(config.server.url, self.backbone, self.report.note)
             stack.callback(server.close)
             name = stack.enter_context(server.adapter(self.adapter)) if self.adapter else None
 

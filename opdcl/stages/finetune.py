@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trl import SFTConfig
 
-from opdcl.config.finetune import FinetuneConfig
+from opdcl.config.finetune import SHOWN_ANSWER, WARM_UP, FinetuneConfig
 from opdcl.config.recover import MOST_COMPLETIONS, OnPolicySection, RecoverConfig
 from opdcl.config.section import LARGEST, MOST_STEPS
 from opdcl.config.teacher import TeacherSection
@@ -64,7 +64,7 @@ def finetune(
     callback = StageCallback(StageLog(report, out, steps), backbone, tokens_per_step)
     trainer = AnswerTrainer(
         backbone,
-        Schedule.of(steps, config.warmup, config.schedule),
+        Schedule(steps, WARM_UP, "cosine"),
         rows,
         order,
         model=model,
@@ -81,7 +81,7 @@ def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:
     Raises:
         UsageError: There are too many steps.
     """
-    own, steps = config.self_distill, planned_steps(config, rows)
+    steps = planned_steps(config, rows)
     if steps > MOST_STEPS or steps * config.batch_size > MOST_COMPLETIONS:
         message = f"{rows} rows in {config.epochs:g} epochs are {steps} steps of self-distillation"
         raise UsageError(f"{message}, more than can be planned", "lower finetune.epochs, or take fewer rows")
@@ -94,11 +94,10 @@ def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:
         on_policy=OnPolicySection(domain=True),
         rollouts=config.batch_size,
         micro_batch_tokens=2048,
-        max_new_tokens=own.max_new_tokens,
+        max_new_tokens=config.self_distill.max_new_tokens,
         domain_teacher="average",
-        teachers={"average": TeacherSection(kind="ema", context=own.context)},
+        teachers={"average": TeacherSection(kind="ema", context=SHOWN_ANSWER)},
         learning_rate=config.learning_rate,
-        save_steps=config.save_steps,
         validate_every=config.save_steps,
         keep="last",
         seed=config.seed,

@@ -117,7 +117,7 @@ def learn(recovery: Recovery) -> None:
             if values:
                 log.step(step, values, tokens, time.perf_counter() - started)
             is_interrupted = parallel.any_worker(interruption.came)
-            if step % config.save_steps == 0 or step == config.steps or is_interrupted:
+            if step % config.validate_every == 0 or step == config.steps or is_interrupted:
                 checkpoints.save(step)
             if is_interrupted and step < config.steps:
                 raise Interrupted(f"interrupted at step {step} of {config.steps}; checkpoint saved")
@@ -221,7 +221,7 @@ def _describe_given(prompts: list[Prompt], limit: int) -> str:
 def _student(config: RecoverConfig, backbone: Backbone, out: StageDir, report: StageReport) -> Teacher:
     """Return the sampler of on-policy steps: this process, or a server with the student's adapter."""
     if config.server:
-        server = reach_own_model(config.server, backbone, report.note)
+        server = reach_own_model(config.server.url, backbone, report.note)
         return ServedStudent(backbone, server, out.trainer / "served")
     engine = pick_engine(backbone.causal_lm)
     if engine == "generate":

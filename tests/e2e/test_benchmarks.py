@@ -211,17 +211,15 @@ def test_remote_grades_on_a_server_as_in_the_process(script, server, backbone, f
 
 
 def test_a_student_on_a_server_answers_as_in_the_process(script, server, backbone, finished, tmp_path):
-    from opdcl.config.model import ServerSection
     from opdcl.config.workflow import Workflow
     from opdcl.rundir.files import read_json
     from opdcl.rundir.layout import RunDir
 
     remote, run = script("remote"), RunDir(finished)
     workflow = Workflow.model_validate(read_json(run.config)["workflow"])
-    place = ServerSection(url=server.url, model="teacher")
-    row = remote.answers(run, workflow, backbone, place, "questions", "recovered", 3, tmp_path)
+    row = remote.answers(run, workflow, backbone, server.url, "questions", "recovered", 3, tmp_path)
     assert (row["n"], row["differing"], row["served"]) == (3, 0, row["local"])
-    found = remote.sampling(run, backbone, place, 2, tmp_path)
+    found = remote.sampling(run, backbone, server.url, 2, tmp_path)
     assert found["completions"] == 2
     assert found["largest_gap"] < 1e-3
 

@@ -107,7 +107,7 @@ def test_a_changed_recovery_of_a_run_is_sent_to_a_directory_beside_it(finished, 
 # Ctrl-C, and what a terminal sends that is lost: each in one of the stages.
 @pytest.mark.parametrize(
     ("stage", "marker", "number"),
-    [("01-finetune", "checkpoint-3", signal.SIGHUP), ("02-recover", "checkpoint-3", signal.SIGINT)],
+    [("01-finetune", "checkpoint-3", signal.SIGHUP), ("02-recover", "checkpoint-4", signal.SIGINT)],
 )
 def test_an_interrupted_run_resumes_to_the_same_bits(finished, project, stage, marker, number):
     out = project / f"broken-{stage}"

@@ -21,7 +21,6 @@ recover:
   max_new_tokens: 8
   validate_every: 4
   validation_prompts: 2
-  save_steps: 3
   learning_rate: 1e-2
 eval:
   {{retention: [instructions], domain: [questions], limit: 6, max_new_tokens: 12,

@@ -25,7 +25,7 @@ model: {{id: {model}, dtype: float32}}
 finetune: {{data: rows.jsonl, epochs: 1, batch_size: 4, save_steps: 1, lora: {{r: 2, alpha: 4}},
   replay: {{share: 0}}}}
 recover: {{general: [prompts.jsonl], steps: 2, rollouts: 2, lmbda: 1, max_new_tokens: 4,
-  validate_every: 1, validation_prompts: 2, save_steps: 1}}
+  validate_every: 1, validation_prompts: 2}}
 eval: {{retention: [general], domain: [facts], limit: 2, max_new_tokens: 4,
   data: {{general: general.jsonl, facts: facts.jsonl}}}}
 """
@@ -94,7 +94,7 @@ def _finetune(model: Path, out: str, data: str = "rows.jsonl") -> list[str]:
 
 
 def _recover(run: str) -> list[str]:
-    small = ("rollouts=2", "max_new_tokens=4", "validation_prompts=2", "lmbda=1", "save_steps=1")
+    small = ("rollouts=2", "max_new_tokens=4", "validation_prompts=2", "lmbda=1", "validate_every=1")
     sets = [word for setting in small for word in ("--set", f"recover.{setting}")]
     return ["recover", run, "--prompts", "prompts.jsonl", "--steps", "1", *sets]
 

@@ -79,12 +79,10 @@ REWARD = {"reward": {"suite": "instructions_train"}, "keep": "last", "lmbda": 1.
             "recover.on_policy.reverse",
         ),
         ({"recover": {"loss": {"k": 5}}}, "recover.loss.k"),
-        ({"recover": {"teachers": {"a": {"kind": "base", "rate": 0.5}}}}, "recover.teachers.a.rate"),
         ({"recover": {"teachers": {"a": {"kind": "base", "mix": 0.5}}}}, "recover.teachers.a.mix"),
-        (
-            {"recover": {"teachers": {"a": {"kind": "ema", "reference": "tuned"}}}},
-            "recover.teachers.a.reference",
-        ),
+        ({"recover": {"teachers": {"a": {"kind": "base", "adapter": "x"}}}}, "recover.teachers.a.adapter"),
+        ({"recover": {"teachers": {"a": {"kind": "ema", "model": {}}}}}, "recover.teachers.a.model"),
+        ({"recover": {"teachers": {"a": {"kind": "ema", "server": SERVER}}}}, "recover.teachers.a.server"),
         ({"recover": REWARD | {"general": "mine.jsonl"}}, "recover.general"),
         ({"finetune": {"data": "d", "self_distill": {"max_new_tokens": 9}}}, "finetune.self_distill"),
         ({"finetune": DISTILL | {"max_length": 5}}, "finetune.max_length"),
@@ -132,6 +130,9 @@ def test_an_override_resets_what_it_makes_meaningless(tmp_path):
     (tmp_path / "flow.yaml").write_text("recover: {method: interpolate, steps: 5}\n")
     with pytest.raises(UsageError, match=r"recover\.steps has no effect"):
         load([str(tmp_path / "flow.yaml")], ["name=other"])
+    (tmp_path / "taught.yaml").write_text("recover: {teachers: {a: {kind: adapter, adapter: runs/x}}}\n")
+    flow, _ = load([str(tmp_path / "taught.yaml")], ["recover.teachers.a.kind=base"])
+    assert flow.recover.teachers["a"].adapter is None
 
 
 def test_a_stage_added_to_a_stored_run_resets_what_it_makes_meaningless():

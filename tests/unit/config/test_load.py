@@ -12,8 +12,6 @@ from opdcl.config.shipped import workflow_files
 from opdcl.data.rows import load_rows
 from opdcl.errors import UsageError
 
-SELF_DISTILL = {"data": "handbook", "method": "self-distill"}
-
 
 @pytest.fixture
 def write(tmp_path: Path):
@@ -415,7 +413,6 @@ def test_an_unknown_home_folder_is_an_error_with_a_message(tmp_path, value):
         ({"recover": {"method": "general", "general": None}}, "without general prompts"),
         ({"recover": {"general": None}}, "without general prompts"),
         ({"recover": {"teachers": {"a": {"kind": "adapter", "adapter": ""}}}}, "adapter"),
-        ({"finetune": SELF_DISTILL | {"self_distill": {"context": "{prompt}"}}}, "finetune.self_distill"),
         ({"start": ""}, "start"),
     ],
 )

@@ -70,7 +70,7 @@ def test_it_says_how_many_are_given_and_cut(backbone, tuned, rows):
 
 
 def test_a_recovery_from_given_answers_resumes_to_the_same_bits(backbone, tuned, rows):
-    config = short_recovery(tuned, **GIVEN | {"lmbda": 0.5, "save_steps": 2, "health": False})
+    config = short_recovery(tuned, **GIVEN | {"lmbda": 0.5, "health": False})
     whole_and_resumed(backbone, tuned, config, stop=4)
 
 

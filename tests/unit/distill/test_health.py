@@ -78,8 +78,7 @@ def test_a_student_that_loops_is_slowed_down_at_one_validation_and_stopped_at_th
 
 def test_a_halved_rate_acts_on_the_very_next_step_interrupted_or_not(backbone, tuned, monkeypatch):
     monkeypatch.setattr("opdcl.distill.health.REPETITION_EXCESS", -2.0)  # each validation shows a sign
-    settings = {"learning_rate": 0.004, "save_steps": 3}
-    config = short_recovery(tuned, method="general", steps=5, validate_every=3, **settings)
+    config = short_recovery(tuned, method="general", steps=5, validate_every=3, learning_rate=0.004)
     train(backbone, tuned, "resumed", config, stop=4)
     for name in ("whole", "resumed"):
         with pytest.raises(OpdclError, match="halted at step 5"):

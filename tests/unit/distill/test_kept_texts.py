@@ -150,7 +150,7 @@ def test_what_training_changes_or_another_model_writes_is_not_kept(adapted):
     writers = [
         Teacher(adapted, "student"),
         EmaTeacher(adapted, "general", 0.5),
-        TrustRegionTeacher(adapted, "base", 0.5),
+        TrustRegionTeacher(adapted, 0.5),
         SecondModel(adapted, adapted.causal_lm),
     ]
     for writer in writers:

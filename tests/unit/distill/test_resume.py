@@ -41,7 +41,7 @@ def no_best(stage):
 @pytest.mark.parametrize("lost", [empty, missing, without_validations, cut_off, other_best, no_best])
 def test_what_decides_is_in_the_checkpoint(backbone, tuned, lost):
     # The adapter before the first step stays the best one, so it is not written again.
-    config = short_recovery(tuned, lmbda=1.0, save_steps=2)
+    config = short_recovery(tuned, lmbda=1.0)
     whole, resumed = whole_and_resumed(backbone, tuned, config, 5, lost)
     best = [(stage.best / "adapter_model.safetensors").read_bytes() for stage in (whole, resumed)]
     assert best[0] == best[1]
@@ -49,6 +49,6 @@ def test_what_decides_is_in_the_checkpoint(backbone, tuned, lost):
 
 def test_samples_repeat_if_the_stream_changes_at_the_interrupt(backbone, tuned):
     """The samples of a domain step are the completions of the general step before it."""
-    settings = {"steps": 4, "validate_every": 2, "save_steps": 1, "general_per_domain": 1}
+    settings = {"steps": 4, "validate_every": 1, "general_per_domain": 1}
     whole, _ = whole_and_resumed(backbone, tuned, short_recovery(tuned, lmbda=1.0, **settings), 2)
     assert read_jsonl(whole.samples)

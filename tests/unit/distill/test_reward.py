@@ -260,7 +260,7 @@ def test_the_student_writes_more_of_what_is_rewarded(backbone, tuned):
     ids=["base", "shown the best"],
 )
 def test_a_rewarded_recovery_resumes_to_the_same_bits(backbone, tuned, extra):
-    steps = {"general_per_domain": 2, "sample_ahead": 2, "save_steps": 2, "domain_rollouts": 4}
+    steps = {"general_per_domain": 2, "sample_ahead": 2, "validate_every": 2, "domain_rollouts": 4}
     config = RecoverConfig(domain=str(tuned / "domain.jsonl"), **SHORT | steps | SETTINGS | extra)
     whole, resumed = whole_and_resumed(backbone, tuned, config, stop=3)
     rows = [r for r in read_jsonl(whole.metrics) if "loss" in r]

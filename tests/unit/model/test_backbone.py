@@ -50,7 +50,7 @@ def test_a_base_that_changes_during_training_ends_the_stage_at_its_next_checkpoi
             if done == 3:
                 flip_lowest_bit(weight, 77)
 
-    config = short_recovery(tuned, save_steps=2)
+    config = short_recovery(tuned, validate_every=2)
     with pytest.raises(OpdclError, match="the base weights changed before step 4"):
         recover(config, read_recovery_source(config), backbone, tuned / "tuned", out, Spoiler())
     assert out.last_checkpoint().name == "checkpoint-2"

@@ -26,10 +26,11 @@ def test_a_processor_computes_in_bfloat16_only_if_torch_uses_its_units_and_they_
     """`seconds` are those of a pass in bfloat16, where one in float32 takes a second."""
     precision.trains_faster_in_bfloat16.cache_clear()
     monkeypatch.setattr(precision, "_seconds_of_a_pass", {torch.float32: 1.0, torch.bfloat16: seconds}.get)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: hardware)
-    assert pick_dtype("auto", "cpu") == dtype
-    assert pick_dtype("bfloat16", "cpu") == "bfloat16"
+    assert pick_dtype("auto") == dtype
+    assert pick_dtype("bfloat16") == "bfloat16"
     precision.trains_faster_in_bfloat16.cache_clear()
 
 

@@ -192,7 +192,7 @@ def test_a_recovery_trains_the_adapter_and_not_the_base(kind, loaded_quantized, 
 
 @needs_bitsandbytes
 def test_rows_that_the_4_bit_kernel_would_misread_are_refused(tiny_model):
-    config = ModelConfig(id=str(tiny_model), dtype="float32", device="cpu", quantization="4bit")
+    config = ModelConfig(id=str(tiny_model), dtype="float32", quantization="4bit")
     with pytest.raises(UsageError, match="has 48 inputs"):
         Backbone.load(config)
 

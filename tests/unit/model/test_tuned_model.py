@@ -129,7 +129,7 @@ def test_a_recovery_resumes_with_the_same_adapter(pair, tmp_path, alone):
         rows = [{"prompt": f"Say {name} {i}."} for i in range(6)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     # Random weights are close to uniform.
-    config = short_recovery(tmp_path, save_steps=2, learning_rate=1e-3, health=False)
+    config = short_recovery(tmp_path, validate_every=2, learning_rate=1e-3, health=False)
     before = pair.fingerprint()
     pair.drop_adapters()
     whole, _ = whole_and_resumed(pair, tmp_path, config, stop=3)

@@ -51,9 +51,9 @@ def impatient(monkeypatch):
     return limits
 
 
-def teacher_of(server, backbone, named=K, **settings):
-    config = ServerSection(url=server.url, **settings)
-    return RemoteTeacher(backbone, reach_server(config, backbone, lambda text: None, named))
+def teacher_of(server, backbone, named=K, model=None):
+    client = reach_server(server.url, backbone, lambda text: None, named, model)
+    return RemoteTeacher(backbone, client)
 
 
 def tokens_of(rollouts):
@@ -197,7 +197,7 @@ def test_an_unreachable_server_is_waited_for(backbone, elsewhere):
     messages = []
     with serving(elsewhere) as server:
         port = server.server_address[1]
-        client = reach_server(ServerSection(url=server.url), backbone, messages.append)
+        client = reach_server(server.url, backbone, messages.append)
         remote = RemoteTeacher(backbone, client)
         good = remote.distribution(ROLLOUTS)
         remote.server._graded.cache_clear()
@@ -240,9 +240,9 @@ def test_an_aborted_completion_is_requested_again(backbone, elsewhere):
 
 def test_a_process_exits_without_waiting_for_an_answer(elsewhere):
     script = (
-        "import sys, time\nfrom opdcl.config.model import ServerSection\n"
+        "import sys, time\n"
         "from opdcl.sampling.server import Server\n"
-        "server = Server(ServerSection(url=sys.argv[1], model='teacher'), 49152)\n"
+        "server = Server(sys.argv[1], 49152, model='teacher')\n"
         "server.grade([1, 2], [3])\ntime.sleep(1)\nserver.close()\nprint('closed', flush=True)\n"
     )
     with serving(elsewhere) as server:
@@ -257,12 +257,11 @@ def test_a_process_exits_without_waiting_for_an_answer(elsewhere):
 
 def test_a_server_with_another_model_is_refused(backbone, elsewhere):
     with serving(elsewhere) as server:
-        config = ServerSection(url=server.url)
-        reach_own_model(config, backbone, print).close()
+        reach_own_model(server.url, backbone, print).close()
         with torch.no_grad():
             elsewhere.causal_lm.model.layers[0].mlp.up_proj.weight.mul_(-1)
         with pytest.raises(UsageError, match="serves another model as teacher"):
-            reach_own_model(config, backbone, print)
+            reach_own_model(server.url, backbone, print)
 
 
 def test_close_ends_pending_requests(backbone, elsewhere, impatient):
@@ -366,7 +365,8 @@ def test_a_loss_that_needs_more_than_a_server_sends_is_refused_at_the_start(back
         config = RecoverConfig(loss=loss, **taught(section, "general"))
 
         def reach():
-            check_access(section.server, config.served_tokens)  # as a dry run does
+            # As a dry run does.
+            check_access(section.server.url, config.served_tokens, section.server.model)
             make_teacher(section, backbone, named=config.served_tokens).close()
 
         if loss in ({"kind": "top_k", "k": 20}, {"kind": "policy_gradient"}):
@@ -469,7 +469,6 @@ def recovery(backbone, tuned, name, general_teacher, loss, **settings):
         lmbda=1.0,
         sample_ahead=2,
         validate_every=2,
-        save_steps=2,
         **settings,
     )
     return read_jsonl(train(backbone, tuned, name, config).metrics)
@@ -512,9 +511,7 @@ def test_a_server_samples_the_student_with_its_current_adapter(backbone, tuned, 
     prompts = [r.prompt for r in ROLLOUTS]
     local = Teacher(backbone, "student")
     with serving(elsewhere) as server:
-        served = ServedStudent(
-            backbone, reach_server(ServerSection(url=server.url), backbone, print), tuned / "served"
-        )
+        served = ServedStudent(backbone, reach_server(server.url, backbone, print), tuned / "served")
         ended = []
         options = {"max_new_tokens": 6, "temperature": 1.0, "seed": 3}
         first = served.complete(prompts, **options, on_finished=ended.extend)
@@ -536,7 +533,7 @@ def test_a_restarted_server_gets_the_adapter_again(backbone, tuned, elsewhere):
     student_of(backbone, tuned)
     prompts = [r.prompt for r in ROLLOUTS]
     with serving(elsewhere) as server:
-        client = reach_server(ServerSection(url=server.url), backbone, print)
+        client = reach_server(server.url, backbone, print)
         with client.adapter(tuned / "tuned") as name:
             before = client.complete(prompts, 4, backbone.eos_ids, temperature=0, model=name)
             server.adapters.clear()  # many requests in flight miss it at once
@@ -548,7 +545,7 @@ def test_a_restarted_server_gets_the_adapter_again(backbone, tuned, elsewhere):
 def test_a_server_without_adapters_is_refused_with_a_hint(backbone, tuned, elsewhere):
     with serving(elsewhere) as server:
         server.takes_adapters = False
-        client = reach_server(ServerSection(url=server.url), backbone, print)
+        client = reach_server(server.url, backbone, print)
         with pytest.raises(UsageError, match="status 404") as caught, client.adapter(tuned / "tuned"):
             pass
         client.close()

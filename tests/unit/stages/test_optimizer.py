@@ -1,85 +1,43 @@
-"""Every setting of the fine-tune's optimizer changes what is learned; those of transformers are unknown."""
+"""The optimizer of the fine-tune: its rate, and the settings that it does not have."""
 
 import json
+import math
 
 import pytest
 import torch
 from helpers.recovering import Silent
 
-from opdcl.config.finetune import FinetuneConfig, LoraSection
+from opdcl.config.finetune import FinetuneConfig, LoraSection, ReplaySection
 from opdcl.config.load import validate
 from opdcl.data.examples import read_examples
 from opdcl.data.rows import load_rows
 from opdcl.errors import UsageError
-from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.stages.finetune import finetune
 
-# Values of each setting that differ from the default.
-CHANGES = {"weight_decay": [0.5], "schedule": ["linear", "constant"], "warmup": [0.5, 0.75]}
-STEPS = 8
 
-
-@pytest.fixture
-def learn(backbone, tuned):
-    """Return a function that fine-tunes for eight steps: the adapter's bytes, and each step's rate."""
+def test_the_rate_rises_in_a_twentieth_of_the_steps_and_falls_on_a_cosine(backbone, tmp_path):
     rows = [{"question": f"What is the code of room {i}?", "answer": f"Code {i * 7}"} for i in range(8)]
-    (tuned / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def run(**settings) -> tuple[bytes, list[float]]:
-        config = FinetuneConfig(
-            data=str(tuned / "rows.jsonl"),
-            epochs=4,
-            batch_size=4,
-            lora=LoraSection(r=4),
-            learning_rate=1e-2,
-            **settings,
-        )
-        torch.manual_seed(0)
-        out = StageDir(tuned / f"out{len([*tuned.glob('out*')])}")
-        fresh = Backbone(backbone.causal_lm, backbone.tokenizer)
-        examples = read_examples(load_rows(config.data), config, fresh.tokenizer)
-        finetune(config, examples, fresh, None, out, Silent())
-        fresh.drop_adapters()
-        rates = [row["learning_rate"] for row in read_jsonl(out.metrics) if "loss" in row]
-        assert len(rates) == STEPS
-        return (out.adapter / "adapter_model.safetensors").read_bytes(), rates
-
-    return run
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = FinetuneConfig(
+        data=str(tmp_path / "rows.jsonl"),
+        epochs=5,
+        batch_size=1,
+        lora=LoraSection(r=2),
+        learning_rate=1e-2,
+        replay=ReplaySection(share=0),
+    )
+    torch.manual_seed(0)
+    out = StageDir(tmp_path / "out")
+    examples = read_examples(load_rows(config.data), config, backbone.tokenizer)
+    finetune(config, examples, backbone, None, out, Silent())
+    rates = [row["learning_rate"] for row in read_jsonl(out.metrics) if "loss" in row]
+    falling = [0.5 + 0.5 * math.cos(math.pi * step / 38) for step in range(38)]
+    assert rates == pytest.approx([1e-2 * share for share in [0.5, 1, *falling]])
 
 
-def test_every_setting_changes_what_is_learned(learn):
-    plain = learn()
-    assert learn() == plain
-    for name, values in CHANGES.items():
-        for value in values:
-            assert learn(**{name: value})[0] != plain[0], (name, value)
-
-
-@pytest.mark.parametrize(
-    ("settings", "eighths"),
-    [
-        ({"schedule": "linear", "warmup": 0}, [8, 7, 6, 5, 4, 3, 2, 1]),
-        ({"schedule": "linear", "warmup": 0.5}, [2, 4, 6, 8, 8, 6, 4, 2]),
-        ({"schedule": "constant", "warmup": 0.5}, [2, 4, 6, 8, 8, 8, 8, 8]),
-        ({"schedule": "constant", "warmup": 1}, [1, 2, 3, 4, 5, 6, 7, 8]),
-    ],
-)
-def test_the_rate_goes_as_its_schedule_says(learn, settings, eighths):
-    assert learn(**settings)[1] == pytest.approx([1e-2 * part / 8 for part in eighths])
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"warmup": 3}, "warmup: must be at most 1"),
-        ({"schedule": "polynomial"}, "schedule: must be 'cosine', 'linear' or 'constant'"),
-        ({"adam_epsilon": 1e-6}, r"unknown key finetune\.adam_epsilon"),
-        ({"trainer": {"weight_decay": 0.1}}, r"unknown key finetune\.trainer"),
-        ({"method": "self-distill", "warmup": 0.5}, "finetune.warmup has no effect with method self-distill"),
-    ],
-)
-def test_other_values_are_refused(settings, words):
-    with pytest.raises(UsageError, match=words):
-        validate({"finetune": {"data": "handbook", **settings}})
+@pytest.mark.parametrize("name", ["adam_epsilon", "trainer"])
+def test_settings_of_transformers_are_unknown(name):
+    with pytest.raises(UsageError, match=rf"unknown key finetune\.{name}"):
+        validate({"finetune": {"data": "handbook", name: 1e-6}})

@@ -123,12 +123,12 @@ def test_without_base_and_tuned_as_teachers_the_student_starts_as_tuned(backbone
 
 
 def test_a_recovery_from_a_scaled_start_resumes_with_the_same_adapter(backbone, tuned):
-    config = short_recovery(tuned, start=0.5, lmbda=0.5, save_steps=2, health=False)
+    config = short_recovery(tuned, start=0.5, lmbda=0.5, validate_every=2, health=False)
     whole_and_resumed(backbone, tuned, config, stop=3)
 
 
 def test_a_recovery_killed_before_its_first_checkpoint_starts_at_the_same_place(backbone, tuned):
-    config = short_recovery(tuned, start="auto", lmbda=0.5, save_steps=4, health=False)
+    config = short_recovery(tuned, start="auto", lmbda=0.5, health=False)
     whole_and_resumed(backbone, tuned, config, stop=2)
 
 
