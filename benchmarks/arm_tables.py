@@ -52,7 +52,6 @@ START_PAIRS = {
     "all - none": ("on", "off"),
     "half - all": ("half", "on"),
     "half - its start alone": ("half", "start-alone"),
-    "half - the default before": ("half", "before"),
 }
 
 
@@ -100,6 +99,12 @@ def decided() -> str:
             place, rows_of([], [[words, str(len(plain)), *unbroken([cells], 0)[0]]]).splitlines()[-1]
         )
     return "\n".join(table)
+
+
+def frontier() -> str:
+    """Return what every arm of benchmarks/frontier.yaml reaches, on its one seed."""
+    rows = read("frontier")["rows"]
+    return reached_by(rows, {row["arm"]: f"`{row['arm']}`" for row in rows}, SCORES)
 
 
 def reached_by(

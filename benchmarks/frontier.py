@@ -86,7 +86,6 @@ def draw(out: Path) -> None:
     axes.set_xlim(-2, 102)
     axes.set_xlabel("handbook known, %")
     axes.set_ylabel("instructions followed, %")
-    axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     figure.savefig(out, metadata={"Date": None, "Creator": None})
 

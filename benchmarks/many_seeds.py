@@ -32,7 +32,6 @@ TOGETHER = [["half", "start-alone"], ["mix-kl", "mix-kl-then"]]
 FRONTIER_ARMS = 5
 RETENTION, DOMAIN = "instructions_quick", "handbook_quick"
 ENOUGH = 0.95  # of the best domain score
-BETWEEN_ARCHIVES = 30  # seconds
 
 
 @dataclass
@@ -71,24 +70,21 @@ def main() -> None:
     if options.before:
         waiting += before_jobs(out, options.before.resolve())
     running: dict[subprocess.Popen, Job] = {}
-    chosen, archived = False, time.monotonic()
+    chosen = False
     while (waiting or running) and time.monotonic() < end:
-        for process in [process for process in running if process.poll() is not None]:
+        finished = [process for process in running if process.poll() is not None]
+        for process in finished:
             job = running.pop(process)
             drop_weights(job.folder)
-            print(
-                f"{job.folder.name}: exit {process.returncode}, {end - time.monotonic():.0f} s left",
-                flush=True,
-            )
+            print(f"{job.folder.name}: exit {process.returncode}", flush=True)
+        if finished:
+            archive(out)
         if not chosen and not any(job in frontier for job in [*waiting, *running.values()]):
             chosen = True
             waiting[:0] = chosen_jobs(out)
         while waiting and len(running) < options.processes:
             job = waiting.pop(0)
             running[job.start(max(1, (os.cpu_count() or 1) // options.processes))] = job
-        if time.monotonic() - archived > BETWEEN_ARCHIVES:
-            archive(out)
-            archived = time.monotonic()
         time.sleep(0.5)
     for process in running:
         process.kill()
@@ -104,8 +100,7 @@ def decided_jobs(out: Path) -> list[Job]:
 def frontier_jobs(out: Path) -> list[Job]:
     settings = YAML(typ="safe").load(HERE / "frontier.yaml")
     names = [*settings["arms"]]
-    starts = range(0, len(names), FRONTIER_ARMS)
-    parts = [names[start : start + FRONTIER_ARMS] for start in starts]
+    parts = [names[start : start + FRONTIER_ARMS] for start in range(0, len(names), FRONTIER_ARMS)]
     return [Job(out / f"frontier-{part[0]}", only(settings, part, FRONTIER_SEED)) for part in parts]
 
 
@@ -125,8 +120,7 @@ def chosen_jobs(out: Path) -> list[Job]:
         print(f"{kind}: {name}", flush=True)
         if name:
             settings["arms"][kind] = arms[name]
-    chosen = [*settings["arms"]]
-    return [Job(out / f"chosen-{seed}", only(settings, chosen, seed)) for seed in SEEDS] if chosen else []
+    return [Job(out / f"chosen-{seed}", only(settings, [*settings["arms"]], seed)) for seed in SEEDS]
 
 
 def best(out: Path, arms: list[str]) -> str | None:

@@ -5,7 +5,18 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from arm_tables import DECIDED_PAIRS, SCORES, START_PAIRS, decided, families, pairs, reached, replayed, starts
+from arm_tables import (
+    DECIDED_PAIRS,
+    SCORES,
+    START_PAIRS,
+    decided,
+    families,
+    frontier,
+    pairs,
+    reached,
+    replayed,
+    starts,
+)
 from page_cells import HERE, NOT_MEASURED, ratio, read, rows_of, score, seeds_of, suite_words, unbroken
 
 from opdcl.results.format import percent
@@ -216,6 +227,7 @@ TABLES = {
     "start": starts,
     "start-pairs": lambda: pairs("start", START_PAIRS),
     "decided": decided,
+    "frontier": frontier,
     "decided-pairs": lambda: pairs("decided", DECIDED_PAIRS, SCORES),
     "replay": replayed,
     "closeness": closeness,
