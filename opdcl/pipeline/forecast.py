@@ -149,7 +149,9 @@ def opening(job: Job, tasks: Sequence[Task]) -> str:
     if "finetune" in steps:
         tokens = sum(len(example.input_ids) for example in job.examples.encoded)
         per_epoch = f", {tokens:,} tokens per epoch" if tokens else ""
-        parts.append(f"{len(job.examples.rows):,} rows{per_epoch}")
+        replayed = job.workflow.finetune.replay.count(len(job.examples.encoded))
+        general = f", and {replayed:,} replayed" if replayed else ""
+        parts.append(f"{len(job.examples.rows):,} rows{per_epoch}{general}")
     work = [f"{name} ({count} steps)" for name, count in steps.items()]
     if count := sum(task.name == "eval" for task in tasks if task.unfinished):
         work.append(f"{count} measurements" if count > 1 else "1 measurement")
