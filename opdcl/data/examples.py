@@ -10,7 +10,7 @@ from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
 from opdcl.data.chat import encode_prompt
 from opdcl.data.control import control_tokens, find_control
 from opdcl.data.formats import did_you_mean
-from opdcl.data.learned import Encoded, encode_example
+from opdcl.data.learned import Example, encode_example
 from opdcl.data.rows import Row, check_prompts
 from opdcl.errors import UsageError
 
@@ -27,14 +27,28 @@ class Examples:
 
     rows: list[Row]
     notes: list[str] = field(default_factory=list)
-    encoded: list[Encoded] = field(default_factory=list)
+    encoded: list[Example] = field(default_factory=list)
     longest: tuple[int, str] = (0, "")
     """Tokens and place of the longest row, before anything is cut."""
     replay: list[list[int]] = field(default_factory=list)
 
 
-def with_answers(rows: list[Row], config: FinetuneConfig) -> tuple[list[Row], list[str]]:
-    """Return the rows that have something to learn, and a note on those that were left out.
+@dataclass(frozen=True)
+class TrainingRows:
+    """The rows of a fine-tune that hold something to learn, and what is known of the others.
+
+    `count` is the number of all rows. `notes` tell of rows without an answer, `errors` of rows that cannot be
+    read.
+    """
+
+    usable: list[Row]
+    count: int
+    notes: list[str]
+    errors: Sequence[UsageError] = ()
+
+
+def with_answers(rows: list[Row], config: FinetuneConfig, errors: Sequence[UsageError] = ()) -> TrainingRows:
+    """Return the rows that have something to learn; `errors` are those of rows that cannot be read.
 
     Raises:
         UsageError: Some have no answer and `bad_rows` is `refuse`, or none has one.
@@ -44,13 +58,14 @@ def with_answers(rows: list[Row], config: FinetuneConfig) -> tuple[list[Row], li
     for row in rows:
         has_answer = row.text is not None or row.answer or row.reply
         (usable if has_answer else empty).append(row)
+    count = len(rows) + len(errors)
     if not empty:
-        return rows, []
+        return TrainingRows(rows, count, [], errors)
     found = _counted([row.where for row in empty], "have", "no answer to learn")
     if config.bad_rows == "refuse" or not usable:
         hint = f"{did_you_mean(empty[0].columns)}fine-tune rows need completion, answer or text"
         raise UsageError(found, f"{hint}; --set finetune.bad_rows=skip leaves these rows out")
-    return usable, [f"{found}; left out"]
+    return TrainingRows(usable, count, [f"{found}; left out"], errors)
 
 
 def bad_rows(errors: Sequence[UsageError]) -> list[str]:
@@ -62,28 +77,21 @@ def bad_rows(errors: Sequence[UsageError]) -> list[str]:
 
 
 def read_examples(
-    rows: list[Row],
-    config: FinetuneConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    replay: Sequence[Row] = (),
-    bad: Sequence[UsageError] = (),
+    rows: TrainingRows, config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase, replay: Sequence[Row] = ()
 ) -> Examples:
     """Encode the rows of a fine-tune and its prompts to replay; treat long rows as `long_rows` says.
-
-    `bad` holds the errors of rows that were left out as they were read.
 
     Raises:
         UsageError: A row is too long and `long_rows` is `refuse`, the chat template refuses a row and
             `bad_rows` is `refuse`, or no row is left.
     """
-    rows, notes = with_answers(rows, config)
     limit = config.max_length
     used: list[Row] = []
-    encoded: list[Encoded] = []
+    encoded: list[Example] = []
     long: list[tuple[int, str]] = []
-    errors, unasked = [*bad], []
+    errors, unasked = [*rows.errors], []
     longest, cut_to_nothing = (0, ""), 0
-    for row in rows:
+    for row in rows.usable:
         try:
             examples, whole = encode_example(row, tokenizer, limit)
         except UsageError as fault:
@@ -93,7 +101,7 @@ def read_examples(
             continue
         if not whole:
             unasked.append(row.where)
-        lengths = [len(example.input_ids) for example in examples]
+        lengths = [len(example.ids) for example in examples]
         size = max(lengths) if row.text is None else sum(lengths)
         longest = max(longest, (size, row.where), key=lambda pair: pair[0])
         if row.text is None and size > limit:
@@ -103,7 +111,7 @@ def read_examples(
         if examples:
             used.append(row)
             encoded += examples
-    notes = bad_rows(errors) + notes + _long_rows(long, cut_to_nothing, config)
+    notes = bad_rows(errors) + rows.notes + _long_rows(long, cut_to_nothing, config)
     if unasked:
         found = _counted(unasked, "have", "answers that are not learned")
         notes.append(f"{found}: with this chat template no prompt leads to them")
@@ -116,10 +124,10 @@ def read_examples(
     return Examples(used, notes, encoded, longest, prompts)
 
 
-def _cut(examples: list[Encoded], limit: int) -> list[Encoded]:
+def _cut(examples: list[Example], limit: int) -> list[Example]:
     """Return the beginnings of sequences; a prompt that fills one leaves nothing to learn of it."""
-    cut = [Encoded(example.input_ids[:limit], example.completion_mask[:limit]) for example in examples]
-    return [example for example in cut if any(example.completion_mask)]
+    cut = [Example(example.ids[:limit], example.learned[:limit]) for example in examples]
+    return [example for example in cut if any(example.learned)]
 
 
 def _control_notes(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[str]:

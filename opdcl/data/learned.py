@@ -20,16 +20,32 @@ EMPTY_THOUGHTS = {"<think>": "\n</think>\n\n", "<|channel>thought": "<channel|>"
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """Token ids of a training row and, per id, whether it is part of an answer."""
+class Example:
+    """What the training pass reads: token ids, and for each id whether it is learned or graded.
 
-    input_ids: list[int]
-    completion_mask: list[int]
+    A row of a fine-tune has one or several; a replayed row is one, and so is a completion with its prompt.
+    """
+
+    ids: list[int]
+    learned: list[bool]
+    is_replayed: bool = False
+    """Whether base wrote what is learned, for a fine-tune to be held to base's distribution."""
+
+    @classmethod
+    def of(cls, prompt_ids: list[int], answer_ids: list[int], is_replayed: bool = False) -> Example:
+        """Return the example that teaches an answer to a prompt."""
+        learned = [False] * len(prompt_ids) + [True] * len(answer_ids)
+        return cls(prompt_ids + answer_ids, learned, is_replayed)
+
+    @property
+    def predicting(self) -> list[int]:
+        """The positions that predict a learned token; the first token has nothing before it to predict it."""
+        return [i for i, is_learned in enumerate(self.learned[1:]) if is_learned]
 
 
 def encode_example(
     row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int
-) -> tuple[list[Encoded], bool]:
+) -> tuple[list[Example], bool]:
     """Encode a training row: each assistant turn once, or plain text in pieces of `max_length` tokens.
 
     Turns share one sequence as long as the template writes them as they were answered. One that it rewrites
@@ -50,12 +66,12 @@ class Turn:
     """An assistant turn as it is learned.
 
     `prompt` holds the very ids that ask for it in use, `answer` its own ids up to the end of the turn, and
-    `learned` a 1 for each of those that is learned. `words` of them come before what ends the turn.
+    `learned` says of each whether it is learned. `words` of them come before what ends the turn.
     """
 
     prompt: list[int]
     answer: list[int]
-    learned: list[int]
+    learned: list[bool]
     words: int
 
 
@@ -80,22 +96,22 @@ def learned_turns(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[Turn | N
     return turns
 
 
-def in_sequences(turns: list[Turn | None]) -> list[Encoded]:
+def in_sequences(turns: list[Turn | None]) -> list[Example]:
     """Return the sequences that teach the turns of a row: that of the last turn, then the others in order.
 
     A turn is learned in the sequence of a later one if that begins with the same prompt and answer. The
     markup that ends it may differ: gpt-oss ends earlier answers with another token, which is not learned.
     """
-    sequences: list[Encoded] = []
+    sequences: list[Example] = []
     for turn in filter(None, reversed(turns)):
         begin, ids = len(turn.prompt), turn.prompt + turn.answer
         for other in sequences:
-            same = same_length(ids, other.input_ids)
+            same = same_length(ids, other.ids)
             if same >= begin + turn.words:
-                other.completion_mask[begin:same] = turn.learned[: same - begin]
+                other.learned[begin:same] = turn.learned[: same - begin]
                 break
         else:
-            sequences.append(Encoded(ids, [0] * begin + turn.learned))
+            sequences.append(Example(ids, [False] * begin + turn.learned))
     last, *others = sequences
     return [last, *reversed(others)]
 
@@ -119,9 +135,9 @@ def _turn(row: Row, tokenizer: PreTrainedTokenizerBase, messages: list[Message])
     # even where the end of the text follows (Phi 3). Between a call and the end of the turn, some are.
     while ends and answer[-1] not in control:
         answer.pop()
-    learned = [1] * len(answer)
+    learned = [True] * len(answer)
     if "tool_calls" not in messages[-1]:
-        learned[words:] = [int(i in control) for i in answer[words:]]
+        learned[words:] = [i in control for i in answer[words:]]
     return Turn(prompt, answer, learned, words)
 
 
@@ -201,7 +217,7 @@ def _refuse_second_end(
             raise UsageError(found, f"remove {end} from the answers of the file")
 
 
-def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[Encoded]:
+def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[Example]:
     """Encode plain text as pieces, the last of which ends with the end of the sequence.
 
     Where the tokenizer begins every text with a token of its own, so does each piece: the model never reads a
@@ -219,5 +235,5 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, max_length: int) 
     for begin in range(0, len(ids), size):
         piece = ids[begin : begin + size]
         if len(piece) > 1:
-            encoded.append(Encoded(start + piece, [0] * len(start) + [1] * len(piece)))
+            encoded.append(Example.of(start, piece))
     return encoded

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
 from opdcl.data.examples import Examples
-from opdcl.data.learned import Encoded
+from opdcl.data.learned import Example
 from opdcl.distill.kept_texts import KeptTexts
 from opdcl.distill.schedule import endless
 from opdcl.distill.teachers import Teacher
@@ -20,7 +20,7 @@ from opdcl.training import StageReport, counted
 
 def replayed_rows(
     config: FinetuneConfig, examples: Examples, backbone: Backbone, file: Path, report: StageReport
-) -> list[Encoded]:
+) -> list[Example]:
     """Return the rows to replay, and write them into `file` first if it does not exist yet.
 
     The prompts come in seeded order. If there are too few, they come again, with other answers.
@@ -38,8 +38,5 @@ def replayed_rows(
             report.note(kept)
         rows = [{"prompt_ids": r.prompt_ids, "completion_ids": r.completion_ids} for r in rollouts]
         write_atomic(file, "".join(json.dumps(row) + "\n" for row in rows))
-    replayed: list[Encoded] = []
-    for row in read_jsonl(file):
-        prompt, answer = row["prompt_ids"], row["completion_ids"]
-        replayed.append(Encoded(prompt + answer, [0] * len(prompt) + [1] * len(answer)))
-    return replayed
+    rows = read_jsonl(file)
+    return [Example.of(row["prompt_ids"], row["completion_ids"], is_replayed=True) for row in rows]

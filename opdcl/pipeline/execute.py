@@ -249,8 +249,7 @@ class Session:
             "cost": cost,
         }
         if task.name == "finetune":
-            rows, bad = self.job.sources.finetune_rows(workflow)
-            record["rows"] = len(rows) + len(bad)
+            record["rows"] = self.job.sources.finetune_rows(workflow).count
         write_json(stage.record, record)
         offset = steps_done(run, before=stage)
         reset_peak_memory()

@@ -147,7 +147,7 @@ def opening(job: Job, tasks: Sequence[Task]) -> str:
     device = pick_device(model.device)
     parts = [f"{model.id} on {device} in {pick_dtype(model.dtype, device)}"]
     if "finetune" in steps:
-        tokens = sum(len(example.input_ids) for example in job.examples.encoded)
+        tokens = sum(len(example.ids) for example in job.examples.encoded)
         per_epoch = f", {tokens:,} tokens per epoch" if tokens else ""
         parts.append(f"{len(job.examples.rows):,} rows{per_epoch}")
     work = [f"{name} ({count} steps)" for name, count in steps.items()]
@@ -167,7 +167,7 @@ def _finetune_need(job: Job, size: Size) -> int:
     config, examples = job.workflow.finetune, job.examples
     if config.method == "self-distill":
         return _recovery_need(job, *job.self_distillation, size)
-    longest = max(len(example.input_ids) for example in examples.encoded)
+    longest = max(len(example.ids) for example in examples.encoded)
     if config.replay.count(len(examples.encoded)):
         longest = max(longest, max(map(len, examples.replay)) + REPLAYED_TOKENS)
     return size.adapter * 16 + int(config.batch_size) * longest * size.trained_token + size.loss

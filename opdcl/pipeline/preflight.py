@@ -241,7 +241,7 @@ def _check_finetune(job: Job) -> list[str]:
     if config.method == "self-distill":
         _check_prompts(job, *job.self_distillation)
     notes = [*examples.notes]
-    rows, _ = job.sources.finetune_rows(job.workflow)
+    rows = job.sources.finetune_rows(job.workflow).usable
     if repeated := repeated_rows(rows):
         first = repeated[0].where
         notes.append(f"{len(repeated)} of {len(rows)} rows repeat an earlier one (first: {first})")
@@ -300,7 +300,7 @@ def system_note(job: Job, used: str | None) -> str:
     """Say where rows were learned with another system prompt than prompts are answered with; else nothing."""
     workflow = job.workflow
     if workflow.finetune:
-        rows = job.sources.finetune_rows(workflow)[0]
+        rows = job.sources.finetune_rows(workflow).usable
     elif workflow.recover and workflow.recover.domain:
         rows = job.rows(workflow.recover.domain)
     else:

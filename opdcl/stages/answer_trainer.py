@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from trl import SFTTrainer
 from opdcl import parallel
 from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.teacher import LossSection
-from opdcl.data.learned import Encoded
+from opdcl.data.learned import Example
 from opdcl.distill.losses import token_losses
 from opdcl.errors import Interrupted, OpdclError
 from opdcl.model.backbone import Backbone
@@ -41,25 +41,6 @@ from opdcl.training import (
 )
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class LearnedRow:
-    """A training row: its token ids, and for each id whether it belongs to an answer."""
-
-    ids: list[int]
-    answer: list[bool]
-    is_replayed: bool
-    """Whether base wrote the answer."""
-
-    @classmethod
-    def of(cls, encoded: Encoded, is_replayed: bool) -> LearnedRow:
-        return cls(encoded.input_ids, [bool(mark) for mark in encoded.completion_mask], is_replayed)
-
-    @property
-    def targets(self) -> int:
-        """How many of its tokens are learned; the first one has nothing before it that could predict it."""
-        return sum(self.answer[1:])
 
 
 def trainer_arguments(
@@ -168,7 +149,7 @@ class AnswerTrainer(SFTTrainer):
     pieces = 1  # micro-batches per batch; doubled whenever memory runs out
 
     def __init__(
-        self, backbone: Backbone, schedule: Schedule, rows: list[LearnedRow], order: list[int], **options: Any
+        self, backbone: Backbone, schedule: Schedule, rows: list[Example], order: list[int], **options: Any
     ):
         weights = {weight: weight.data for weight in options["model"].parameters() if weight.requires_grad}
         super().__init__(
@@ -193,7 +174,7 @@ class AnswerTrainer(SFTTrainer):
     def training_step(self, model, inputs, num_items_in_batch=None):
         # Each piece divides by the tokens of the whole batch, so that the gradients of all pieces and workers
         # add up to the batch's.
-        tokens = sum(row.targets for row in inputs)
+        tokens = sum(len(row.predicting) for row in inputs)
         while True:
             try:
                 step = super().training_step
@@ -217,7 +198,7 @@ class AnswerTrainer(SFTTrainer):
                 callback.skip(self.state.global_step + 1)
         return torch.zeros_like(loss)  # not NaN: the trainer sums losses up
 
-    def _cut_finer(self, rows: list[LearnedRow]) -> None:
+    def _cut_finer(self, rows: list[Example]) -> None:
         if self.pieces >= len(parallel.my_share(rows)):
             hint = "lower finetune.max_length, or choose a smaller model"
             raise OpdclError("one training row alone does not fit into memory", hint)
@@ -228,11 +209,10 @@ class AnswerTrainer(SFTTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the loss of some rows as their share of the mean over the optimizer step's answer tokens."""
         causal_lm = model.get_base_model()
-        sequences = [(row.ids, row.answer) for row in inputs]
-        targets_N = answer_ids(sequences, causal_lm.device)
+        targets_N = answer_ids(inputs, causal_lm.device)
         marks: list[bool] = []
         for row in inputs:
-            marks += [row.is_replayed] * row.targets
+            marks += [row.is_replayed] * len(row.predicting)
         is_replayed_N = torch.tensor(marks, dtype=torch.bool, device=causal_lm.device)
         needs_base, base_NH = any(marks), None
         if parallel.sharded():  # its workers take every pass together
@@ -240,9 +220,9 @@ class AnswerTrainer(SFTTrainer):
         if needs_base:
             # A context of its own: autocast reuses its copies of weights, and these have no gradients.
             with self.compute_loss_context_manager(), torch.no_grad(), self.backbone.state("base"):
-                base_NH = answer_states(causal_lm, sequences)
+                base_NH = answer_states(causal_lm, inputs)
         with self.compute_loss_context_manager():
-            states_NH = answer_states(causal_lm, sequences)
+            states_NH = answer_states(causal_lm, inputs)
             if base_NH is None:
                 total = cross_entropy(states_NH, self.backbone.head_VH, targets_N).sum()
             else:
@@ -270,10 +250,10 @@ class AnswerTrainer(SFTTrainer):
         return imitation + divergence
 
 
-def _pieces(rows: list[LearnedRow], count: int) -> list[list[LearnedRow]]:
+def _pieces(rows: list[Example], count: int) -> list[list[Example]]:
     """Split this worker's rows of a batch; a worker without any gets the first row with its answer masked."""
     own = list(parallel.my_share(rows))
     if not own:
-        return [[replace(rows[0], answer=[False] * len(rows[0].ids))]]
+        return [[replace(rows[0], learned=[False] * len(rows[0].ids))]]
     size = math.ceil(len(own) / count)
     return [own[start : start + size] for start in range(0, len(own), size)]

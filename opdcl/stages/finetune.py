@@ -21,7 +21,7 @@ from opdcl.distill.replay import replayed_rows
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.layout import StageDir
-from opdcl.stages.answer_trainer import AnswerTrainer, LearnedRow, StageCallback, trainer_arguments
+from opdcl.stages.answer_trainer import AnswerTrainer, StageCallback, trainer_arguments
 from opdcl.stages.recover import recover
 from opdcl.training import Schedule, StageLog, StageReport, save_adapter
 
@@ -49,9 +49,7 @@ def finetune(
         recover(recovery, source, backbone, start, out, report)
         return
     steps = planned_steps(config, len(examples.encoded))
-    replayed = replayed_rows(config, examples, backbone, out.replay, report)
-    rows = [LearnedRow.of(encoded, is_replayed=False) for encoded in examples.encoded]
-    rows += [LearnedRow.of(encoded, is_replayed=True) for encoded in replayed]
+    rows = examples.encoded + replayed_rows(config, examples, backbone, out.replay, report)
     if start:
         backbone.drop_adapters()
         model = backbone.load_adapter(start, "student", trainable=True)

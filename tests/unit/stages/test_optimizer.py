@@ -8,7 +8,7 @@ from helpers.recovering import Silent
 
 from opdcl.config.finetune import FinetuneConfig, LoraSection
 from opdcl.config.load import validate
-from opdcl.data.examples import read_examples
+from opdcl.data.examples import read_examples, with_answers
 from opdcl.data.rows import load_rows
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone
@@ -39,7 +39,7 @@ def learn(backbone, tuned):
         torch.manual_seed(0)
         out = StageDir(tuned / f"out{len([*tuned.glob('out*')])}")
         fresh = Backbone(backbone.causal_lm, backbone.tokenizer)
-        examples = read_examples(load_rows(config.data), config, fresh.tokenizer)
+        examples = read_examples(with_answers(load_rows(config.data), config), config, fresh.tokenizer)
         finetune(config, examples, fresh, None, out, Silent())
         fresh.drop_adapters()
         rates = [row["learning_rate"] for row in read_jsonl(out.metrics) if "loss" in row]
