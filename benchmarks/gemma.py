@@ -26,11 +26,10 @@ import torch
 
 from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.model import ModelConfig
-from opdcl.data.examples import read_examples, with_answers
-from opdcl.data.learned import Example
+from opdcl.data.examples import Example, read_examples, with_answers
 from opdcl.data.rows import load_rows
+from opdcl.distill.losses import cross_entropy
 from opdcl.model.load import load_model, load_tokenizer, pick_dtype
-from opdcl.model.positions import cross_entropy
 from opdcl.results.format import duration
 from opdcl.rundir.files import folder_appears_whole
 

@@ -13,7 +13,7 @@ import torch
 
 from opdcl.config.model import ModelConfig
 from opdcl.data.chat import encode_prompt
-from opdcl.data.learned import Example
+from opdcl.data.examples import Example
 from opdcl.data.rows import load_prompts
 from opdcl.deploy.gguf import answer
 from opdcl.distill.losses import both_divergences

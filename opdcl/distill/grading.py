@@ -13,7 +13,7 @@ import torch
 
 from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
-from opdcl.data.learned import Example
+from opdcl.data.examples import Example
 from opdcl.distill.losses import TokenLosses, missed_ends, token_losses
 from opdcl.distill.schedule import Stream
 from opdcl.distill.teachers import Teacher, Teachers, by_teacher

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import BUILT_IN
 from opdcl.data.chat import encode_prompt
-from opdcl.data.learned import learned_turns
+from opdcl.data.examples import learned_turns
 from opdcl.data.rows import Row, check_prompts, is_shipped, load_rows
 from opdcl.distill.mixture import read_mixture
 from opdcl.distill.reward import load_reward_task, reward_rows

@@ -30,7 +30,7 @@ import torch
 from transformers import PreTrainedModel
 
 from opdcl import parallel
-from opdcl.data.learned import Example
+from opdcl.data.examples import Example
 from opdcl.model.backbone import Backbone, State
 from opdcl.model.distributions import HiddenStates, Served, TeacherDistribution, join
 from opdcl.model.forward import answer_states

@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache
 
 from opdcl import parallel
-from opdcl.data.learned import Example
+from opdcl.data.examples import Example
 from opdcl.model.architecture import architecture
 from opdcl.model.llama_pass import packed_states, packs
 from opdcl.model.quantized import is_quantized

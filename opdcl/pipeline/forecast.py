@@ -14,13 +14,13 @@ from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.finetune import REPLAYED_TOKENS
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
+from opdcl.distill.losses import CHUNK, CUDA_CHUNK
 from opdcl.distill.prompts import RecoverySource
 from opdcl.distill.schedule import FULL_BATCH, STREAMS
 from opdcl.model.adapters import tuned_model
 from opdcl.model.architecture import architecture
 from opdcl.model.llama_pass import FAMILY, WIDE, attends_within_rows
 from opdcl.model.load import pick_device, pick_dtype
-from opdcl.model.positions import CHUNK, CUDA_CHUNK
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task

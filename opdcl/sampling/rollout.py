@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from opdcl.data.learned import Example
+from opdcl.data.examples import Example
 
 Engine = Literal["slab", "graph", "generate"]
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from opdcl.data.chat import render
-from opdcl.data.learned import Example
+from opdcl.data.examples import Example
 from opdcl.data.own_words import own_text
 from opdcl.data.similarity import similarity
 from opdcl.data.suites import Judge, Suite

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from opdcl.data.learned import Example
+from opdcl.data.examples import Example
 from opdcl.model.forward import answer_ids, answer_states
 
 

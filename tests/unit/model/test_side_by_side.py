@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opdcl.data.learned import Example
+from opdcl.data.examples import Example
 from opdcl.model import forward
 from opdcl.model.forward import answer_states
 from opdcl.model.side_by_side import side_by_side

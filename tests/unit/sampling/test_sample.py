@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from opdcl.config.finetune import LoraSection
-from opdcl.data.learned import Example
+from opdcl.data.examples import Example
 from opdcl.model.forward import answer_states
 from opdcl.sampling import decode, llama_step
 from opdcl.sampling.decoder import DRAW_BLOCK, PREFILL_ROWS, draw

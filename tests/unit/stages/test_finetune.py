@@ -20,8 +20,7 @@ from opdcl.config.finetune import FinetuneConfig, LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.console import Output
 from opdcl.data.chat import encode_prompt
-from opdcl.data.examples import Examples, read_examples, with_answers
-from opdcl.data.learned import Example
+from opdcl.data.examples import Example, Examples, read_examples, with_answers
 from opdcl.data.rows import Row, load_rows
 from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.teachers import Teacher
@@ -30,8 +29,15 @@ from opdcl.model.backbone import Backbone
 from opdcl.model.forward import answer_ids, answer_states
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.stages.answer_trainer import AnswerTrainer, _pieces, trainer_arguments
-from opdcl.stages.finetune import as_distillation, finetune, lay_out, planned_steps
+from opdcl.stages.finetune import (
+    AnswerTrainer,
+    _pieces,
+    as_distillation,
+    finetune,
+    lay_out,
+    planned_steps,
+    trainer_arguments,
+)
 from opdcl.training import Schedule
 
 QA = Row([{"role": "user", "content": "What is the code?"}], "Seven", None, "here:1")
@@ -335,7 +341,7 @@ def test_self_distillation_needs_answers(tmp_path, backbone):
 @pytest.fixture
 def replay(tmp_path, monkeypatch):
     """Settings that replay as many rows as the domain has, with six prompts and short answers."""
-    monkeypatch.setattr("opdcl.distill.replay.REPLAYED_TOKENS", 6)
+    monkeypatch.setattr("opdcl.stages.finetune.REPLAYED_TOKENS", 6)
     rows = [json.dumps({"prompt": f"Write a line about {i}."}) for i in range(6)]
     (tmp_path / "general.jsonl").write_text("\n".join(rows))
     return {"share": 0.5, "prompts": str(tmp_path / "general.jsonl")}
