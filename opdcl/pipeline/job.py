@@ -175,28 +175,26 @@ class Job:
         return replace(source, rows=rows, held_out=held_out)
 
     @cached_property
-    def self_distillation(self) -> tuple[RecoverConfig, RecoverySource]:
-        """A fine-tune by self-distillation as a recovery, with its checked rows."""
-        from opdcl.distill.prompts import read_recovery_source
-        from opdcl.stages.finetune import as_distillation
-
-        rows = self.examples.rows
-        config = as_distillation(self.workflow.finetune, len(rows))
-        return config, read_recovery_source(config, lambda *_: rows)
-
-    def encode(self, config: RecoverConfig, source: RecoverySource) -> dict[Stream, Prompts]:
-        """Return the prompts of a recovery as token ids, by stream.
+    def prompts(self) -> dict[Stream, Prompts]:
+        """The prompts of the recovery as token ids, by stream.
 
         Raises:
             UsageError: A prompt leaves no room for an answer.
         """
-        from opdcl.distill.prompts import encode_stream
-        from opdcl.distill.schedule import STREAMS
+        from opdcl.distill.prompts import encode_prompts
 
-        prompts = {}
-        for stream in STREAMS:
-            prompts[stream] = encode_stream(config, source, stream, self.tokenizer, self.context)
-        return prompts
+        return encode_prompts(self.workflow.recover, self.recovery, self.tokenizer, self.context)
+
+    @cached_property
+    def self_distillation(self) -> tuple[RecoverConfig, dict[Stream, Prompts]]:
+        """A fine-tune by self-distillation as a recovery, and its prompts as token ids."""
+        from opdcl.distill.prompts import encode_prompts, read_recovery_source
+        from opdcl.stages.finetune import as_distillation
+
+        rows = self.examples.rows
+        config = as_distillation(self.workflow.finetune, len(rows))
+        source = read_recovery_source(config, lambda *_: rows)
+        return config, encode_prompts(config, source, self.tokenizer, self.context)
 
     @cached_property
     def closeness(self) -> list[Row]:

@@ -29,7 +29,7 @@ from opdcl.config.teacher import LossSection, TeacherSection
 from opdcl.data.examples import Example, Examples
 from opdcl.distill.kept_texts import KeptTexts
 from opdcl.distill.losses import cross_entropy, token_losses
-from opdcl.distill.prompts import read_recovery_source
+from opdcl.distill.prompts import encode_prompts, read_recovery_source
 from opdcl.distill.schedule import endless
 from opdcl.distill.teachers import Teacher
 from opdcl.errors import Interrupted, OpdclError, UsageError
@@ -80,7 +80,8 @@ def finetune(
             save_adapter(backbone, start)
         recovery = as_distillation(config, len(examples.rows))
         source = read_recovery_source(recovery, lambda *_: examples.rows)
-        recover(recovery, source, backbone, start, out, report)
+        prompts = encode_prompts(recovery, source, backbone.tokenizer, backbone.context_length)
+        recover(recovery, source, prompts, backbone, start, out, report)
         return
     steps = planned_steps(config, len(examples.encoded))
     rows = examples.encoded + replayed_rows(config, examples, backbone, out.replay, report)

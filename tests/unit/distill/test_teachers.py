@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.recovering import Silent, run, short_recovery, whole_and_resumed
+from helpers.recovering import Silent, recover_rows, run, short_recovery, whole_and_resumed
 from helpers.teaching import ROLLOUTS, SHOWN, encode, specialist, states, taught
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -13,14 +13,12 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import LossSection, TeacherSection
 from opdcl.distill.losses import token_losses
 from opdcl.distill.make_teacher import make_teacher
-from opdcl.distill.prompts import read_recovery_source
 from opdcl.distill.teachers import EmaTeacher, Teacher, TrustRegionTeacher
 from opdcl.errors import UsageError
 from opdcl.model.compatibility import check_same_tokenizer, differences
 from opdcl.model.distributions import HiddenStates
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.stages.recover import recover
 
 
 def test_an_ema_of_rate_one_is_the_student_and_of_rate_zero_is_frozen(adapted):
@@ -224,8 +222,7 @@ def test_two_emas_are_independent(backbone, answered):
         validate_every=4,
         health=False,  # a random model may trip a limit
     )
-    source, tuned = read_recovery_source(config), answered / "tuned"
-    recover(config, source, backbone, tuned, StageDir(answered / "two"), Silent())
+    recover_rows(config, backbone, answered / "tuned", StageDir(answered / "two"), Silent())
     layer = backbone.adapted_layers()[0]
     student, general, domain, fixed = (
         layer.lora_B[n].weight for n in ("student", "general", "domain", "tuned")
