@@ -26,11 +26,10 @@ import torch
 
 from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.model import ModelConfig
-from opdcl.data.examples import read_examples
-from opdcl.data.learned import Encoded
+from opdcl.data.examples import Example, read_examples, with_answers
 from opdcl.data.rows import load_rows
+from opdcl.distill.losses import cross_entropy
 from opdcl.model.load import load_model, load_tokenizer, pick_dtype
-from opdcl.model.positions import cross_entropy
 from opdcl.results.format import duration
 from opdcl.rundir.files import folder_appears_whole
 
@@ -61,7 +60,7 @@ def main() -> None:
     options = parser.parse_args()
     model, tokenizer = pretrained(options.gguf or importlib.import_module(PACKAGE).assemble())
     config = FinetuneConfig(data=str(options.rows), max_length=options.max_length, long_rows="skip")
-    examples = read_examples(load_rows(config.data), config, tokenizer)
+    examples = read_examples(with_answers(load_rows(config.data), config), config, tokenizer)
     steps = batches(examples.encoded)[: options.steps]
     print(f"{len(examples.rows)} rows, {len(steps)} steps", *examples.notes, sep="; ", flush=True)
     part = options.out.with_name(f"{options.out.name}.part")
@@ -92,21 +91,21 @@ def pretrained(gguf: Path) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def batches(examples: list[Encoded]) -> list[list[Encoded]]:
+def batches(examples: list[Example]) -> list[list[Example]]:
     """Return one epoch of batches in random order, each of rows of similar length."""
     chance = random.Random(0)
     order = chance.sample(examples, len(examples))
-    found: list[list[Encoded]] = []
+    found: list[list[Example]] = []
     for start in range(0, len(order), SORTED):
         found.append([])
-        for example in sorted(order[start : start + SORTED], key=lambda e: len(e.input_ids)):
-            if found[-1] and (len(found[-1]) + 1) * len(example.input_ids) > STEP:
+        for example in sorted(order[start : start + SORTED], key=lambda e: len(e.ids)):
+            if found[-1] and (len(found[-1]) + 1) * len(example.ids) > STEP:
                 found.append([])
             found[-1].append(example)
     return chance.sample(found, len(found))
 
 
-def train(model: Any, pad: int, steps: list[list[Encoded]], rate: float, part: Path) -> None:
+def train(model: Any, pad: int, steps: list[list[Example]], rate: float, part: Path) -> None:
     """Fine-tune in place; the learning rate rises for a twentieth of the steps and falls to zero."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, rate, weight_decay=0.0, fused=True)
@@ -135,13 +134,13 @@ def train(model: Any, pad: int, steps: list[list[Encoded]], rate: float, part: P
             new.replace(part)
 
 
-def mean_loss(model: Any, batch: list[Encoded], pad: int) -> tuple[torch.Tensor, int]:
+def mean_loss(model: Any, batch: list[Example], pad: int) -> tuple[torch.Tensor, int]:
     """Return the mean -log p of the answers' tokens, and how many they are."""
-    width = max(len(example.input_ids) for example in batch)
-    filled = [(e, width - len(e.input_ids)) for e in batch]
-    ids_BT = torch.tensor([e.input_ids + [pad] * rest for e, rest in filled])
-    mask_BT = torch.tensor([[1] * len(e.input_ids) + [0] * rest for e, rest in filled])
-    learned_BT = torch.tensor([e.completion_mask + [0] * rest for e, rest in filled]).bool()
+    width = max(len(example.ids) for example in batch)
+    filled = [(e, width - len(e.ids)) for e in batch]
+    ids_BT = torch.tensor([e.ids + [pad] * rest for e, rest in filled])
+    mask_BT = torch.tensor([[1] * len(e.ids) + [0] * rest for e, rest in filled])
+    learned_BT = torch.tensor([e.learned + [False] * rest for e, rest in filled])
     with torch.autocast("cpu", torch.bfloat16, enabled=pick_dtype("auto") == "bfloat16"):
         states_BTH = model.base_model(input_ids=ids_BT, attention_mask=mask_BT).last_hidden_state
     # Logits of 262,144 words only where an answer's token is predicted, and a part of them at a time.

@@ -46,7 +46,7 @@ from opdcl.config.workflow import Workflow
 from opdcl.data.suites import load_suite
 from opdcl.distill.losses import token_losses
 from opdcl.distill.make_teacher import reach_server
-from opdcl.distill.prompts import encode_stream, read_recovery_source
+from opdcl.distill.prompts import encode_prompts, encode_stream, read_recovery_source
 from opdcl.distill.teachers import ServedStudent, Teacher
 from opdcl.model.backbone import Backbone
 from opdcl.results.plain import as_json
@@ -189,7 +189,9 @@ def compare_teachers(served: Served, options: argparse.Namespace, folder: Path) 
             **{"validate_every": options.steps, "validation_prompts": 4, "keep": "last", "health": False},
         )
         began, out = time.monotonic(), StageDir(folder / told.name.replace(" ", "-"))
-        recover(config, read_recovery_source(config), backbone, options.adapter, out, told)
+        source = read_recovery_source(config)
+        prompts = encode_prompts(config, source, backbone.tokenizer, backbone.context_length)
+        recover(config, source, prompts, backbone, options.adapter, out, told)
         seconds[told.name] = round(time.monotonic() - began, 1)
         kl[told.name] = whole_kl(backbone, out.adapter, texts)
     outage["notes"] = [note for note in interrupted.notes if "waiting" in note]

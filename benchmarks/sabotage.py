@@ -26,7 +26,7 @@ from opdcl.config.load import load
 from opdcl.config.model import ModelConfig
 from opdcl.console import Output
 from opdcl.distill.losses import token_losses
-from opdcl.distill.prompts import read_recovery_source
+from opdcl.distill.prompts import encode_prompts, read_recovery_source
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_json, read_jsonl
@@ -112,7 +112,9 @@ def case(adapter: Path, spoil: Callable[[Backbone], Any] | None, settings: dict[
         out, ends, line = StageDir(Path(folder)), "it ran to its end", Output("quiet").stage("recover")
         try:
             with (spoil and spoil(backbone)) or contextlib.nullcontext():
-                recover(config, read_recovery_source(config), backbone, adapter, out, line)
+                source = read_recovery_source(config)
+                prompts = encode_prompts(config, source, backbone.tokenizer, backbone.context_length)
+                recover(config, source, prompts, backbone, adapter, out, line)
         except OpdclError as fault:
             ends = fault.message
         rows, kept = list(read_jsonl(out.metrics)), out.trainer / "best" / "validation.json"

@@ -1,21 +1,52 @@
-"""The rows of a fine-tune; those that cannot be learned or are too long are refused, left out or cut."""
+"""The rows of a fine-tune as token ids, and which of these are learned.
+
+Rows that cannot be learned, or are too long, are refused, left out or cut.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
-from opdcl.data.chat import encode_prompt
-from opdcl.data.control import control_tokens, find_control
-from opdcl.data.formats import did_you_mean
-from opdcl.data.learned import Encoded, encode_example
-from opdcl.data.rows import Row, check_prompts
+from opdcl.data.chat import check_rendered, encode_prompt, has_thought, render, same_length, templated
+from opdcl.data.control import control_tokens, find_control, markup
+from opdcl.data.formats import Row, did_you_mean
+from opdcl.data.messages import Message
+from opdcl.data.rows import check_prompts
 from opdcl.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# What opens a thought -> what ends one without words, where a prompt opens it: Qwen3, DeepSeek R1; Gemma 4.
+EMPTY_THOUGHTS = {"<think>": "\n</think>\n\n", "<|channel>thought": "<channel|>"}
+
+
+@dataclass(frozen=True)
+class Example:
+    """What the training pass reads: token ids, and for each id whether it is learned or graded.
+
+    A row of a fine-tune has one or several; a replayed row is one, and so is a completion with its prompt.
+    """
+
+    ids: list[int]
+    learned: list[bool]
+    is_replayed: bool = False
+    """Whether base wrote what is learned, for a fine-tune to be held to base's distribution."""
+
+    @classmethod
+    def of(cls, prompt_ids: list[int], answer_ids: list[int], is_replayed: bool = False) -> Example:
+        """Return the example that teaches an answer to a prompt."""
+        learned = [False] * len(prompt_ids) + [True] * len(answer_ids)
+        return cls(prompt_ids + answer_ids, learned, is_replayed)
+
+    @property
+    def predicting(self) -> list[int]:
+        """The positions that predict a learned token; the first token has nothing before it to predict it."""
+        return [i for i, is_learned in enumerate(self.learned[1:]) if is_learned]
 
 
 @dataclass(frozen=True)
@@ -27,14 +58,28 @@ class Examples:
 
     rows: list[Row]
     notes: list[str] = field(default_factory=list)
-    encoded: list[Encoded] = field(default_factory=list)
+    encoded: list[Example] = field(default_factory=list)
     longest: tuple[int, str] = (0, "")
     """Tokens and place of the longest row, before anything is cut."""
     replay: list[list[int]] = field(default_factory=list)
 
 
-def with_answers(rows: list[Row], config: FinetuneConfig) -> tuple[list[Row], list[str]]:
-    """Return the rows that have something to learn, and a note on those that were left out.
+@dataclass(frozen=True)
+class TrainingRows:
+    """The rows of a fine-tune that hold something to learn, and what is known of the others.
+
+    `count` is the number of all rows. `notes` tell of rows without an answer, `errors` of rows that cannot be
+    read.
+    """
+
+    usable: list[Row]
+    count: int
+    notes: list[str]
+    errors: Sequence[UsageError] = ()
+
+
+def with_answers(rows: list[Row], config: FinetuneConfig, errors: Sequence[UsageError] = ()) -> TrainingRows:
+    """Return the rows that have something to learn; `errors` are those of rows that cannot be read.
 
     Raises:
         UsageError: Some have no answer and `bad_rows` is `refuse`, or none has one.
@@ -44,13 +89,14 @@ def with_answers(rows: list[Row], config: FinetuneConfig) -> tuple[list[Row], li
     for row in rows:
         has_answer = row.text is not None or row.answer or row.reply
         (usable if has_answer else empty).append(row)
+    count = len(rows) + len(errors)
     if not empty:
-        return rows, []
+        return TrainingRows(rows, count, [], errors)
     found = _counted([row.where for row in empty], "have", "no answer to learn")
     if config.bad_rows == "refuse" or not usable:
         hint = f"{did_you_mean(empty[0].columns)}fine-tune rows need completion, answer or text"
         raise UsageError(found, f"{hint}; --set finetune.bad_rows=skip leaves these rows out")
-    return usable, [f"{found}; left out"]
+    return TrainingRows(usable, count, [f"{found}; left out"], errors)
 
 
 def bad_rows(errors: Sequence[UsageError]) -> list[str]:
@@ -62,28 +108,21 @@ def bad_rows(errors: Sequence[UsageError]) -> list[str]:
 
 
 def read_examples(
-    rows: list[Row],
-    config: FinetuneConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    replay: Sequence[Row] = (),
-    bad: Sequence[UsageError] = (),
+    rows: TrainingRows, config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase, replay: Sequence[Row] = ()
 ) -> Examples:
     """Encode the rows of a fine-tune and its prompts to replay; treat long rows as `long_rows` says.
-
-    `bad` holds the errors of rows that were left out as they were read.
 
     Raises:
         UsageError: A row is too long and `long_rows` is `refuse`, the chat template refuses a row and
             `bad_rows` is `refuse`, or no row is left.
     """
-    rows, notes = with_answers(rows, config)
     limit = config.max_length
     used: list[Row] = []
-    encoded: list[Encoded] = []
+    encoded: list[Example] = []
     long: list[tuple[int, str]] = []
-    errors, unasked = [*bad], []
+    errors, unasked = [*rows.errors], []
     longest, cut_to_nothing = (0, ""), 0
-    for row in rows:
+    for row in rows.usable:
         try:
             examples, whole = encode_example(row, tokenizer, limit)
         except UsageError as fault:
@@ -93,7 +132,7 @@ def read_examples(
             continue
         if not whole:
             unasked.append(row.where)
-        lengths = [len(example.input_ids) for example in examples]
+        lengths = [len(example.ids) for example in examples]
         size = max(lengths) if row.text is None else sum(lengths)
         longest = max(longest, (size, row.where), key=lambda pair: pair[0])
         if row.text is None and size > limit:
@@ -103,7 +142,7 @@ def read_examples(
         if examples:
             used.append(row)
             encoded += examples
-    notes = bad_rows(errors) + notes + _long_rows(long, cut_to_nothing, config)
+    notes = bad_rows(errors) + rows.notes + _long_rows(long, cut_to_nothing, config)
     if unasked:
         found = _counted(unasked, "have", "answers that are not learned")
         notes.append(f"{found}: with this chat template no prompt leads to them")
@@ -116,10 +155,10 @@ def read_examples(
     return Examples(used, notes, encoded, longest, prompts)
 
 
-def _cut(examples: list[Encoded], limit: int) -> list[Encoded]:
+def _cut(examples: list[Example], limit: int) -> list[Example]:
     """Return the beginnings of sequences; a prompt that fills one leaves nothing to learn of it."""
-    cut = [Encoded(example.input_ids[:limit], example.completion_mask[:limit]) for example in examples]
-    return [example for example in cut if any(example.completion_mask)]
+    cut = [Example(example.ids[:limit], example.learned[:limit]) for example in examples]
+    return [example for example in cut if any(example.learned)]
 
 
 def _control_notes(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -157,3 +196,199 @@ def _counted(found: Sequence[str], verb: str, rest: str) -> str:
     singular = {"have": "has", "are": "is", "hold": "holds"}
     count = f"1 row {singular.get(verb, verb)}" if len(found) == 1 else f"{len(found)} rows {verb}"
     return f"{count} {rest} (first: {found[0]})"
+
+
+def encode_example(
+    row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> tuple[list[Example], bool]:
+    """Encode a training row: each assistant turn once, or plain text in pieces of `max_length` tokens.
+
+    Turns share one sequence as long as the template writes them as they were answered. One that it rewrites
+    later is learned in a sequence of its own. Sequences of turns may have any length.
+
+    Returns: The sequences, and whether all of the row is learned: no prompt may lead to some of its turns.
+    Raises:
+        UsageError: Nothing of the row can be learned, or the template leaves out something it would teach.
+    """
+    if row.text is not None:
+        return encode_text(row.text, tokenizer, max_length), True
+    turns = learned_turns(row, tokenizer)
+    return in_sequences(turns), None not in turns
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An assistant turn as it is learned.
+
+    `prompt` holds the very ids that ask for it in use, `answer` its own ids up to the end of the turn, and
+    `learned` says of each whether it is learned. `words` of them come before what ends the turn.
+    """
+
+    prompt: list[int]
+    answer: list[int]
+    learned: list[bool]
+    words: int
+
+
+def learned_turns(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[Turn | None]:
+    """Return the assistant turns of a conversation in order, None for one that no prompt leads to.
+
+    Raises:
+        UsageError: No prompt leads to any, the template leaves out something, or an answer ends itself.
+    """
+    messages = [*row.prompt, {"role": "assistant", "content": row.answer or "", **row.reply}]
+    check_rendered(row, tokenizer, messages)
+    turns: list[Turn | None] = []
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            # Nothing is asked before the first message.
+            turns.append(_turn(row, tokenizer, messages[: index + 1]) if index else None)
+    if not any(turns):
+        hint = "name a template that writes answers as its prompts open them: --set model.chat_template=FILE"
+        if any(map(has_thought, messages)):
+            hint = "thinking is off unless: --set model.chat_template_kwargs.enable_thinking=true"
+        raise UsageError(f"{row.where}: with this chat template no prompt leads to its answer", hint)
+    return turns
+
+
+def in_sequences(turns: list[Turn | None]) -> list[Example]:
+    """Return the sequences that teach the turns of a row: that of the last turn, then the others in order.
+
+    A turn is learned in the sequence of a later one if that begins with the same prompt and answer. The
+    markup that ends it may differ: gpt-oss ends earlier answers with another token, which is not learned.
+    """
+    sequences: list[Example] = []
+    for turn in filter(None, reversed(turns)):
+        begin, ids = len(turn.prompt), turn.prompt + turn.answer
+        for other in sequences:
+            same = same_length(ids, other.ids)
+            if same >= begin + turn.words:
+                other.learned[begin:same] = turn.learned[: same - begin]
+                break
+        else:
+            sequences.append(Example(ids, [False] * begin + turn.learned))
+    last, *others = sequences
+    return [last, *reversed(others)]
+
+
+def _turn(row: Row, tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> Turn | None:
+    """Return the last of the messages as it is learned, or None if no prompt leads to it."""
+    if has_thought(messages[-1]):
+        check_rendered(row, tokenizer, messages)
+    prompt = templated(tokenizer, row, messages[:-1], generation=True)
+    whole = templated(tokenizer, row, messages)
+    answer = whole[len(prompt) :]
+    if whole[: len(prompt)] != prompt:
+        answer = _answer_apart(row, tokenizer, messages, prompt)
+    if not answer:
+        return None
+    control = markup(tokenizer)
+    words = _words(answer, control, tokenizer)
+    ends = [i for i in answer[words:] if i in control]
+    _refuse_second_end(row, tokenizer, messages[-1], ends)
+    # Sampling stops at the end of the turn, so line breaks that the template adds to it are never written,
+    # even where the end of the text follows (Phi 3). Between a call and the end of the turn, some are.
+    while ends and answer[-1] not in control:
+        answer.pop()
+    learned = [True] * len(answer)
+    if "tool_calls" not in messages[-1]:
+        learned[words:] = [i in control for i in answer[words:]]
+    return Turn(prompt, answer, learned, words)
+
+
+def _words(answer: list[int], control: frozenset[int], tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return how many ids of an answer come before the control tokens, and blanks among them, that end it."""
+    words = len(answer)
+    while words and (answer[words - 1] in control or not tokenizer.decode(answer[words - 1 : words]).strip()):
+        words -= 1
+    # Blanks before the first control token are the answer's own.
+    while words < len(answer) and answer[words] not in control:
+        words += 1
+    return words
+
+
+def _answer_apart(
+    row: Row, tokenizer: PreTrainedTokenizerBase, messages: list[Message], prompt: list[int]
+) -> list[int]:
+    """Return the ids of the last message where those of its prompt do not begin the conversation; or none.
+
+    Either a token spans the end of the prompt and the beginning of the answer, or the prompt opens a thought
+    that the template does not write before an answer: then the thought is empty.
+    """
+    asked = render(tokenizer, messages[:-1], True, False, row)
+    written = render(tokenizer, messages, False, False, row)
+    answer = _text_after(asked, written, has_thought(messages[-1]))
+    if not answer:
+        return []
+    before_it = tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
+    # Also behind a token that no text joins, since some tokenizers put a blank before the first word.
+    for before in ("", tokenizer.eos_token or ""):
+        ids = list(tokenizer(before + answer, add_special_tokens=False)["input_ids"])
+        if before:
+            del ids[0]
+        if tokenizer.decode(prompt + ids, clean_up_tokenization_spaces=False) == before_it + answer:
+            return ids
+    return []
+
+
+def _text_after(prompt: str, written: str, thinks: bool) -> str:
+    """Return what follows a prompt in a conversation that is `written` with its answer, or "" if it does not.
+
+    `thinks` says whether the answer comes with a thought.
+    """
+    if written.startswith(prompt):
+        return written[len(prompt) :]
+    for opening, empty in EMPTY_THOUGHTS.items():
+        begin, end = re.escape(opening), re.escape(empty.strip())
+        opened = re.search(rf"{begin}\s*\Z", prompt)
+        ended = re.search(rf"({begin}\s*)?{end}\s*\Z", prompt)
+        thought = opened or ended
+        if thought is None or not written.startswith(prompt[: thought.start()]):
+            continue
+        answer = written[thought.start() :]
+        if opened and answer.startswith(opening):  # with other blanks than in the prompt
+            return answer.removeprefix(opening).lstrip()
+        if opened and not thinks:
+            return empty + answer
+        if ended and not thinks:
+            return re.sub(rf"\A({begin}\s*)?{end}\s*", "", answer)
+    return ""
+
+
+def _refuse_second_end(
+    row: Row, tokenizer: PreTrainedTokenizerBase, message: Message, ends: list[int]
+) -> None:
+    """Refuse an answer whose text ends the turn itself; `ends` are all tokens that end it."""
+    content = message["content"].rstrip()
+    texts = [tokenizer.eos_token]
+    for token in {i for i in ends if ends.count(i) > 1}:
+        added = tokenizer.added_tokens_decoder[token]
+        # Not </ul> and the like, which are ordinary tokens in some vocabularies.
+        if added.special:
+            texts.append(added.content)
+    for end in texts:
+        if end and content.endswith(end):
+            found = f"{row.where}: an answer ends with {end}, and the chat template ends it once more"
+            raise UsageError(found, f"remove {end} from the answers of the file")
+
+
+def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[Example]:
+    """Encode plain text as pieces, the last of which ends with the end of the sequence.
+
+    Where the tokenizer begins every text with a token of its own, so does each piece: the model never reads a
+    sequence without it. That token is not learned.
+    """
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    begins = tokenizer("finis")["input_ids"][:1] == [tokenizer.bos_token_id]
+    start = [tokenizer.bos_token_id] if begins else []
+    if start and ids[:1] == start:
+        del ids[0]
+    if ids[-1:] != [tokenizer.eos_token_id]:
+        ids.append(tokenizer.eos_token_id)
+    size = max(1, max_length - len(start))
+    encoded = []
+    for begin in range(0, len(ids), size):
+        piece = ids[begin : begin + size]
+        if len(piece) > 1:
+            encoded.append(Example.of(start, piece))
+    return encoded

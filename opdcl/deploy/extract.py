@@ -13,10 +13,10 @@ import torch
 
 from opdcl.config.model import ModelConfig
 from opdcl.data.chat import encode_prompt
+from opdcl.data.examples import Example
 from opdcl.data.rows import load_prompts
 from opdcl.deploy.gguf import answer
 from opdcl.distill.losses import both_divergences
-from opdcl.distill.teachers import sequence
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates
@@ -140,7 +140,7 @@ def distances(tuned_lm: PreTrainedModel, backbone: Backbone) -> dict[str, float]
     texts = []
     for row in rows:
         prompt = encode_prompt(row, backbone.tokenizer, backbone.context_length - TOKENS)
-        texts.append(sequence(prompt, answer(tuned_lm, prompt, TOKENS)[len(prompt) :]))
+        texts.append(Example.of(prompt, answer(tuned_lm, prompt, TOKENS)[len(prompt) :]))
     found = {}
     with torch.no_grad():
         tuned = HiddenStates(answer_states(tuned_lm, texts), tuned_lm.get_output_embeddings().weight)

@@ -13,9 +13,10 @@ import torch
 
 from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
+from opdcl.data.examples import Example
 from opdcl.distill.losses import TokenLosses, missed_ends, token_losses
 from opdcl.distill.schedule import Stream
-from opdcl.distill.teachers import Teacher, Teachers, by_teacher, sequence
+from opdcl.distill.teachers import Teacher, Teachers, by_teacher
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, join
@@ -44,6 +45,10 @@ class MicroBatch:
     positions: list[int]
     rollouts: list[Rollout]
     filler: bool = False
+
+    @property
+    def examples(self) -> list[Example]:
+        return [r.example for r in self.rollouts]
 
     @property
     def lengths(self) -> list[int]:
@@ -144,7 +149,7 @@ class Grader:
         return _over_workers(sums, _count_tokens(graded.rollouts))
 
     def _student(self, batch: MicroBatch) -> HiddenStates:
-        states_NH = answer_states(self.backbone.causal_lm, _sequences(batch))
+        states_NH = answer_states(self.backbone.causal_lm, batch.examples)
         return HiddenStates(states_NH, self.backbone.head_VH)
 
     def _sampler(self, batch: MicroBatch) -> torch.Tensor:
@@ -168,7 +173,7 @@ class Grader:
             student.states_NH,
             student.head_VH,
             teacher,
-            answer_ids(_sequences(batch), student.states_NH.device),
+            answer_ids(batch.examples, student.states_NH.device),
             sampler_N,
             self.config.loss,
             reward=self.config.reward,
@@ -267,10 +272,6 @@ def _over_workers(sums: Sums, tokens: int) -> Sums:
     """Return the sums of all workers as numbers. Only here does the host wait for the device, once."""
     own = {name: float(value) for name, value in sums.items()}
     return defaultdict(float, parallel.sum_over_workers(own), tokens=tokens)
-
-
-def _sequences(batch: MicroBatch) -> list[tuple[list[int], list[bool]]]:
-    return [sequence(r.prompt_ids, r.completion_ids) for r in batch.rollouts]
 
 
 def _count_tokens(rollouts: list[Rollout]) -> int:

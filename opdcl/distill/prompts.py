@@ -1,25 +1,41 @@
-"""The data of a recovery: rows, read once; token ids per stream, with each prompt's teacher and context."""
+"""The data of a recovery: rows, read once; token ids per stream, with each prompt's teacher and context.
+
+General prompts come from one source, or from several in the shares that were named. A file that is named
+alone is taken as it is. The shipped prompts are drawn group by group.
+"""
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from itertools import cycle, islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import BUILT_IN
 from opdcl.data.chat import encode_prompt
-from opdcl.data.learned import learned_turns
+from opdcl.data.examples import learned_turns
 from opdcl.data.rows import Row, check_prompts, is_shipped, load_rows
-from opdcl.distill.mixture import read_mixture
 from opdcl.distill.reward import load_reward_task, reward_rows
-from opdcl.distill.schedule import STREAMS, Stream
+from opdcl.distill.schedule import STREAMS, Stream, plan_steps
 from opdcl.errors import UsageError
 from opdcl.sampling.rollout import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+SHIPPED = "everyday"
+
+# Group of shipped prompts -> its share of those that are drawn. A third are short facts: a fine-tune on
+# questions and answers damages them most, and they come back last.
+GROUPS = {"fact": 3.08 / 9} | dict.fromkeys(
+    ("constraints", "list", "open", "long", "text", "conversation", "code", "doubtful"), 0.74 / 9
+)
+
+Read = Callable[..., list[Row]]
 
 
 @dataclass(frozen=True)
@@ -33,6 +49,11 @@ class RecoverySource:
     held_out: dict[Stream, list[Row]]
     reward_task: Any | None = None
 
+    def question_of(self, prompt: Prompt, stream: Stream) -> str:
+        """Return the text of a held-out prompt, for people."""
+        rows = self.held_out.get(stream, self.rows[stream])
+        return rows[prompt.number].shown()
+
 
 @dataclass(frozen=True)
 class Prompts:
@@ -40,6 +61,14 @@ class Prompts:
 
     train: list[Prompt]
     held_out: list[Prompt]
+
+
+class _Part(NamedTuple):
+    """A source, or a group of the shipped prompts. Without `held_out`, some of `train` are held out."""
+
+    share: float
+    train: list[Row]
+    held_out: list[Row] | None = None
 
 
 def read_recovery_source(
@@ -82,6 +111,66 @@ def read_recovery_source(
     return RecoverySource(rows, held_out, task)
 
 
+def read_mixture(
+    config: RecoverConfig, read_rows: Read, has_domain: bool
+) -> tuple[list[Row], list[Row] | None]:
+    """Read the general prompts of a recovery.
+
+    Returns: The rows to train on, and those held out; None if these are yet to be split off.
+
+    Raises:
+        UsageError: A row is malformed.
+    """
+    sources = config.general_sources()
+    parts = [part for source, share in sources.items() for part in _parts(source, share, read_rows)]
+    if not parts:
+        return [], None
+    if len(parts) == 1:
+        return parts[0].train, None
+    steps = plan_steps(config, 1, int(has_domain and config.method != "general"))
+    drawn = sum(len(step.prompts) for step in steps if step.stream == "general")
+    train: list[Row] = []
+    held_out: list[Row] = []
+    for number, part in enumerate(parts):
+        # At least one each, so that a small part is trained and measured.
+        count, aside = (max(1, round(part.share * n)) for n in (drawn, config.validation_prompts))
+        ours, others = _draw(part, count, aside, config.seed + number)
+        train += ours
+        held_out += others
+    return train, held_out
+
+
+def _parts(source: str, share: float, read_rows: Read) -> list[_Part]:
+    """Return what is drawn from a source: the shipped prompts group by group, another source as a whole."""
+    rows = check_prompts(read_rows(source))
+    if source != SHIPPED:
+        return [_Part(share, rows)]
+    held_out = check_prompts(read_rows(source, "validation"))
+    return [
+        _Part(share * of_group, _of_group(rows, group), _of_group(held_out, group))
+        for group, of_group in GROUPS.items()
+    ]
+
+
+def _of_group(rows: list[Row], group: str) -> list[Row]:
+    return [row for row in rows if row.group == group]
+
+
+def _draw(part: _Part, count: int, aside: int, seed: int) -> tuple[list[Row], list[Row]]:
+    """Return `count` rows to train on, repeated if there are fewer, and up to `aside` others to hold out."""
+    train, held_out = [*part.train], part.held_out
+    random.Random(seed).shuffle(train)
+    if held_out is None:
+        aside = min(aside, len(train) // 2)
+        train, held_out = train[aside:], train[:aside]
+        # A file may hold a prompt several times, and what is measured must not be practised.
+        measured = {row.key() for row in held_out}
+        train = [row for row in train if row.key() not in measured]
+        if not train:  # they are all the same: like a single prompt, it is practised
+            train, held_out = held_out, []
+    return [*islice(cycle(train), count)], held_out[:aside]
+
+
 def _check_teacher(config: RecoverConfig, stream: Stream, row: Row) -> None:
     known = [*BUILT_IN, *config.teachers]
     if row.teacher and row.teacher not in known:
@@ -93,6 +182,13 @@ def _check_teacher(config: RecoverConfig, stream: Stream, row: Row) -> None:
     if not row.answer and context is not None:
         hint = "give every row of that teacher an answer"
         raise UsageError(f"{row.where} has no answer for its teacher's context", hint)
+
+
+def encode_prompts(
+    config: RecoverConfig, source: RecoverySource, tokenizer: PreTrainedTokenizerBase, context_length: int
+) -> dict[Stream, Prompts]:
+    """Encode the prompts of all streams, as `encode_stream`."""
+    return {stream: encode_stream(config, source, stream, tokenizer, context_length) for stream in STREAMS}
 
 
 def encode_stream(
@@ -111,7 +207,7 @@ def encode_stream(
 
     def encode(rows: list[Row]) -> list[Prompt]:
         prompts: list[Prompt] = []
-        for row in rows:
+        for number, row in enumerate(rows):
             # Shipped prompts without room are left out: a user cannot shorten them.
             limit = sys.maxsize if is_shipped(row) else room
             ids = encode_prompt(row, tokenizer, limit)
@@ -124,7 +220,7 @@ def encode_stream(
             answer = None
             if stream == "general" and config.given_answers:
                 answer = _own_answer(row, tokenizer)
-            prompts.append(Prompt(ids, row.teacher, shown, number=len(prompts), answer=answer))
+            prompts.append(Prompt(ids, row.teacher, shown, number=number, answer=answer))
         return prompts
 
     prompts = encode(source.rows[stream])
@@ -132,16 +228,6 @@ def encode_stream(
         return _split(prompts, stream, config.validation_prompts)
     held_out = encode(source.held_out[stream])
     return Prompts(prompts, [held_out[i] for i in _spread(len(held_out), config.validation_prompts)])
-
-
-def question_of(
-    prompt: Prompt, source: RecoverySource, stream: Stream, tokenizer: PreTrainedTokenizerBase
-) -> str:
-    """Return the text of a held-out prompt, for people."""
-    for row in source.held_out.get(stream, source.rows[stream]):
-        if encode_prompt(row, tokenizer, sys.maxsize) == prompt.ids:
-            return row.shown()
-    return ""
 
 
 def _own_answer(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:

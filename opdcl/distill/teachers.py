@@ -30,6 +30,7 @@ import torch
 from transformers import PreTrainedModel
 
 from opdcl import parallel
+from opdcl.data.examples import Example
 from opdcl.model.backbone import Backbone, State
 from opdcl.model.distributions import HiddenStates, Served, TeacherDistribution, join
 from opdcl.model.forward import answer_states
@@ -68,7 +69,7 @@ class Teacher:
     def states(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
         """Return the last hidden state before each completion token, `(N, H)`, rollout by rollout."""
         with self.backbone.state(self.state) as model:
-            return answer_states(model, self._sequences(rollouts))
+            return answer_states(model, self._examples(rollouts))
 
     def distribution(self, rollouts: Sequence[Rollout]) -> TeacherDistribution:
         """Return the teacher's distribution for each completion token, rollout by rollout."""
@@ -81,8 +82,8 @@ class Teacher:
         """Return the teacher that measures progress: this one, or if it is dynamic, state `frozen`."""
         return Teacher(self.backbone, frozen) if self.is_dynamic else self
 
-    def _sequences(self, rollouts: Sequence[Rollout]) -> list[tuple[list[int], list[bool]]]:
-        return [sequence(r.prompt.shown, r.completion_ids) for r in rollouts]
+    def _examples(self, rollouts: Sequence[Rollout]) -> list[Example]:
+        return [Example.of(r.prompt.shown, r.completion_ids) for r in rollouts]
 
     def complete(self, prompts: Sequence[Prompt], **options: Any) -> list[Rollout]:
         """Complete the `ids` of each prompt, by default at temperature 1; `options` are those of `sample`."""
@@ -162,7 +163,7 @@ class SecondModel(Teacher):
 
     @torch.no_grad()
     def states(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
-        return answer_states(self.model, self._sequences(rollouts))
+        return answer_states(self.model, self._examples(rollouts))
 
     @contextlib.contextmanager
     def as_sampler(self) -> Iterator[PreTrainedModel]:
@@ -230,8 +231,3 @@ def by_teacher(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
     for i, prompt in enumerate(prompts):
         indices.setdefault(prompt.teacher, []).append(i)
     return dict(sorted(indices.items()))
-
-
-def sequence(prompt_ids: list[int], completion_ids: list[int]) -> tuple[list[int], list[bool]]:
-    """Return a row for `answer_states` whose answer is the completion."""
-    return prompt_ids + completion_ids, [False] * len(prompt_ids) + [True] * len(completion_ids)

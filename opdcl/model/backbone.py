@@ -25,9 +25,8 @@ from opdcl.model.adapter_files import (
     refuse_misfit,
     refuse_other_copies,
 )
-from opdcl.model.fused_lora import fuse
 from opdcl.model.load import eos_ids, load_base, load_model
-from opdcl.model.lora import base_weight, merged_weight, parts, scale
+from opdcl.model.lora import base_weight, fuse, merged_weight, parts, scale
 from opdcl.model.more_tokens import read_more_tokens, shared_tokenizer
 from opdcl.model.quantized import is_quantized, quantized_layers
 from opdcl.model.targets import lora_config

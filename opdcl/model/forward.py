@@ -15,34 +15,32 @@ import torch
 from transformers import DynamicCache
 
 from opdcl import parallel
+from opdcl.data.examples import Example
 from opdcl.model.architecture import architecture
 from opdcl.model.llama_pass import packed_states, packs
 from opdcl.model.quantized import is_quantized
 from opdcl.model.side_by_side import side_by_side
 
-# Per row: its token ids, and for each id whether it belongs to an answer.
-Sequences = Sequence[tuple[list[int], list[bool]]]
-
 # Fewest tokens of a part that runs on its own: with fewer, reading the weights takes longer than multiplying.
 PART_TOKENS = 96
 
 
-def answer_states(causal_lm, sequences: Sequences) -> torch.Tensor:
+def answer_states(causal_lm, examples: Sequence[Example]) -> torch.Tensor:
     """Return the last hidden state of each position that predicts an answer token, `(N, H)`, row after row.
 
     Args:
         causal_lm: The model whose `base_model` gives hidden states.
-        sequences: The rows.
+        examples: The rows.
     """
     share_prefix = _shares_prefix(causal_lm)
-    count = _part_count(causal_lm, sequences) if share_prefix else 1
+    count = _part_count(causal_lm, examples) if share_prefix else 1
     if count == 1:
-        return _states(causal_lm, sequences, share_prefix)
+        return _states(causal_lm, examples, share_prefix)
     weights = [weight for weight in causal_lm.parameters() if weight.requires_grad]
     if not torch.is_grad_enabled():
         weights = []
     states = partial(_states, causal_lm, share_prefix=share_prefix)
-    return _SideBySide.apply(states, sequences, _cut(sequences, count), *weights)
+    return _SideBySide.apply(states, examples, _cut(examples, count), *weights)
 
 
 def _shares_prefix(causal_lm) -> bool:
@@ -55,20 +53,20 @@ class _SideBySide(torch.autograd.Function):
     """The states of all rows, computed in parts; the weights' gradients are the sum over the parts."""
 
     @staticmethod
-    def forward(ctx, states, sequences, parts, *weights):
+    def forward(ctx, states, examples, parts, *weights):
         grad = any(ctx.needs_input_grad)
 
         def run(rows: list[int]) -> torch.Tensor:
             with torch.set_grad_enabled(grad):
-                return states([sequences[row] for row in rows])
+                return states([examples[row] for row in rows])
 
         ctx.parts, ctx.weights = parts, weights
-        ctx.answers = [sum(answer[1:]) for _, answer in sequences]
+        ctx.answers = [len(example.predicting) for example in examples]
         ctx.states = side_by_side([partial(run, rows) for rows in parts])
         by_row: dict[int, torch.Tensor] = {}
         for rows, part in zip(parts, ctx.states, strict=True):
             by_row |= zip(rows, part.detach().split([ctx.answers[row] for row in rows]), strict=True)
-        return torch.cat([by_row[row] for row in range(len(sequences))])
+        return torch.cat([by_row[row] for row in range(len(examples))])
 
     @staticmethod
     def backward(ctx, grad):
@@ -83,25 +81,25 @@ class _SideBySide(torch.autograd.Function):
         return None, None, None, *first
 
 
-def _part_count(causal_lm, sequences: Sequences) -> int:
+def _part_count(causal_lm, examples: Sequence[Example]) -> int:
     """Return into how many parts rows are cut: 1 where threads would draw random numbers in any order."""
     if causal_lm.device.type != "cpu" or is_quantized(causal_lm):
         return 1
     if causal_lm.training and any(isinstance(m, torch.nn.Dropout) for m in causal_lm.modules()):
         return 1
-    prefix = _shared_length(sequences)
+    prefix = _shared_length(examples)
     # Each part computes the prefix itself.
     least = max(PART_TOKENS, 4 * prefix)
-    tokens = sum(len(ids) - prefix for ids, _ in sequences)
-    return max(1, min(torch.get_num_threads(), len(sequences), tokens // least))
+    tokens = sum(len(example.ids) - prefix for example in examples)
+    return max(1, min(torch.get_num_threads(), len(examples), tokens // least))
 
 
-def _cut(sequences: Sequences, count: int) -> list[list[int]]:
+def _cut(examples: Sequence[Example], count: int) -> list[list[int]]:
     """Cut the rows into parts that take about the same time; rows of similar length share a part."""
-    prefix = _shared_length(sequences)
+    prefix = _shared_length(examples)
 
     def cost(rows: list[int]) -> int:
-        return prefix + len(rows) * (len(sequences[rows[0]][0]) - prefix)
+        return prefix + len(rows) * (len(examples[rows[0]].ids) - prefix)
 
     def halves(rows: list[int], count: int) -> list[list[int]]:
         if count == 1:
@@ -113,42 +111,40 @@ def _cut(sequences: Sequences, count: int) -> list[list[int]]:
         )
         return halves(rows[:best], left) + halves(rows[best:], count - left)
 
-    return halves(sorted(range(len(sequences)), key=lambda row: -len(sequences[row][0])), count)
+    return halves(sorted(range(len(examples)), key=lambda row: -len(examples[row].ids)), count)
 
 
-def _states(causal_lm, sequences: Sequences, share_prefix: bool) -> torch.Tensor:
-    prefix = _shared_length(sequences) if share_prefix else 0
-    longest = max(len(ids) for ids, _ in sequences)
+def _states(causal_lm, examples: Sequence[Example], share_prefix: bool) -> torch.Tensor:
+    prefix = _shared_length(examples) if share_prefix else 0
+    longest = max(len(example.ids) for example in examples)
     if packs(causal_lm, longest):
-        return _packed(causal_lm, sequences, prefix)
-    return _padded(causal_lm, sequences, prefix, longest - prefix)
+        return _packed(causal_lm, examples, prefix)
+    return _padded(causal_lm, examples, prefix, longest - prefix)
 
 
-def _packed(causal_lm, sequences: Sequences, prefix: int) -> torch.Tensor:
+def _packed(causal_lm, examples: Sequence[Example], prefix: int) -> torch.Tensor:
     """Compute the rows one behind the other."""
-    tails = [ids[prefix:] for ids, _ in sequences]
-    states_MH, starts = packed_states(causal_lm, sequences[0][0][:prefix], tails)
+    tails = [example.ids[prefix:] for example in examples]
+    states_MH, starts = packed_states(causal_lm, examples[0].ids[:prefix], tails)
     predicts: list[int] = []
-    for start, (_, answer) in zip(starts, sequences, strict=True):
-        following = answer[prefix + 1 :]
-        predicts += [start + i for i, is_answer in enumerate(following) if is_answer]
+    for start, example in zip(starts, examples, strict=True):
+        predicts += [start + i - prefix for i in example.predicting]
     return states_MH.index_select(0, torch.tensor(predicts, dtype=torch.long, device=causal_lm.device))
 
 
-def _padded(causal_lm, sequences: Sequences, prefix: int, width: int) -> torch.Tensor:
+def _padded(causal_lm, examples: Sequence[Example], prefix: int, width: int) -> torch.Tensor:
     """Compute the rows as transformers does, padded on the right, where causality hides it."""
     device = causal_lm.device
-    ids_BT = torch.zeros(len(sequences), width, dtype=torch.long)
-    predicts_BT = torch.zeros(len(sequences), width, dtype=torch.bool)
-    for row, (ids, answer) in enumerate(sequences):
-        length = len(ids) - prefix
-        ids_BT[row, :length] = torch.tensor(ids[prefix:])
-        predicts_BT[row, : length - 1] = torch.tensor(answer[prefix + 1 :], dtype=torch.bool)
+    ids_BT = torch.zeros(len(examples), width, dtype=torch.long)
+    predicts: list[int] = []
+    for row, example in enumerate(examples):
+        ids_BT[row, : len(example.ids) - prefix] = torch.tensor(example.ids[prefix:])
+        predicts += [row * width + i - prefix for i in example.predicting]
     mask = None  # then attention may use the kernel that never stores its scores
     if not architecture(causal_lm.config).full_attention:
-        lengths_B = torch.tensor([len(ids) for ids, _ in sequences], device=device)
+        lengths_B = torch.tensor([len(example.ids) for example in examples], device=device)
         mask = torch.arange(width, device=device)[None] < lengths_B[:, None]
-    cache = _prefix_cache(causal_lm, sequences[0][0][:prefix], len(sequences)) if prefix else None
+    cache = _prefix_cache(causal_lm, examples[0].ids[:prefix], len(examples)) if prefix else None
     hidden_BTH = causal_lm.base_model(
         input_ids=ids_BT.to(device),
         attention_mask=mask,
@@ -157,7 +153,7 @@ def _padded(causal_lm, sequences: Sequences, prefix: int, width: int) -> torch.T
         use_cache=cache is not None,
     ).last_hidden_state
     # By index, not by mask: a mask's size is known only when the device has finished.
-    at_N = predicts_BT.flatten().nonzero()[:, 0].to(device)
+    at_N = torch.tensor(predicts, dtype=torch.long, device=device)
     return hidden_BTH.flatten(0, 1)[at_N]
 
 
@@ -178,24 +174,24 @@ def for_attention(model, visible: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(visible, dtype=model.dtype).masked_fill_(~visible, torch.finfo(model.dtype).min)
 
 
-def answer_ids(sequences: Sequences, device: torch.device) -> torch.Tensor:
+def answer_ids(examples: Sequence[Example], device: torch.device) -> torch.Tensor:
     """Return the answer tokens, `(N,)`, in the order of `answer_states`."""
     tokens: list[int] = []
-    for ids, answer in sequences:
-        tokens += [token for token, is_answer in zip(ids[1:], answer[1:], strict=True) if is_answer]
+    for example in examples:
+        tokens += [example.ids[i + 1] for i in example.predicting]
     # With a type: PyTorch would take no tokens at all for floats.
     return torch.tensor(tokens, dtype=torch.long, device=device)
 
 
-def _shared_length(sequences: Sequences) -> int:
+def _shared_length(examples: Sequence[Example]) -> int:
     """Return how many leading ids all rows share, up to the first position that predicts an answer."""
-    if len(sequences) < 2:
+    if len(examples) < 2:
         return 0
-    shared = len(common_prefix([ids for ids, _ in sequences]))
-    for _, answer in sequences:
-        first_answer = answer.index(True) if True in answer else len(answer)
-        shared = min(shared, first_answer - 1)
-    return max(0, shared)
+    shared = len(common_prefix([example.ids for example in examples]))
+    for example in examples:
+        first = next(iter(example.predicting), len(example.ids) - 1)
+        shared = min(shared, first)
+    return shared
 
 
 def common_prefix(rows: Sequence[list[int]]) -> list[int]:

@@ -1,6 +1,14 @@
-"""The arithmetic of one adapted layer, plain LoRA or DoRA: its weights, their scale, and the merged sum.
+"""One layer with a LoRA or DoRA adapter: its weights, the merged sum, and its pass as one autograd node.
 
 A layer is a linear one, or PEFT's `ParamWrapper` around the stacked weights of experts.
+
+LoRA (arXiv 2106.09685, eq. 3): y = x W^T + s (x A^T) B^T. PEFT computes the two terms separately, then
+scales and adds them: two more passes over the output and about eight nodes per layer, which is a large part
+of a step on small batches. Here the matrix product itself adds the second term, forward and backward. The
+result is PEFT's up to rounding.
+
+For experts, PEFT materialises weight + adapter and keeps it for the backward pass: over all layers, a copy of
+the model. Here the backward pass computes it again, layer by layer.
 
 DoRA (arXiv 2402.09353) also learns the norm of each output row: W' = m (W + s B A) / ||W + s B A||.
 """
@@ -10,6 +18,7 @@ from __future__ import annotations
 import torch
 from peft.tuners.lora.layer import Linear, ParamWrapper
 from peft.utils.integrations import dequantize_module_weight
+from torch.utils.checkpoint import checkpoint
 
 
 def base_weight(layer: Linear | ParamWrapper) -> torch.nn.Parameter:
@@ -53,3 +62,101 @@ def merged_weight(layer: Linear | ParamWrapper, name: str) -> torch.Tensor:
 
 def _row_norms(layer: Linear, weight: torch.Tensor) -> torch.Tensor:
     return weight.norm(dim=0 if layer.fan_in_fan_out else 1)
+
+
+class _LoraLinears(torch.autograd.Function):
+    """Layers that share an input. The base weights are frozen, so only x and each A and B have gradients."""
+
+    @staticmethod
+    def forward(ctx, x, scalings, *weights):
+        x_MK = x.reshape(-1, x.shape[-1])
+        ctx.scalings, ctx.shape, ctx.adapter_dtype = scalings, x.shape, weights[2].dtype
+        saved, outs = [x_MK], []
+        for i, scaling in enumerate(scalings):
+            weight_NK, bias_N, a_RK, b_NR = weights[4 * i : 4 * i + 4]
+            # The adapter is stored in fp32 and multiplied in the base's precision, as autocast does.
+            a_RK, b_NR = a_RK.to(x.dtype), b_NR.to(x.dtype)
+            low_MR = x_MK @ a_RK.T
+            out_MN = torch.nn.functional.linear(x_MK, weight_NK, bias_N)
+            outs.append(out_MN.addmm_(low_MR, b_NR.T, alpha=scaling).view(*x.shape[:-1], -1))
+            saved += [low_MR, weight_NK, a_RK, b_NR]
+        ctx.save_for_backward(*saved)
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x_MK, *saved = ctx.saved_tensors
+        grad_x = None
+        found: list[torch.Tensor | None] = []
+        for i, (grad, scaling) in enumerate(zip(grads, ctx.scalings, strict=True)):
+            low_MR, weight_NK, a_RK, b_NR = saved[4 * i : 4 * i + 4]
+            grad_MN = grad.reshape(-1, grad.shape[-1])
+            grad_low_MR = (grad_MN @ b_NR).mul_(scaling)
+            if ctx.needs_input_grad[0]:
+                grad_x = grad_MN @ weight_NK if grad_x is None else grad_x.addmm_(grad_MN, weight_NK)
+                grad_x.addmm_(grad_low_MR, a_RK)
+            grad_a = (grad_low_MR.T @ x_MK).to(ctx.adapter_dtype)
+            grad_b = (grad_MN.T @ low_MR).to(ctx.adapter_dtype).mul_(scaling)
+            found += [None, None, grad_a, grad_b]
+        return None if grad_x is None else grad_x.view(ctx.shape), None, *found
+
+
+def linears(x: torch.Tensor, *layers: torch.nn.Module) -> tuple[torch.Tensor, ...]:
+    """Return the outputs of linear layers that share an input: one node if all have a simple adapter."""
+    adapted = [layer for layer in layers if isinstance(layer, Linear) and _is_plain(layer, x)]
+    if len(adapted) < len(layers):
+        return tuple(layer(x) for layer in layers)
+    weights: list[torch.Tensor] = []
+    scalings = []
+    for layer in adapted:
+        base, (name,) = layer.get_base_layer(), layer.active_adapters
+        weights += [base.weight, base.bias, layer.lora_A[name].weight, layer.lora_B[name].weight]
+        scalings.append(layer.scaling[name])
+    outs: tuple[torch.Tensor, ...] = _LoraLinears.apply(x, scalings, *weights)
+    return outs
+
+
+def fuse(model: torch.nn.Module) -> None:
+    """Make every plain LoRA layer of `model` run as one node wherever the result is the same."""
+    # PEFT nests the wrappers of a module's parameters; the outermost runs them all.
+    nested = {id(layer.base_layer) for layer in model.modules() if isinstance(layer, ParamWrapper)}
+    for layer in model.modules():
+        if isinstance(layer, Linear) and "forward" not in vars(layer):
+            layer.forward = _fused_forward(layer, layer.forward)
+        if isinstance(layer, ParamWrapper) and "forward" not in vars(layer) and id(layer) not in nested:
+            layer.forward = _repeated_forward(layer.forward)
+
+
+def _fused_forward(layer: Linear, peft_forward):
+    def forward(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        if args or kwargs or not _is_plain(layer, x):
+            return peft_forward(x, *args, **kwargs)
+        return linears(x, layer)[0]
+
+    return forward
+
+
+def _repeated_forward(peft_forward):
+    def forward(*args, **kwargs) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return peft_forward(*args, **kwargs)
+        return checkpoint(peft_forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return forward
+
+
+def _is_plain(layer: Linear, x: torch.Tensor) -> bool:
+    """Return whether one simple adapter is active, without dropout, and `x` has the base's precision."""
+    names = layer.active_adapters
+    if layer.disable_adapters or layer.merged or len(names) != 1 or names[0] not in layer.lora_A:
+        return False
+    name, device = names[0], x.device.type
+    return (
+        not getattr(layer, "lora_variant", {}).get(name)
+        and (isinstance(layer.lora_dropout[name], torch.nn.Identity) or not layer.training)
+        and layer.lora_B[name].bias is None
+        and not layer.fan_in_fan_out
+        and x.dtype == layer.get_base_layer().weight.dtype
+        and layer.lora_A[name].weight.dtype in (x.dtype, torch.float32)
+        and (not torch.is_autocast_enabled(device) or x.dtype == torch.get_autocast_dtype(device))
+    )

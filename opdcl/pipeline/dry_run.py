@@ -78,25 +78,25 @@ def _one_row_a_suite(planned: Sequence[tuple[Task, str, str]]) -> list[list[str]
 def _data(job: Job) -> dict[str, Any]:
     """Return the figures of the fine-tune's rows and the first one as the model will see it."""
     finetune, examples = job.workflow.finetune, job.examples
-    rows, bad = job.sources.finetune_rows(job.workflow)
+    rows = job.sources.finetune_rows(job.workflow)
     replayed, parts = None, []
     if count := finetune.replay.count(len(examples.encoded)):
         replayed = {"rows": count, "prompts": finetune.replay.prompts}
     if examples.encoded:
         first = examples.encoded[0]
-        pairs = zip(first.input_ids, first.completion_mask, strict=True)
+        pairs = zip(first.ids, first.learned, strict=True)
         for learned, part in itertools.groupby(pairs, key=lambda pair: pair[1]):
             text = job.tokenizer.decode([token for token, _ in part])
-            parts.append({"text": text, "learned": bool(learned)})
+            parts.append({"text": text, "learned": learned})
     size, where = examples.longest
     return {
         "source": finetune.data,
-        "rows": len(rows) + len(bad),
+        "rows": rows.count,
         "used": len(examples.rows),
-        "tokens": sum(len(example.input_ids) for example in examples.encoded),
-        "learned_tokens": sum(sum(example.completion_mask) for example in examples.encoded),
+        "tokens": sum(len(example.ids) for example in examples.encoded),
+        "learned_tokens": sum(sum(example.learned) for example in examples.encoded),
         "longest": {"tokens": size, "where": where},
-        "duplicates": len(repeated_rows(rows)),
+        "duplicates": len(repeated_rows(rows.usable)),
         "replayed": replayed,
         "example": {"where": examples.rows[0].where if parts else "", "parts": parts},
     }

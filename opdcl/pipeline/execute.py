@@ -238,7 +238,7 @@ class Session:
         from opdcl.stages.recover import recover
         from opdcl.training import peak_memory, reset_peak_memory
 
-        workflow, run, backbone = self.workflow, self.run, self.backbone
+        job, workflow, run, backbone = self.job, self.workflow, self.run, self.backbone
         stage = stage_folder(run, task.name)
         earlier = stage.state() if task.action == "resume" else {}
         cost = earlier.get("cost", {})
@@ -252,8 +252,7 @@ class Session:
             "cost": cost,
         }
         if task.name == "finetune":
-            rows, bad = self.job.sources.finetune_rows(workflow)
-            record["rows"] = len(rows) + len(bad)
+            record["rows"] = job.sources.finetune_rows(workflow).count
         write_json(stage.record, record)
         offset = steps_done(run, before=stage)
         reset_peak_memory()
@@ -262,10 +261,10 @@ class Session:
             with self.output.stage(task.label, lambda: self.tracking.follow(stage, offset)) as line:
                 if task.name == "finetune":
                     start = find_adapter(workflow.start) if workflow.start else None
-                    finetune(workflow.finetune, self.job.examples, backbone, start, stage, line)
+                    finetune(workflow.finetune, job.examples, backbone, start, stage, line)
                 else:
                     tuned = run.adapters()["tuned"]
-                    recover(workflow.recover, self.job.recovery, backbone, tuned, stage, line)
+                    recover(workflow.recover, job.recovery, job.prompts, backbone, tuned, stage, line)
             self.tracking.follow(stage, offset)
         finally:
             steps = [row for row in read_metrics(stage.metrics) if "tokens" in row]

@@ -14,13 +14,13 @@ from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.finetune import REPLAYED_TOKENS
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
-from opdcl.distill.prompts import RecoverySource
-from opdcl.distill.schedule import FULL_BATCH, STREAMS
+from opdcl.distill.losses import CHUNK, CUDA_CHUNK
+from opdcl.distill.prompts import Prompts
+from opdcl.distill.schedule import FULL_BATCH, STREAMS, Stream
 from opdcl.model.adapters import tuned_model
 from opdcl.model.architecture import architecture
 from opdcl.model.llama_pass import FAMILY, WIDE, attends_within_rows
 from opdcl.model.load import pick_device, pick_dtype
-from opdcl.model.positions import CHUNK, CUDA_CHUNK
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task
@@ -109,7 +109,7 @@ def forecast(job: Job, tasks: Sequence[Task]) -> dict[str, Any]:
     if workflow.finetune and "finetune" in todo:
         needs["finetune"] = _finetune_need(job, size)
     if workflow.recover and "recover" in todo:
-        needs["recover"] = _recovery_need(job, workflow.recover, job.recovery, size)
+        needs["recover"] = _recovery_need(job, workflow.recover, job.prompts, size)
     if suites := {task.suite for task in tasks if task.unfinished and task.suite}:
         needs["eval"] = max(_eval_need(job, suite, size) for suite in suites)
     models = 2 if tuned_model(workflow.start, workflow.model) else 1
@@ -147,7 +147,7 @@ def opening(job: Job, tasks: Sequence[Task]) -> str:
     device = pick_device()
     parts = [f"{model.id} on {device} in {pick_dtype(model.dtype)}"]
     if "finetune" in steps:
-        tokens = sum(len(example.input_ids) for example in job.examples.encoded)
+        tokens = sum(len(example.ids) for example in job.examples.encoded)
         per_epoch = f", {tokens:,} tokens per epoch" if tokens else ""
         replayed = job.workflow.finetune.replay.count(len(job.examples.encoded))
         general = f", and {replayed:,} replayed" if replayed else ""
@@ -169,16 +169,20 @@ def _finetune_need(job: Job, size: Size) -> int:
     config, examples = job.workflow.finetune, job.examples
     if config.method == "self-distill":
         return _recovery_need(job, *job.self_distillation, size)
-    longest = max(len(example.input_ids) for example in examples.encoded)
+    longest = max(len(example.ids) for example in examples.encoded)
     if config.replay.count(len(examples.encoded)):
         longest = max(longest, max(map(len, examples.replay)) + REPLAYED_TOKENS)
     return size.adapter * 16 + int(config.batch_size) * longest * size.trained_token + size.loss
 
 
-def _recovery_need(job: Job, config: RecoverConfig, source: RecoverySource, size: Size) -> int:
+def _recovery_need(job: Job, config: RecoverConfig, prompts: dict[Stream, Prompts], size: Size) -> int:
     """Return the bytes that a recovery takes, besides the base, if all answers are as long as they may be."""
     need = size.merged + size.adapter * 20
-    named = {config.general_teacher, config.domain_teacher, *(row.teacher for row in source.rows["domain"])}
+    named = {
+        config.general_teacher,
+        config.domain_teacher,
+        *(prompt.teacher for prompt in prompts["domain"].train),
+    }
     for name, teacher in config.teachers.items():
         if name not in named:
             continue
@@ -187,8 +191,8 @@ def _recovery_need(job: Job, config: RecoverConfig, source: RecoverySource, size
         if teacher.kind in ("ema", "adapter"):
             need += size.adapter * 4
     longest = 0
-    for prompts in job.encode(config, source).values():
-        longest = max([longest, *(len(prompt.shown) for prompt in prompts.train)])
+    for of_stream in prompts.values():
+        longest = max([longest, *(len(prompt.shown) for prompt in of_stream.train)])
     answer = max(config.max_new_tokens, config.domain_max_new_tokens or 0)
     rows = max(config.completions("general") * config.sample_ahead, FULL_BATCH)
     cache = rows * (answer + 128) * size.cached_token

@@ -15,7 +15,7 @@ from opdcl.config.shipped import shipped_suites
 from opdcl.config.workflow import Workflow
 from opdcl.data import scoring
 from opdcl.data.chat import encode_prompt
-from opdcl.data.examples import Examples, bad_rows, read_examples, with_answers
+from opdcl.data.examples import Examples, bad_rows, read_examples
 from opdcl.data.rows import Row, check_prompts
 from opdcl.errors import UsageError, nearest_path
 from opdcl.pipeline.defaults import named_after, resolve_for_machine, text_config
@@ -64,7 +64,7 @@ class Job:
         """
         sources = sources or Sources()
         finetune, recover = workflow.finetune, workflow.recover
-        rows = sources.finetune_rows(workflow)[0] if finetune else []
+        rows = sources.finetune_rows(workflow).usable if finetune else []
         # Plain text has no question to sample on.
         if finetune and recover and not recover.domain and all(row.prompt for row in rows):
             domain = recover.model_copy(update={"domain": finetune.data})
@@ -138,14 +138,13 @@ class Job:
             UsageError: A row is refused.
         """
         config = self.workflow.finetune
-        rows, bad = self.sources.finetune_rows(self.workflow)
+        rows = self.sources.finetune_rows(self.workflow)
         if config.method == "self-distill":  # which samples answers, and so has no sequences beforehand
-            usable, notes = with_answers(rows, config)
-            return Examples(usable, [*bad_rows(bad), *notes])
+            return Examples(rows.usable, [*bad_rows(rows.errors), *rows.notes])
 
         def encode() -> Examples:
             replay = self.rows(config.replay.prompts) if config.replay.share else []
-            return read_examples(rows, config, self.tokenizer, replay, bad)
+            return read_examples(rows, config, self.tokenizer, replay)
 
         model = self.workflow.model.model_dump_json()
         return self.sources.once(("examples", config.model_dump_json(include=ENCODING), model), encode)
@@ -176,28 +175,26 @@ class Job:
         return replace(source, rows=rows, held_out=held_out)
 
     @cached_property
-    def self_distillation(self) -> tuple[RecoverConfig, RecoverySource]:
-        """A fine-tune by self-distillation as a recovery, with its checked rows."""
-        from opdcl.distill.prompts import read_recovery_source
-        from opdcl.stages.finetune import as_distillation
-
-        rows = self.examples.rows
-        config = as_distillation(self.workflow.finetune, len(rows))
-        return config, read_recovery_source(config, lambda *_: rows)
-
-    def encode(self, config: RecoverConfig, source: RecoverySource) -> dict[Stream, Prompts]:
-        """Return the prompts of a recovery as token ids, by stream.
+    def prompts(self) -> dict[Stream, Prompts]:
+        """The prompts of the recovery as token ids, by stream.
 
         Raises:
             UsageError: A prompt leaves no room for an answer.
         """
-        from opdcl.distill.prompts import encode_stream
-        from opdcl.distill.schedule import STREAMS
+        from opdcl.distill.prompts import encode_prompts
 
-        prompts = {}
-        for stream in STREAMS:
-            prompts[stream] = encode_stream(config, source, stream, self.tokenizer, self.context)
-        return prompts
+        return encode_prompts(self.workflow.recover, self.recovery, self.tokenizer, self.context)
+
+    @cached_property
+    def self_distillation(self) -> tuple[RecoverConfig, dict[Stream, Prompts]]:
+        """A fine-tune by self-distillation as a recovery, and its prompts as token ids."""
+        from opdcl.distill.prompts import encode_prompts, read_recovery_source
+        from opdcl.stages.finetune import as_distillation
+
+        rows = self.examples.rows
+        config = as_distillation(self.workflow.finetune, len(rows))
+        source = read_recovery_source(config, lambda *_: rows)
+        return config, encode_prompts(config, source, self.tokenizer, self.context)
 
     @cached_property
     def closeness(self) -> list[Row]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from opdcl.config.finetune import LoraSection
 from opdcl.config.model import ModelConfig
-from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
 from opdcl.data.formats import Row
 from opdcl.data.rows import left_out, shortened, unread
@@ -25,7 +24,8 @@ from opdcl.rundir.layout import TEMPLATE, RunDir
 from opdcl.rundir.seals import refuse_damaged
 
 if TYPE_CHECKING:
-    from opdcl.distill.prompts import RecoverySource
+    from opdcl.distill.prompts import Prompts
+    from opdcl.distill.schedule import Stream
 
 
 # What a model and its base have in common, whatever was trained.
@@ -238,9 +238,10 @@ def _check_finetune(job: Job) -> list[str]:
     _check_turn_end(job)
     planned_steps(config, len(examples.encoded or examples.rows))  # refuses more than can be planned
     if config.method == "self-distill":
-        _check_prompts(job, *job.self_distillation)
+        _, prompts = job.self_distillation
+        _check_prompts(prompts)
     notes = [*examples.notes]
-    rows, _ = job.sources.finetune_rows(job.workflow)
+    rows = job.sources.finetune_rows(job.workflow).usable
     if repeated := repeated_rows(rows):
         first = repeated[0].where
         notes.append(f"{len(repeated)} of {len(rows)} rows repeat an earlier one (first: {first})")
@@ -254,7 +255,7 @@ def _check_finetune(job: Job) -> list[str]:
 
 def _check_recovery(job: Job) -> list[str]:
     """Check that there is an adapter to recover, its teachers and every prompt; return notes on prompts."""
-    from opdcl.distill.mixture import SHIPPED
+    from opdcl.distill.prompts import SHIPPED
     from opdcl.distill.reward import count_short_of_room
     from opdcl.model.adapters import tuned_model
     from opdcl.model.compatibility import check_same_tokenizer
@@ -266,7 +267,7 @@ def _check_recovery(job: Job) -> list[str]:
     for model in workflow.models()[1:]:
         check_same_tokenizer(job.tokenizer, job.sources.tokenizer(model), f"teacher {model.id}")
     _check_turn_end(job)
-    _check_prompts(job, config, job.recovery)
+    _check_prompts(job.prompts)
     prompts, teacher, notes = job.recovery.rows, config.teacher_of("general"), []
     if short := count_short_of_room(config, prompts["general"], job.tokenizer, job.context):
         lost = "the teacher does not see a demonstration that does not fit"
@@ -299,7 +300,7 @@ def system_note(job: Job, used: str | None) -> str:
     """Say where rows were learned with another system prompt than prompts are answered with; else nothing."""
     workflow = job.workflow
     if workflow.finetune:
-        rows = job.sources.finetune_rows(workflow)[0]
+        rows = job.sources.finetune_rows(workflow).usable
     elif workflow.recover and workflow.recover.domain:
         rows = job.rows(workflow.recover.domain)
     else:
@@ -324,8 +325,8 @@ def _check_turn_end(job: Job) -> None:
     check_turn_end(job.tokenizer, declared_eos_ids(job.workflow.model, job.tokenizer))
 
 
-def _check_prompts(job: Job, config: RecoverConfig, source: RecoverySource) -> None:
-    if not any(prompts.train for prompts in job.encode(config, source).values()):
+def _check_prompts(prompts: dict[Stream, Prompts]) -> None:
+    if not any(of_stream.train for of_stream in prompts.values()):
         raise UsageError("recovery has no prompts", "set recover.general")
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from opdcl.config.model import ModelConfig
 from opdcl.config.shipped import SHIPPED_DATA, package_folder
 from opdcl.config.workflow import Workflow
-from opdcl.data.examples import with_answers
+from opdcl.data.examples import TrainingRows, with_answers
 from opdcl.data.rows import Row, RowError, check_lines, load_rows, on_hub, pinned, source_files
 from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
@@ -74,16 +74,26 @@ class Sources:
             raise errors[0]
         return list(rows)
 
-    def finetune_rows(self, workflow: Workflow) -> tuple[list[Row], list[UsageError]]:
-        """Return the checked rows of the fine-tune, and the errors of rows that `bad_rows` leaves out."""
+    def finetune_rows(self, workflow: Workflow) -> TrainingRows:
+        """Return the checked rows of the fine-tune, and what is known of those that `bad_rows` leaves out.
+
+        Raises:
+            UsageError: The source is missing or malformed, or a row has no answer to learn.
+        """
         config = workflow.finetune
-        bad: list[UsageError] = []
-        try:
+
+        def read() -> TrainingRows:
+            bad: list[UsageError] = []
             skipped = bad if config.bad_rows == "skip" else None
-            return self.rows(config.data, columns=workflow.columns, bad=skipped), bad
-        except RowError as fault:
-            hint = f"{fault.hint}; --set finetune.bad_rows=skip leaves such rows out"
-            raise UsageError(fault.message, hint) from fault
+            try:
+                rows = self.rows(config.data, columns=workflow.columns, bad=skipped)
+            except RowError as fault:
+                hint = f"{fault.hint}; --set finetune.bad_rows=skip leaves such rows out"
+                raise UsageError(fault.message, hint) from fault
+            return with_answers(rows, config, bad)
+
+        key = "rows to learn", pinned(config.data), config.bad_rows, *workflow.columns.items()
+        return self.once(key, read)
 
     def tokenizer(self, model: ModelConfig) -> PreTrainedTokenizerBase:
         """Return a model's tokenizer, which has a chat template."""
@@ -122,6 +132,6 @@ class Sources:
             if on_hub(source):
                 continue
             if finetune and source == finetune.data:
-                with_answers(self.finetune_rows(workflow)[0], finetune)
+                self.finetune_rows(workflow)
             else:
                 self.rows(source, columns=workflow.columns)

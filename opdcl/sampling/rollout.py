@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from opdcl.data.examples import Example
+
 Engine = Literal["slab", "graph", "generate"]
 
 # Sampler and forward pass disagree about a token where they differ about its probability by more than this
@@ -55,6 +57,11 @@ class Rollout:
     @property
     def prompt_ids(self) -> list[int]:
         return self.prompt.ids
+
+    @property
+    def example(self) -> Example:
+        """The prompt and its completion as the student learns them."""
+        return Example.of(self.prompt_ids, self.completion_ids)
 
     @property
     def length(self) -> int:

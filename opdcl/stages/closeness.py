@@ -31,7 +31,7 @@ from opdcl.data.rows import Row
 from opdcl.distill.grading import micro_batches
 from opdcl.distill.kept_texts import KeptTexts
 from opdcl.distill.losses import both_divergences
-from opdcl.distill.teachers import Teacher, sequence
+from opdcl.distill.teachers import Teacher
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone, State
 from opdcl.model.distributions import HiddenStates
@@ -227,9 +227,9 @@ def _hidden_states(model: Any, texts: list[Rollout], count: Callable[[list[int]]
     own = parallel.my_share(range(len(texts)))
     found: States = {}
     for batch in micro_batches({i: texts[i].length for i in own}, tokens):
-        sequences = [sequence(texts[i].prompt_ids, texts[i].completion_ids) for i in batch]
+        examples = [texts[i].example for i in batch]
         lengths = [len(texts[i].completion_ids) for i in batch]
-        found |= zip(batch, answer_states(model, sequences).split(lengths), strict=True)
+        found |= zip(batch, answer_states(model, examples).split(lengths), strict=True)
         count(batch)
     return found
 

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from opdcl.data.chat import render
+from opdcl.data.examples import Example
 from opdcl.data.own_words import own_text
 from opdcl.data.similarity import similarity
 from opdcl.data.suites import Judge, Suite
 from opdcl.distill.losses import token_logprobs
-from opdcl.distill.teachers import sequence
 from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates
-from opdcl.model.forward import Sequences, answer_ids, answer_states
+from opdcl.model.forward import answer_ids, answer_states
 
 LONGEST = 64
 """Tokens of an answer that are read."""
@@ -137,8 +137,8 @@ def logprobs(backbone: Backbone, pairs: Sequence[tuple[str, str]]) -> list[float
     for prompt, text in pairs:
         asked = render(tokenizer, [{"role": "user", "content": prompt}], True, tokenize=False)
         prompt_ids = tokenizer(asked, add_special_tokens=False)["input_ids"]
-        rows.append(sequence(prompt_ids, read_ids(backbone, text)))
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
+        rows.append(Example.of(prompt_ids, read_ids(backbone, text)))
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids))
     found: dict[int, float] = {}
     with backbone.merged("base") as model, torch.no_grad():
         for start in range(0, len(order), ROWS):
@@ -155,11 +155,11 @@ def read_ids(backbone: Backbone, text: str) -> list[int]:
     return known[:LONGEST]
 
 
-def _sums(backbone: Backbone, model: Any, rows: Sequences) -> list[float]:
+def _sums(backbone: Backbone, model: Any, rows: list[Example]) -> list[float]:
     """Return the log-probability of each row's answer."""
     head_VH = backbone.head_of("base")
     tokens_N = answer_ids(rows, model.device)
     states = HiddenStates(answer_states(model, rows), head_VH)
     logprobs_N = token_logprobs(states, tokens_N, len(head_VH))
-    lengths = [sum(answer) for _, answer in rows]
+    lengths = [len(row.predicting) for row in rows]
     return [float(part.sum()) for part in logprobs_N.split(lengths)]

@@ -5,25 +5,59 @@ opdcl finetune rows.jsonl -o runs/mine
 
 from __future__ import annotations
 
+import itertools
+import json
+import logging
 import math
 import random
+import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from trl import SFTConfig
+import torch
+from datasets import Dataset
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PrinterCallback, TrainerCallback
+from trl import SFTConfig, SFTTrainer
 
-from opdcl.config.finetune import SHOWN_ANSWER, WARM_UP, FinetuneConfig
+from opdcl import parallel
+from opdcl.config.finetune import REPLAYED_TOKENS, SHOWN_ANSWER, WARM_UP, FinetuneConfig
 from opdcl.config.recover import MOST_COMPLETIONS, OnPolicySection, RecoverConfig
 from opdcl.config.section import LARGEST, MOST_STEPS
-from opdcl.config.teacher import TeacherSection
-from opdcl.data.examples import Examples
-from opdcl.distill.prompts import read_recovery_source
-from opdcl.distill.replay import replayed_rows
-from opdcl.errors import UsageError
+from opdcl.config.teacher import LossSection, TeacherSection
+from opdcl.data.examples import Example, Examples
+from opdcl.distill.kept_texts import KeptTexts
+from opdcl.distill.losses import cross_entropy, token_losses
+from opdcl.distill.prompts import encode_prompts, read_recovery_source
+from opdcl.distill.schedule import endless
+from opdcl.distill.teachers import Teacher
+from opdcl.errors import Interrupted, OpdclError, UsageError
 from opdcl.model.backbone import Backbone
+from opdcl.model.distributions import HiddenStates
+from opdcl.model.forward import answer_ids, answer_states
+from opdcl.model.memory import is_out_of_memory, release
+from opdcl.rundir.files import read_jsonl, write_atomic
+from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import StageDir
-from opdcl.stages.answer_trainer import AnswerTrainer, LearnedRow, StageCallback, trainer_arguments
+from opdcl.sampling.rollout import Prompt
 from opdcl.stages.recover import recover
-from opdcl.training import Schedule, StageLog, StageReport, save_adapter
+from opdcl.training import (
+    CHECKPOINTS,
+    LONGEST_GRADIENT,
+    Interruption,
+    Schedule,
+    StageLog,
+    StageReport,
+    counted,
+    is_finite,
+    keep_records,
+    last_checkpoint,
+    save_adapter,
+    steps_done,
+)
+
+logger = logging.getLogger(__name__)
 
 
 def finetune(
@@ -46,12 +80,11 @@ def finetune(
             save_adapter(backbone, start)
         recovery = as_distillation(config, len(examples.rows))
         source = read_recovery_source(recovery, lambda *_: examples.rows)
-        recover(recovery, source, backbone, start, out, report)
+        prompts = encode_prompts(recovery, source, backbone.tokenizer, backbone.context_length)
+        recover(recovery, source, prompts, backbone, start, out, report)
         return
     steps = planned_steps(config, len(examples.encoded))
-    replayed = replayed_rows(config, examples, backbone, out.replay, report)
-    rows = [LearnedRow.of(encoded, is_replayed=False) for encoded in examples.encoded]
-    rows += [LearnedRow.of(encoded, is_replayed=True) for encoded in replayed]
+    rows = examples.encoded + replayed_rows(config, examples, backbone, out.replay, report)
     if start:
         backbone.drop_adapters()
         model = backbone.load_adapter(start, "student", trainable=True)
@@ -73,6 +106,31 @@ def finetune(
     )
     callback.run(trainer)
     save_adapter(backbone, out.adapter)
+
+
+def replayed_rows(
+    config: FinetuneConfig, examples: Examples, backbone: Backbone, file: Path, report: StageReport
+) -> list[Example]:
+    """Return the rows to replay: general prompts with base's own answers (arXiv 2602.20162).
+
+    They are written into `file` first if it does not exist yet. The prompts come in seeded order. If there
+    are too few, they come again, with other answers.
+    """
+    count = config.replay.count(len(examples.encoded))
+    if count == 0:
+        return []
+    if not file.exists():
+        order = endless(len(examples.replay), config.seed)
+        prompts = [Prompt(examples.replay[i]) for i in itertools.islice(order, count)]
+        texts, base = KeptTexts(backbone), Teacher(backbone, "base")
+        progress = counted(report, "base writes answers to replay", count)
+        rollouts = texts.complete(base, prompts, progress, max_new_tokens=REPLAYED_TOKENS, seed=config.seed)
+        if kept := texts.describe():
+            report.note(kept)
+        rows = [{"prompt_ids": r.prompt_ids, "completion_ids": r.completion_ids} for r in rollouts]
+        write_atomic(file, "".join(json.dumps(row) + "\n" for row in rows))
+    rows = read_jsonl(file)
+    return [Example.of(row["prompt_ids"], row["completion_ids"], is_replayed=True) for row in rows]
 
 
 def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:
@@ -136,3 +194,218 @@ def lay_out(lengths: list[int], batch_size: int, steps: int, seed: int) -> list[
         shuffle.shuffle(batches)
         order += [row for batch in batches for row in batch]
     return order[: steps * batch_size]
+
+
+def trainer_arguments(
+    config: FinetuneConfig, backbone: Backbone, out: StageDir, steps: int
+) -> dict[str, Any]:
+    """Return the arguments of the fine-tune's trainer, but for the schedule of the rate, which is ours."""
+    return {
+        "output_dir": str(out.trainer),
+        # bf16 is autocast, needed where a bf16 base meets its fp32 adapter.
+        "bf16": backbone.causal_lm.dtype == torch.bfloat16,
+        "use_cpu": backbone.device.type == "cpu",
+        # It would recompute without the shared prefix's cache; batches are cut finer instead.
+        "gradient_checkpointing": False,
+        "max_steps": steps,
+        "per_device_train_batch_size": config.batch_size,
+        "learning_rate": config.learning_rate,
+        "max_grad_norm": LONGEST_GRADIENT,
+        "seed": config.seed,
+        "train_sampling_strategy": "sequential",  # the order of steps is planned beforehand
+        "logging_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": config.save_steps,
+        "save_total_limit": CHECKPOINTS,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "log_level": "error",
+        # Rows are lists until the forward pass, which packs them.
+        "dataset_kwargs": {"skip_prepare_dataset": True},
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": False,
+        "router_aux_loss_coef": 0.0,  # routers are frozen
+    }
+
+
+class StageCallback(TrainerCallback):
+    """Writes a trainer's metrics, seals its checkpoints, and lets a signal end it with one."""
+
+    def __init__(self, log: StageLog, backbone: Backbone, tokens_per_step: int):
+        self.log, self.backbone, self.tokens_per_step = log, backbone, tokens_per_step
+        self.interruption = Interruption(log.report)
+        self.skipped: int | None = None
+        self._base = backbone.checksum()
+        self._step_started = 0.0
+
+    def run(self, trainer: SFTTrainer) -> None:
+        """Train from the last checkpoint to the end.
+
+        Raises:
+            Interrupted: A signal came; the checkpoint is saved.
+        """
+        log = self.log
+        checkpoint = last_checkpoint(log.out, log.report)
+        if checkpoint:
+            log.report.note(f"resuming from step {steps_done(checkpoint)} of {log.steps}")
+        trainer.remove_callback(PrinterCallback)  # stdout is for results
+        with self.interruption.awaited():
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        trainer.model.eval()  # whatever follows measures or samples, without dropout
+        if not self.interruption.came:
+            return
+        reached = trainer.state.global_step
+        if reached >= log.steps:
+            raise KeyboardInterrupt  # it came in the last step; the stages after this one must not start
+        raise Interrupted(f"interrupted at step {reached} of {log.steps}; checkpoint saved")
+
+    def skip(self, step: int) -> None:
+        """Record that a step changes nothing: without gradients, the optimizer leaves weights and moments."""
+        self.skipped = step
+        self.log.skip(step)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._step_started = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.interruption.came = parallel.any_worker(self.interruption.came)
+        if self.interruption.came:
+            control.should_training_stop = True
+            control.should_save = True
+
+    def on_save(self, args, state, control, **kwargs):
+        if parallel.any_worker(self.backbone.checksum() != self._base):
+            message = f"the base weights changed before step {state.global_step}"
+            raise OpdclError(message, "this is a defect of opdcl: please report it")
+        parallel.check_same("adapters", self.backbone.adapter_norm("student"))
+        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        keep_records(self.log.out, checkpoint)
+        seal(checkpoint)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        # It would grow without bound, in memory and in every checkpoint; metrics.jsonl has it all.
+        state.log_history.clear()
+        if logs and "loss" in logs and self.skipped != state.global_step:
+            values = {key: value for key, value in logs.items() if key != "epoch"}
+            seconds = time.perf_counter() - self._step_started
+            self.log.step(state.global_step, values, self.tokens_per_step, seconds)
+
+
+class AnswerTrainer(SFTTrainer):
+    """SFTTrainer that computes the rows' shared prefix once and projects answer positions only.
+
+    The loss of a domain row is cross-entropy. A replayed row, whose answer base wrote, is held to base's
+    distribution at every token: the same gradient on average, without the noise of one answer.
+    """
+
+    pieces = 1  # micro-batches per batch; doubled whenever memory runs out
+
+    def __init__(
+        self, backbone: Backbone, schedule: Schedule, rows: list[Example], order: list[int], **options: Any
+    ):
+        weights = {weight: weight.data for weight in options["model"].parameters() if weight.requires_grad}
+        super().__init__(
+            train_dataset=Dataset.from_dict({"row": order}),
+            data_collator=lambda batch: [rows[item["row"]] for item in batch],
+            processing_class=backbone.tokenizer,
+            **options,
+        )
+        # On a quantized base TRL rounds the adapter to bf16, where small updates vanish.
+        for weight, original in weights.items():
+            weight.data = original
+        self.backbone, self.schedule = backbone, schedule
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        if getattr(self, "lr_scheduler", None) is None:
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, lambda step: self.schedule.share(step))
+        return self.lr_scheduler
+
+    def floating_point_ops(self, inputs):
+        return 0  # nobody reads it, and it would be counted from tensors
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        # Each piece divides by the tokens of the whole batch, so that the gradients of all pieces and workers
+        # add up to the batch's.
+        tokens = sum(len(row.predicting) for row in inputs)
+        while True:
+            try:
+                step = super().training_step
+                losses = [step(model, piece, tokens) for piece in _pieces(inputs, self.pieces)]
+                break
+            except (RuntimeError, MemoryError) as fault:
+                # A worker of a sharded base cannot repeat a step alone.
+                if not is_out_of_memory(fault) or parallel.sharded():
+                    raise
+                model.zero_grad()
+                self._cut_finer(inputs)
+        parallel.add_gradients(model)
+        loss = torch.stack(losses).sum()
+        total = parallel.sum_over_workers({"loss": float(loss)})["loss"]
+        loss = loss.new_tensor(total)
+        if is_finite(model, loss):
+            return loss
+        model.zero_grad(set_to_none=True)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, StageCallback):
+                callback.skip(self.state.global_step + 1)
+        return torch.zeros_like(loss)  # not NaN: the trainer sums losses up
+
+    def _cut_finer(self, rows: list[Example]) -> None:
+        if self.pieces >= len(parallel.my_share(rows)):
+            hint = "lower finetune.max_length, or choose a smaller model"
+            raise OpdclError("one training row alone does not fit into memory", hint)
+        self.pieces *= 2
+        release()
+        logger.warning("out of memory: continuing with batches cut into %d", self.pieces)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Return the loss of some rows as their share of the mean over the optimizer step's answer tokens."""
+        causal_lm = model.get_base_model()
+        targets_N = answer_ids(inputs, causal_lm.device)
+        marks: list[bool] = []
+        for row in inputs:
+            marks += [row.is_replayed] * len(row.predicting)
+        is_replayed_N = torch.tensor(marks, dtype=torch.bool, device=causal_lm.device)
+        needs_base, base_NH = any(marks), None
+        if parallel.sharded():  # its workers take every pass together
+            needs_base = parallel.any_worker(needs_base)
+        if needs_base:
+            # A context of its own: autocast reuses its copies of weights, and these have no gradients.
+            with self.compute_loss_context_manager(), torch.no_grad(), self.backbone.state("base"):
+                base_NH = answer_states(causal_lm, inputs)
+        with self.compute_loss_context_manager():
+            states_NH = answer_states(causal_lm, inputs)
+            if base_NH is None:
+                total = cross_entropy(states_NH, self.backbone.head_VH, targets_N).sum()
+            else:
+                total = self._mixed_loss(states_NH, base_NH, targets_N, is_replayed_N)
+        return total / num_items_in_batch
+
+    def _mixed_loss(
+        self,
+        states_NH: torch.Tensor,
+        base_NH: torch.Tensor,
+        targets_N: torch.Tensor,
+        is_replayed_N: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the summed loss in nats: cross-entropy of domain tokens, KL(base, student) of the others."""
+        head_VH, is_domain_N = self.backbone.head_VH, ~is_replayed_N
+        imitation = cross_entropy(states_NH[is_domain_N], head_VH, targets_N[is_domain_N]).sum()
+        divergence = token_losses(
+            states_NH[is_replayed_N],
+            head_VH,
+            HiddenStates(base_NH[is_replayed_N], head_VH.detach()),
+            targets_N[is_replayed_N],
+            sampler_N=torch.zeros_like(base_NH[is_replayed_N, 0]),
+            loss=LossSection(kind="forward_kl"),
+        ).loss.sum()
+        return imitation + divergence
+
+
+def _pieces(rows: list[Example], count: int) -> list[list[Example]]:
+    """Split this worker's rows of a batch; a worker without any gets the first row with its answer masked."""
+    own = list(parallel.my_share(rows))
+    if not own:
+        return [[replace(rows[0], learned=[False] * len(rows[0].ids))]]
+    size = math.ceil(len(own) / count)
+    return [own[start : start + size] for start in range(0, len(own), size)]

@@ -24,7 +24,7 @@ from opdcl.distill.checkpoints import Checkpoints, StudentOptimizer
 from opdcl.distill.grading import Grader, Sums, kl_by_route
 from opdcl.distill.health import check_turn_end
 from opdcl.distill.make_teacher import make_teacher, reach_own_model
-from opdcl.distill.prompts import RecoverySource, encode_stream, question_of
+from opdcl.distill.prompts import Prompts, RecoverySource
 from opdcl.distill.reward import Reward
 from opdcl.distill.rollout_queue import RolloutQueue, StepRollouts
 from opdcl.distill.schedule import STREAMS, Stream, plan_steps
@@ -58,6 +58,7 @@ class Recovery:
 def recover(
     config: RecoverConfig,
     source: RecoverySource,
+    prompts: dict[Stream, Prompts],
     backbone: Backbone,
     tuned: Path,
     out: StageDir,
@@ -65,7 +66,8 @@ def recover(
 ) -> None:
     """Train the tuned adapter towards base on general prompts, and hold it to tuned on domain prompts.
 
-    This resumes from the stage's last checkpoint, if there is one.
+    `prompts` are those of the source as token ids. This resumes from the stage's last checkpoint, if there is
+    one.
     """
     if config.method == "replay":
         imitation = config.loss.model_copy(update={"kind": "cross_entropy"})
@@ -76,7 +78,7 @@ def recover(
     backbone.load_adapter(tuned, "tuned")
     # Without dropout: with it, the model that is graded would not be the one that wrote the completions.
     backbone.causal_lm.eval()
-    with _recovery(config, source, backbone, tuned, out, report) as recovery:
+    with _recovery(config, source, prompts, backbone, tuned, out, report) as recovery:
         if config.method == "interpolate":
             recovery.validation.keep_start()
         else:
@@ -173,17 +175,15 @@ def step_metrics(batch: StepRollouts, sums: Sums) -> dict[str, float]:
 def _recovery(
     config: RecoverConfig,
     source: RecoverySource,
+    prompts: dict[Stream, Prompts],
     backbone: Backbone,
     tuned: Path,
     out: StageDir,
     report: StageReport,
 ) -> Iterator[Recovery]:
     """Yield a recovery with its prompts, teachers and schedule; afterwards the teachers' servers are left."""
-    train: dict[Stream, list[Prompt]] = {}
-    held_out: dict[Stream, list[Prompt]] = {}
-    for stream in STREAMS:
-        prompts = encode_stream(config, source, stream, backbone.tokenizer, backbone.context_length)
-        train[stream], held_out[stream] = prompts.train, prompts.held_out
+    train = {stream: of_stream.train for stream, of_stream in prompts.items()}
+    held_out = {stream: of_stream.held_out for stream, of_stream in prompts.items()}
     if config.given_answers:
         report.note(_describe_given(train["general"] + held_out["general"], config.limit("general")))
     with contextlib.ExitStack() as stack:
@@ -207,7 +207,7 @@ def _recovery(
         log = StageLog(report, out, config.steps)
         validation = Validation(config, grader, queue, held_out, out, log)
         if held_out["general"]:
-            validation.question = question_of(held_out["general"][0], source, "general", backbone.tokenizer)
+            validation.question = source.question_of(held_out["general"][0], "general")
         yield Recovery(config, backbone, grader, queue, validation, out, log)
 
 

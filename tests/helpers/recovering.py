@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from opdcl.config.recover import RecoverConfig
 from opdcl.distill.grading import Grader
 from opdcl.distill.kept_texts import texts_folder
-from opdcl.distill.prompts import read_recovery_source
+from opdcl.distill.prompts import encode_prompts, read_recovery_source
 from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.schedule import plan_steps
 from opdcl.distill.teachers import Teacher
@@ -53,6 +53,13 @@ def short_recovery(folder, **settings):
     return RecoverConfig(**streams | short | settings)
 
 
+def recover_rows(config, backbone, tuned, out, report):
+    """Recover on the rows that the settings name."""
+    source = read_recovery_source(config)
+    prompts = encode_prompts(config, source, backbone.tokenizer, backbone.context_length)
+    recover(config, source, prompts, backbone, tuned, out, report)
+
+
 def train(backbone, folder, name, config, stop=None):
     """Recover the adapter in `folder / "tuned"`, interrupted after step `stop` if given; return the stage."""
 
@@ -65,8 +72,7 @@ def train(backbone, folder, name, config, stop=None):
     out = StageDir(folder / name)
     fresh = Backbone(backbone.causal_lm, backbone.tokenizer, backbone.base_lm)
     try:
-        source = read_recovery_source(config)
-        recover(config, source, fresh, folder / "tuned", out, StopAt())
+        recover_rows(config, fresh, folder / "tuned", out, StopAt())
     except KeyboardInterrupt:
         assert stop
     finally:
@@ -102,8 +108,7 @@ def run(backbone, folder, **settings):
     config = short_recovery(folder, **on_policy | settings)
     out = StageDir(folder / "out")
     before = backbone.fingerprint()
-    source = read_recovery_source(config)
-    recover(config, source, backbone, folder / "tuned", out, Silent())
+    recover_rows(config, backbone, folder / "tuned", out, Silent())
     backbone.drop_adapters()
     assert backbone.fingerprint() == before
     assert (out.adapter / "adapter_model.safetensors").exists()

@@ -10,18 +10,18 @@ import signal
 
 import pytest
 import torch
-from helpers.recovering import Silent, run, short_recovery, train
+from helpers.recovering import Silent, recover_rows, run, short_recovery, train
 from safetensors.torch import load_file
 from transformers import get_scheduler
 
 from opdcl.config.recover import RecoverConfig
+from opdcl.data.rows import load_rows
 from opdcl.distill.grading import Grader
-from opdcl.distill.prompts import read_recovery_source
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.stages.recover import _student, recover
+from opdcl.stages.recover import _student
 from opdcl.training import Schedule, StageLog, is_finite
 
 
@@ -43,15 +43,14 @@ class Shown(Silent):
 
 def test_a_validation_says_two_numbers_and_shows_an_answer_of_each_model(backbone, tuned):
     config, out, report = short_recovery(tuned), StageDir(tuned / "out"), Shown()
-    source = read_recovery_source(config)
-    recover(config, source, backbone, tuned / "tuned", out, report)
+    recover_rows(config, backbone, tuned / "tuned", out, report)
     backbone.drop_adapters()
     first, *_, last = [row["validation"] for row in read_jsonl(out.metrics) if "validation" in row]
     before, now = (max(row["general_kl"], row["own_kl"]) for row in (first, last))
     said = f"distance to base {before:.2f} -> {now:.2f} nats, domain kept {100 * last['domain_kept']:.0f} %"
     assert f"step 6: {said}" in report.notes[-1]
     assert [*report.shown[-1]] == ["prompt", "base", "tuned", "student"]
-    assert report.shown[-1]["prompt"] == source.rows["general"][0].shown()
+    assert report.shown[-1]["prompt"] == load_rows(config.general[0])[0].shown()
 
 
 @pytest.mark.parametrize(
@@ -186,7 +185,7 @@ def test_an_interrupt_in_the_last_step_is_not_lost(backbone, tuned):
             pytest.raises(KeyboardInterrupt) if type(report) is not Silent else contextlib.nullcontext()
         )
         with expected:
-            recover(config, read_recovery_source(config), fresh, tuned / "tuned", out, report)
+            recover_rows(config, fresh, tuned / "tuned", out, report)
         fresh.drop_adapters()
     name = "adapter_model.safetensors"
     assert (out.adapter / name).read_bytes() == (whole.adapter / name).read_bytes()

@@ -11,7 +11,7 @@ from helpers.wording import nearest
 
 from opdcl.config.shipped import package_folder
 from opdcl.data.similarity import similarity
-from opdcl.distill.mixture import GROUPS
+from opdcl.distill.prompts import GROUPS
 
 EVALS = package_folder("evals")
 NEAR = 0.6

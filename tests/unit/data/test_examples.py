@@ -24,14 +24,15 @@ def read(loaded):
     tokenizer = copy.deepcopy(loaded.tokenizer)
 
     def read(rows: list[Row], **settings):
-        return read_examples(rows, FinetuneConfig(data="rows.jsonl", max_length=100, **settings), tokenizer)
+        config = FinetuneConfig(data="rows.jsonl", max_length=100, **settings)
+        return read_examples(with_answers(rows, config), config, tokenizer)
 
     read.tokenizer = tokenizer
     return read
 
 
 def test_long_rows_are_refused_together_with_their_number_the_first_and_the_longest(read):
-    longest = len(encode_example(ROWS[3], read.tokenizer, 100)[0].input_ids)
+    longest = len(encode_example(ROWS[3], read.tokenizer, 100)[0].ids)
     with pytest.raises(UsageError) as caught:
         read(ROWS)
     assert caught.value.message.startswith("2 rows are longer than 100 tokens (first: rows.jsonl:2 with ")
@@ -56,8 +57,8 @@ def test_long_rows_can_be_cut_unless_no_answer_remains(read):
     examples = read([*ROWS, all_prompt], long_rows="cut")
     whole = encode_example(ROWS[1], read.tokenizer, 100)[0]
     assert [r.where for r in examples.rows] == [r.where for r in ROWS]
-    assert examples.encoded[1].input_ids == whole.input_ids[:100]
-    assert examples.encoded[1].completion_mask == whole.completion_mask[:100]
+    assert examples.encoded[1].ids == whole.ids[:100]
+    assert examples.encoded[1].learned == whole.learned[:100]
     assert examples.notes[0].endswith("cut, 1 left out because no answer remained")
 
 
@@ -66,7 +67,7 @@ def test_plain_text_is_split_and_never_too_long(read):
     examples = read([text])
     assert examples.notes == []
     assert len(examples.rows) == 1
-    assert {len(e.input_ids) for e in examples.encoded[:-1]} == {100}
+    assert {len(e.ids) for e in examples.encoded[:-1]} == {100}
 
 
 def test_rows_that_the_chat_template_refuses_are_left_out_with_the_first_and_its_reason(read):
@@ -101,9 +102,9 @@ def test_bad_rows_are_refused_together_or_left_out(answer):
     assert caught.value.message == "2 rows have no answer to learn (first: rows.jsonl:2)"
     assert "finetune.bad_rows=skip" in caught.value.hint
     skipping = config.model_copy(update={"bad_rows": "skip"})
-    kept, notes = with_answers(rows, skipping)
-    assert kept == rows[:1]
-    assert notes == ["2 rows have no answer to learn (first: rows.jsonl:2); left out"]
+    kept = with_answers(rows, skipping)
+    assert (kept.usable, kept.count) == (rows[:1], 3)
+    assert kept.notes == ["2 rows have no answer to learn (first: rows.jsonl:2); left out"]
     with pytest.raises(UsageError):
         with_answers(rows[1:], skipping)
 

@@ -59,7 +59,7 @@ def family(request, tmp_path_factory):
 def bracketed(tokenizer, encoded):
     """Return the tokens of a row with a bracket where learning begins and ends."""
     pieces, before = [], 0
-    for token, learned in zip(spell(tokenizer, encoded.input_ids), encoded.completion_mask, strict=True):
+    for token, learned in zip(spell(tokenizer, encoded.ids), encoded.learned, strict=True):
         pieces += ["⟦"] * (learned > before) + ["⟧"] * (learned < before) + [token]
         before = learned
     return pieces + ["⟧"] * before
@@ -76,8 +76,8 @@ def test_each_answer_is_learned_with_the_token_that_ends_it(family):
         texts.append("".join(tokens))
     assert tuple(texts) == LEARNED[name]
     prompt = encode_prompt(ROW, tokenizer, 500)
-    assert sequences[0].input_ids[: len(prompt)] == prompt
-    assert all(sequences[0].completion_mask[len(prompt) :])
+    assert sequences[0].ids[: len(prompt)] == prompt
+    assert all(sequences[0].learned[len(prompt) :])
 
 
 def test_every_token_that_ends_an_answer_stops_sampling(family):

@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.model import ModelConfig
 from opdcl.data.chat import check_template, encode_prompt, with_variables
-from opdcl.data.examples import read_examples
+from opdcl.data.examples import read_examples, with_answers
 from opdcl.data.formats import check_row
 from opdcl.errors import UsageError
 from opdcl.model.load import load_tokenizer
@@ -75,14 +75,14 @@ def learned(row, tokenizer):
         prompt = encode_prompt(turn, tokenizer, 10_000)
         begin, found = len(prompt), []
         for encoded in sequences:
-            asked = encoded.input_ids[:begin] == prompt
-            if asked and encoded.completion_mask[begin - 1 : begin + 1] == [0, 1]:
-                end = (*encoded.completion_mask, 0).index(0, begin)
-                found.append(encoded.input_ids[begin:end])
+            asked = encoded.ids[:begin] == prompt
+            if asked and encoded.learned[begin - 1 : begin + 1] == [0, 1]:
+                end = (*encoded.learned, 0).index(0, begin)
+                found.append(encoded.ids[begin:end])
         (ids,) = found
         texts.append(tokenizer.decode(ids))
         count += len(ids)
-    return texts, sum(sum(encoded.completion_mask) for encoded in sequences) - count
+    return texts, sum(sum(encoded.learned) for encoded in sequences) - count
 
 
 def ends_with(text, answer, tokenizer):
@@ -225,9 +225,8 @@ def test_a_template_may_need_nothing_to_open_an_answer(tokenizer):
 
 def examples(rows, tokenizer, **settings):
     config = FinetuneConfig(data="rows.jsonl", **settings)
-    return read_examples(
-        [check_row(row, f"rows.jsonl:{i}") for i, row in enumerate(rows, 1)], config, tokenizer
-    )
+    checked = [check_row(row, f"rows.jsonl:{i}") for i, row in enumerate(rows, 1)]
+    return read_examples(with_answers(checked, config), config, tokenizer)
 
 
 def answered(text, **more):
@@ -249,7 +248,7 @@ def test_the_thought_of_an_earlier_answer_cannot_be_learned_with_thinking_off():
     first = answered("Ada.", reasoning_content="Think.")["messages"]
     read = examples([{"messages": [*first, *answered("Bob.")["messages"]]}], tokenizer)
     (encoded,) = read.encoded
-    assert sum(encoded.completion_mask) == len([*"Bob.", "<|im_end|>"])
+    assert sum(encoded.learned) == len([*"Bob.", "<|im_end|>"])
     assert "1 row has answers that are not learned (first: rows.jsonl:1)" in read.notes[0]
 
 
@@ -314,12 +313,12 @@ def test_each_piece_of_plain_text_begins_as_the_tokenizer_begins_texts(family, b
     text = "0123456789abcdef"
     for written in (text, "".join(begin) + text, text + tokenizer.eos_token):
         pieces = encode_example(check_row({"text": written}, "page.md"), tokenizer, 7)
-        tokens = [spell(tokenizer, piece.input_ids) for piece in pieces]
+        tokens = [spell(tokenizer, piece.ids) for piece in pieces]
         assert all(piece[: len(begin)] == begin for piece in tokens)
         assert [t for piece in tokens for t in piece[len(begin) :]] == [*text, tokenizer.eos_token]
         assert max(map(len, tokens)) == 7
         for piece in pieces:
-            assert piece.completion_mask == [0] * len(begin) + [1] * (len(piece.input_ids) - len(begin))
+            assert piece.learned == [0] * len(begin) + [1] * (len(piece.ids) - len(begin))
 
 
 def test_a_model_whose_template_opens_no_answer_is_not_loaded(tiny_model):

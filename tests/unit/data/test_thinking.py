@@ -48,8 +48,8 @@ def case(request, folder):
 def test_training_learns_what_the_prompt_leads_to(case):
     tokenizer, taught, prompt, learned = case
     (encoded,) = encode_example(taught, tokenizer, 500)
-    assert spell(tokenizer, encoded.input_ids) == [*prompt, *learned]
-    assert encoded.completion_mask == [0] * len(prompt) + [1] * len(learned)
+    assert spell(tokenizer, encoded.ids) == [*prompt, *learned]
+    assert encoded.learned == [0] * len(prompt) + [1] * len(learned)
 
 
 def test_sampling_starts_where_training_does_and_stops_after_the_answer(case):
@@ -136,7 +136,7 @@ def test_a_thought_is_learned_wherever_a_row_holds_it(taught, folder):
 def test_the_thought_of_gpt_oss_is_learned_with_its_channel():
     tokenizer = make_tokenizer(GPT_OSS)
     (encoded,) = encode_example(row(reasoning_content="Add."), tokenizer, 500)
-    pairs = zip(encoded.input_ids, encoded.completion_mask, strict=True)
+    pairs = zip(encoded.ids, encoded.learned, strict=True)
     assert tokenizer.decode([i for i, learned in pairs if learned]) == (
         "<|channel|>analysis<|message|>Add.<|end|><|start|>assistant<|channel|>final<|message|>4.<|return|>"
     )
@@ -147,7 +147,7 @@ def test_a_row_sets_variables_of_its_own(folder):
     mixed = row(chat_template_kwargs={"enable_thinking": False})
     (encoded,) = encode_example(mixed, tokenizer, 500)
     assert spell(tokenizer, encode_prompt(mixed, tokenizer, 500)) == [*ASKED, *NO_THOUGHT]
-    assert sum(encoded.completion_mask) == len(ANSWER)
+    assert sum(encoded.learned) == len(ANSWER)
     with pytest.raises(UsageError, match="r:1: the chat template has no variable 'thinking' to set"):
         encode_prompt(row(chat_template_kwargs={"thinking": True}), tokenizer, 500)
 

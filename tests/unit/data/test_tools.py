@@ -44,7 +44,7 @@ def row(**changes):
 def bracketed(tokenizer, encoded):
     """Return the text of a sequence, with what is learned between ⟦ and ⟧."""
     text, before = "", 0
-    for i, learned in zip(encoded.input_ids, encoded.completion_mask, strict=True):
+    for i, learned in zip(encoded.ids, encoded.learned, strict=True):
         text += "⟦" * (learned > before) + "⟧" * (learned < before) + tokenizer.decode([i])
         before = learned
     return text + "⟧" * before
@@ -95,11 +95,11 @@ def test_base_is_asked_for_the_call_with_the_tools_that_training_shows(family):
     whole, *apart = encode_example(row(), tokenizer, 5000)
     call = (apart or [whole])[0]
     asked = encode_prompt(row(messages=[ASKED]), tokenizer, 5000)
-    assert call.input_ids[: len(asked)] == asked
-    assert call.completion_mask[: len(asked) + 1] == [0] * len(asked) + [1]
+    assert call.ids[: len(asked)] == asked
+    assert call.learned[: len(asked) + 1] == [0] * len(asked) + [1]
     answered = encode_prompt(row(), tokenizer, 5000)
-    assert whole.input_ids[: len(answered)] == answered
-    assert whole.completion_mask[len(answered)] == 1
+    assert whole.ids[: len(answered)] == answered
+    assert whole.learned[len(answered)] == 1
     assert encode_prompt(replace(row(messages=[ASKED]), tools=None), tokenizer, 5000) != asked
 
 

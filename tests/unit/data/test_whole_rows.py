@@ -91,8 +91,8 @@ def rows(draw):
 def prompt_part(row, tokenizer):
     """Return the ids before the last answer of a row in the fine-tune."""
     example = encode_example(row, tokenizer, 4000)[0]
-    last = max(i for i, learned in enumerate(example.completion_mask) if not learned)
-    return example.input_ids[: last + 1]
+    last = max(i for i, learned in enumerate(example.learned) if not learned)
+    return example.ids[: last + 1]
 
 
 def write(file, rows):

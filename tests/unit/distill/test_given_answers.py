@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers.recovering import Notes, short_recovery, train, whole_and_resumed
+from helpers.recovering import Notes, recover_rows, short_recovery, train, whole_and_resumed
 from helpers.teaching import encode
 
 from opdcl.config.load import validate
@@ -14,7 +14,6 @@ from opdcl.distill.prompts import read_recovery_source
 from opdcl.errors import UsageError
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.stages.recover import recover
 
 GIVEN = {"given_answers": True, "lmbda": 0.0, "max_new_tokens": 12}
 
@@ -61,7 +60,7 @@ def test_an_answer_has_the_ids_that_a_fine_tune_learns_and_ends(backbone, tuned,
 
 def test_it_says_how_many_are_given_and_cut(backbone, tuned, rows):
     notes, config = Notes(), short_recovery(tuned, **GIVEN | {"steps": 1})
-    recover(config, read_recovery_source(config), backbone, tuned / "tuned", StageDir(tuned / "out"), notes)
+    recover_rows(config, backbone, tuned / "tuned", StageDir(tuned / "out"), notes)
     prompts = encode(config, "general", backbone)
     cut = sum(len(p.answer) > 12 for p in prompts.train + prompts.held_out)
     assert 0 < cut < 8

@@ -6,18 +6,16 @@ import threading
 import pytest
 import torch
 from helpers.command import ROOT
-from helpers.recovering import Notes, short_recovery
+from helpers.recovering import Notes, recover_rows, short_recovery
 from helpers.scripts import load_script
 
 from opdcl.distill import kept_texts
 from opdcl.distill.kept_texts import KeptTexts, texts_folder
-from opdcl.distill.prompts import read_recovery_source
 from opdcl.distill.teachers import EmaTeacher, SecondModel, Teacher, TrustRegionTeacher
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.sampling.rollout import Prompt, Rollout
-from opdcl.stages.recover import recover
 
 PROMPTS = [Prompt([1, 520, 3690, 198, 9 + i]) for i in range(3)]
 OPTIONS = {"max_new_tokens": 5, "seed": 1}
@@ -33,7 +31,7 @@ def recovered(backbone, folder, name, **settings):
     """Return a recovery's adapter and metrics, apart from times, and what it said of kept texts."""
     config, out, notes = short_recovery(folder, **settings), StageDir(folder / name), Notes()
     fresh = Backbone(backbone.causal_lm, backbone.tokenizer)
-    recover(config, read_recovery_source(config), fresh, folder / "tuned", out, notes)
+    recover_rows(config, fresh, folder / "tuned", out, notes)
     fresh.drop_adapters()
     rows = [{k: v for k, v in row.items() if k != "seconds"} for row in read_jsonl(out.metrics)]
     weights = (out.adapter / "adapter_model.safetensors").read_bytes()

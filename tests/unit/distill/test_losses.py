@@ -8,9 +8,8 @@ import torch
 from opdcl.config.recover import RewardSection
 from opdcl.config.teacher import LossSection
 from opdcl.distill import losses
-from opdcl.distill.losses import missed_ends, token_losses
+from opdcl.distill.losses import CHUNK, missed_ends, token_losses
 from opdcl.model.distributions import HiddenStates
-from opdcl.model.positions import CHUNK
 
 V, H = 37, 8
 DIVERGENCES = ["reverse_kl", "forward_kl", "top_k"]

@@ -6,9 +6,9 @@ import pytest
 
 from opdcl.config.load import load, validate
 from opdcl.config.recover import RecoverConfig, split_share
+from opdcl.data.chat import encode_prompt
 from opdcl.data.formats import Row
-from opdcl.distill.mixture import GROUPS, read_mixture
-from opdcl.distill.prompts import encode_stream, read_recovery_source
+from opdcl.distill.prompts import GROUPS, encode_stream, read_mixture, read_recovery_source
 from opdcl.errors import UsageError
 
 # 12 general steps with 8 prompts each.
@@ -173,3 +173,15 @@ def test_prompts_that_are_all_the_same_are_practised_beside_others_and_refused_a
     config = RecoverConfig(general=["same"], **STEPS)
     with pytest.raises(UsageError, match="all the same"):
         encode_stream(config, read_recovery_source(config, read_rows), "general", backbone.tokenizer, 512)
+
+
+def test_a_prompt_leads_back_to_its_row_where_shipped_ones_without_room_are_left_out(backbone):
+    config = RecoverConfig(general=["everyday"], max_new_tokens=8, **STEPS)
+    source = read_recovery_source(config)
+    encoded = encode_stream(config, source, "general", backbone.tokenizer, 60)
+    rows = source.rows["general"]
+    assert 0 < len(encoded.train) < len(rows)
+    for prompt in encoded.train:
+        assert encode_prompt(rows[prompt.number], backbone.tokenizer, 10_000) == prompt.ids
+    asked = encoded.held_out[-1]
+    assert source.question_of(asked, "general") == source.held_out["general"][asked.number].shown()

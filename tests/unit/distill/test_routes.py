@@ -6,18 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.near import ROUNDING, relative_error
-from helpers.recovering import Silent, make_trainer
+from helpers.recovering import Silent, make_trainer, recover_rows
 from helpers.teaching import ROLLOUTS, SHOWN, encode, graded, specialist
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import TeacherSection
 from opdcl.distill.make_teacher import make_teacher
-from opdcl.distill.prompts import read_recovery_source
 from opdcl.distill.teachers import Teacher
 from opdcl.errors import UsageError
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.stages.recover import recover
 from opdcl.training import save_adapter
 
 
@@ -147,8 +145,7 @@ def test_one_student_learns_from_two_specialists_and_its_distance_to_each_is_rep
         health=False,
     )
     out = StageDir(answered / "one")
-    source = read_recovery_source(config)
-    recover(config, source, backbone, answered / "left", out, Silent())
+    recover_rows(config, backbone, answered / "left", out, Silent())
     first, *_, last = (r["validation"] for r in read_jsonl(out.metrics) if "validation" in r)
     assert {k for k in first if "domain_kl" in k} == {"domain_kl", "domain_kl/left", "domain_kl/right"}
     assert first["domain_kl/left"] < 1e-4 * first["domain_kl/right"]

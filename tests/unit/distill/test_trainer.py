@@ -215,14 +215,12 @@ def test_one_long_sequence_makes_no_padding_of_the_others():
 
 def test_the_shared_prefix_changes_neither_states_nor_gradient(backbone, monkeypatch):
     model = backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
-    sequences = [
-        (r.prompt_ids + r.completion_ids, [False] * 5 + [True] * len(r.completion_ids)) for r in ROLLOUTS
-    ]
+    examples = [rollout.example for rollout in ROLLOUTS]
     results = []
     for share in (True, False):
         model.zero_grad()
         monkeypatch.setattr("opdcl.model.forward._shares_prefix", lambda model, share=share: share)
-        states = answer_states(backbone.causal_lm, sequences)
+        states = answer_states(backbone.causal_lm, examples)
         # The final norm makes a sum of squares constant, whose gradient is only rounding.
         (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum().backward()
         results.append(
@@ -230,7 +228,7 @@ def test_the_shared_prefix_changes_neither_states_nor_gradient(backbone, monkeyp
         )
     for shared, plain in zip(*results, strict=True):
         assert relative_error(shared, plain) < ROUNDING
-    assert len(results[0][0]) == len(answer_ids(sequences, torch.device("cpu")))
+    assert len(results[0][0]) == len(answer_ids(examples, torch.device("cpu")))
 
 
 def test_shrinking_scales_what_the_adapter_adds(trainer):

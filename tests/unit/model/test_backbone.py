@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-from helpers.recovering import Silent, short_recovery
+from helpers.recovering import Silent, recover_rows, short_recovery
 
 from opdcl.config.finetune import LoraSection
-from opdcl.distill.prompts import read_recovery_source
 from opdcl.errors import OpdclError
 from opdcl.rundir.layout import StageDir
-from opdcl.stages.recover import recover
 
 
 def flip_lowest_bit(weight: torch.Tensor, index: int) -> None:
@@ -52,5 +50,5 @@ def test_a_base_that_changes_during_training_ends_the_stage_at_its_next_checkpoi
 
     config = short_recovery(tuned, validate_every=2)
     with pytest.raises(OpdclError, match="the base weights changed before step 4"):
-        recover(config, read_recovery_source(config), backbone, tuned / "tuned", out, Spoiler())
+        recover_rows(config, backbone, tuned / "tuned", out, Spoiler())
     assert out.last_checkpoint().name == "checkpoint-2"

@@ -4,12 +4,13 @@ import math
 
 import torch
 
+from opdcl.data.examples import Example
 from opdcl.model.forward import answer_ids, answer_states
 
 
 def test_the_prefix_of_all_rows_runs_once_up_to_the_first_graded_position(loaded):
     shared = [1, 520, 3690, *range(300, 330)]
-    rows = [([*shared, 40 + i, 41, *range(60, 62 + i)], [False] * 35 + [True] * (2 + i)) for i in range(3)]
+    rows = [Example.of([*shared, 40 + i, 41], [*range(60, 62 + i)]) for i in range(3)]
     shapes = []
     embedding = loaded.causal_lm.get_input_embeddings()
     hook = embedding.register_forward_pre_hook(lambda module, inputs: shapes.append(tuple(inputs[0].shape)))
@@ -23,7 +24,7 @@ def test_the_prefix_of_all_rows_runs_once_up_to_the_first_graded_position(loaded
 
 
 def test_eager_attention_hides_the_same_tokens(loaded):
-    rows = [([1, 520, 3690, *range(40, 50 + i)], [False] * 6 + [True] * (7 + i)) for i in range(3)]
+    rows = [Example.of([1, 520, 3690, 40, 41, 42], [*range(43, 50 + i)]) for i in range(3)]
     config = loaded.causal_lm.config
     with torch.no_grad():
         expected = answer_states(loaded.causal_lm, rows)

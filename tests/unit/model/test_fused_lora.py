@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from opdcl.model.fused_lora import fuse
+from opdcl.model.lora import fuse
 
 
 class Net(torch.nn.Module):

@@ -9,10 +9,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from opdcl.data.examples import Example
 from opdcl.model import forward, llama_pass
 from opdcl.model.forward import answer_states
-from opdcl.model.fused_lora import fuse
 from opdcl.model.llama_pass import packs, rms_norm
+from opdcl.model.lora import fuse
 
 FAMILIES = {
     "llama": {"attention_bias": True, "mlp_bias": True},
@@ -22,7 +23,7 @@ FAMILIES = {
 }
 PREFIX = [5, 6, 7, 8]
 ROWS = [
-    ([*PREFIX, *range(20 + i, 20 + i + length)], [False] * (len(PREFIX) + 2) + [True] * (length - 2))
+    Example.of([*PREFIX, 20 + i, 21 + i], [*range(22 + i, 20 + i + length)])
     for i, length in enumerate((6, 3, 6, 4, 3))
 ]
 
@@ -63,7 +64,7 @@ def assert_same(peft, monkeypatch) -> dict[str, torch.Tensor]:
     assert packs(peft.get_base_model(), 10)
     expected, reference = run(peft, False, monkeypatch)
     states, grads = run(peft, True, monkeypatch)
-    assert len(states) == sum(sum(answer) for _, answer in ROWS)
+    assert len(states) == sum(sum(row.learned) for row in ROWS)
     torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-4)
     for name, grad in grads.items():
         assert (grad is None) == (reference[name] is None)
@@ -158,7 +159,7 @@ def test_the_kernel_within_rows_is_for_gpus_that_have_it(monkeypatch, expected, 
     assert llama_pass.attends_within_rows(config, given["device"], given["dtype"]) == expected
 
 
-@pytest.mark.parametrize("rows", [ROWS[:1], [(ids[4:], answer[4:]) for ids, answer in ROWS[:1]] * 2])
+@pytest.mark.parametrize("rows", [ROWS[:1], [Example(ROWS[0].ids[4:], ROWS[0].learned[4:])] * 2])
 def test_rows_without_a_common_beginning(rows, monkeypatch):
     peft = model_of("llama")
     with torch.no_grad():

@@ -126,9 +126,8 @@ def test_training_evaluation_and_sampling_use_the_same_model_and_leave_it_unchan
             rollouts = sample(sampler, batch, **options)
             (alone,) = sample(sampler, batch[:1], **options)
         assert alone.completion_ids == rollouts[0].completion_ids
-        rows = [(r.prompt_ids + r.completion_ids, [False] * 5 + [True] * 6) for r in rollouts]
         with torch.no_grad(), backbone.state(state) as graded:
-            states = answer_states(graded, rows)
+            states = answer_states(graded, [rollout.example for rollout in rollouts])
         graded_logprobs = (states @ backbone.head_VH.T).log_softmax(-1)
         tokens = torch.tensor([token for r in rollouts for token in r.completion_ids])
         expected = torch.tensor([value for r in rollouts for value in r.logprobs])

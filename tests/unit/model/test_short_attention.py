@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from opdcl.model import short_attention as module
-from opdcl.model.short_attention import ShortAttention
+from opdcl.model import llama_pass as module
+from opdcl.model.llama_pass import ShortAttention
 
 
 def operands(heads: int, groups: int, width: int, prefix: int, dtype=torch.double):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from opdcl.data.examples import Example
 from opdcl.model import forward
 from opdcl.model.forward import answer_states
 from opdcl.model.side_by_side import side_by_side
@@ -23,9 +24,7 @@ def rows(lengths=(9, 3, 12, 5, 7, 3, 4)):
     """Return rows of these many tokens after the prefix; answers begin at the fourth-last."""
     tokens = torch.Generator().manual_seed(3)
     draws = [torch.randint(300, 4000, (n,), generator=tokens).tolist() for n in lengths]
-    return [
-        (PREFIX + ids, [False] * (len(PREFIX) + len(ids) - 3) + [True] * min(3, len(ids))) for ids in draws
-    ]
+    return [Example.of(PREFIX + ids[:-3], ids[-3:]) for ids in draws]
 
 
 def test_tasks_run_with_their_share_of_the_cores_in_order(cores):

@@ -80,7 +80,7 @@ def test_parameters_are_counted_to_a_hundredth(name):
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_activations_are_within_a_fifth_of_what_is_kept_for_the_gradient(monkeypatch, name, dtype):
-    monkeypatch.setattr("opdcl.model.fused_lora._is_plain", lambda layer, x: True)
+    monkeypatch.setattr("opdcl.model.lora._is_plain", lambda layer, x: True)
     config = SHAPES[name]
     one, three = (counted(config, layers, getattr(torch, dtype)) for layers in (1, 3))
     per_token = (three - one) / 2 / TOKENS * config.num_hidden_layers
@@ -92,7 +92,7 @@ def as_on_a_gpu(monkeypatch):
     def attention(query, key, value, *rows, scale, window_size, enable_gqa):
         return Kernel.apply(True, query, key, value)
 
-    monkeypatch.setattr("opdcl.model.fused_lora._is_plain", lambda layer, x: True)
+    monkeypatch.setattr("opdcl.model.lora._is_plain", lambda layer, x: True)
     for module in (llama_pass, forecast):
         monkeypatch.setattr(module, "attends_within_rows", lambda *given: True)
     monkeypatch.setattr(llama_pass, "rms_norm", lambda x, norm: Kernel.apply(False, x))

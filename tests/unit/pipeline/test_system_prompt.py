@@ -37,7 +37,7 @@ def workflow(recover: str | None = None, evaluation: str | None = None) -> Workf
 def asked(job: Job) -> dict[str, list[str]]:
     """Return the prompts of each use as text."""
     found = {name: job.asked(name) for name in ("instructions", "questions", "closeness")}
-    for stream, prompts in job.encode(job.workflow.recover, job.recovery).items():
+    for stream, prompts in job.prompts.items():
         found[stream] = [prompt.ids for prompt in prompts.train]
         found[f"{stream}, held out"] = [prompt.ids for prompt in prompts.held_out]
     return {use: [job.tokenizer.decode(ids) for ids in texts] for use, texts in found.items()}

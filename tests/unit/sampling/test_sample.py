@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from opdcl.config.finetune import LoraSection
+from opdcl.data.examples import Example
 from opdcl.model.forward import answer_states
 from opdcl.sampling import decode, llama_step
 from opdcl.sampling.decoder import DRAW_BLOCK, PREFILL_ROWS, draw
@@ -318,10 +319,10 @@ def test_states_of_a_sliding_window_model_equal_its_own_forward():
             initializer_range=0.5,
         )
     ).eval()
-    rows = [([1, 5, 9, 20 + i, 7, 8, *range(30, 31 + i)], [False] * 4 + [True] * (3 + i)) for i in range(3)]
+    rows = [Example.of([1, 5, 9, 20 + i], [7, 8, *range(30, 31 + i)]) for i in range(3)]
     with torch.no_grad():
         states = answer_states(model, rows)
-        whole = [model.base_model(torch.tensor([ids])).last_hidden_state[0, 3:-1] for ids, _ in rows]
+        whole = [model.base_model(torch.tensor([row.ids])).last_hidden_state[0, 3:-1] for row in rows]
     torch.testing.assert_close(states, torch.cat(whole), atol=1e-5, rtol=1e-4)
 
 

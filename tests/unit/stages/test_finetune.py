@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from opdcl.config.finetune import SHOWN_ANSWER, FinetuneConfig, LoraSection, Rep
 from opdcl.config.model import ModelConfig
 from opdcl.console import Output
 from opdcl.data.chat import encode_prompt
-from opdcl.data.examples import Examples, read_examples
+from opdcl.data.examples import Example, Examples, read_examples, with_answers
 from opdcl.data.rows import Row, load_rows
 from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.teachers import Teacher
@@ -28,8 +29,15 @@ from opdcl.model.backbone import Backbone
 from opdcl.model.forward import answer_ids, answer_states
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.stages.answer_trainer import AnswerTrainer, LearnedRow, _pieces, trainer_arguments
-from opdcl.stages.finetune import as_distillation, finetune, lay_out, planned_steps
+from opdcl.stages.finetune import (
+    AnswerTrainer,
+    _pieces,
+    as_distillation,
+    finetune,
+    lay_out,
+    planned_steps,
+    trainer_arguments,
+)
 from opdcl.training import Schedule
 
 QA = Row([{"role": "user", "content": "What is the code?"}], "Seven", None, "here:1")
@@ -59,10 +67,10 @@ def test_rows_of_like_length_share_a_batch():
 
 def test_only_the_answer_is_learned_and_it_ends_with_the_turn(backbone):
     (encoded,) = encode_example(QA, backbone.tokenizer, 500)
-    learned = [i for i, m in zip(encoded.input_ids, encoded.completion_mask, strict=True) if m]
+    learned = [i for i, m in zip(encoded.ids, encoded.learned, strict=True) if m]
     assert backbone.tokenizer.decode(learned) == "Seven<|im_end|>"
     prompt = encode_prompt(QA, backbone.tokenizer, 500)
-    assert encoded.input_ids[: len(prompt)] == prompt
+    assert encoded.ids[: len(prompt)] == prompt
 
 
 def test_answer_loss_equals_the_models_own(backbone):
@@ -71,17 +79,16 @@ def test_answer_loss_equals_the_models_own(backbone):
         encode_example(Row(QA.prompt, a, None, "x"), backbone.tokenizer, 500)[0]
         for a in ("Seven", "Eight or nine")
     ]
-    sequences = [(e.input_ids, [bool(m) for m in e.completion_mask]) for e in encoded]
     with torch.no_grad():
-        logits = backbone.causal_lm.get_output_embeddings()(answer_states(backbone.causal_lm, sequences))
+        logits = backbone.causal_lm.get_output_embeddings()(answer_states(backbone.causal_lm, encoded))
         shared = torch.nn.functional.cross_entropy(
-            logits, answer_ids(sequences, logits.device), reduction="sum"
+            logits, answer_ids(encoded, logits.device), reduction="sum"
         )
         reference = 0.0
         for e in encoded:
-            ids = torch.tensor([e.input_ids])
-            labels = torch.where(torch.tensor([e.completion_mask]) == 1, ids, -100)
-            reference += float(backbone.causal_lm(ids, labels=labels).loss) * sum(e.completion_mask)
+            ids = torch.tensor([e.ids])
+            labels = torch.where(torch.tensor([e.learned]), ids, -100)
+            reference += float(backbone.causal_lm(ids, labels=labels).loss) * sum(e.learned)
     assert float(shared) == pytest.approx(reference, rel=1e-4)
 
 
@@ -116,7 +123,9 @@ def learn(tmp_path, tiny_model):
         report = StopAt(stop) if stop else Output("quiet").stage("finetune")
         backbone = Backbone.load(base)
         replay = load_rows(config.replay.prompts) if config.replay.share else []
-        examples = read_examples(load_rows(config.data), config, backbone.tokenizer, replay)
+        examples = read_examples(
+            with_answers(load_rows(config.data), config), config, backbone.tokenizer, replay
+        )
         try:
             finetune(config, examples, backbone, start, out, report)
         except KeyboardInterrupt:
@@ -145,12 +154,12 @@ def test_the_first_loss_is_the_mean_over_all_answer_tokens_and_over_no_others(le
     total, count, length = 0.0, 0, 0
     for row in load_rows(str(tmp_path / "rows.jsonl")):
         (encoded,) = encode_example(row, backbone.tokenizer, 500)
-        ids = torch.tensor(encoded.input_ids)
+        ids = torch.tensor(encoded.ids)
         length += len(ids)
         with torch.no_grad():
             log_p = backbone.causal_lm(ids[None]).logits[0].log_softmax(-1)
         for i in range(1, len(ids)):
-            if encoded.completion_mask[i]:
+            if encoded.learned[i]:
                 total, count = total - float(log_p[i - 1, ids[i]]), count + 1
     assert steps[0] == (pytest.approx(total / count, rel=1e-4), length)  # a step has all rows
 
@@ -160,7 +169,8 @@ def test_once_a_base_is_loaded_nothing_of_it_is_read_again(tmp_path, backbone):
     config = FinetuneConfig(data="rows", batch_size=2, learning_rate=1e-3, epochs=1)
     rows = [Row(QA.prompt, answer, None, "x") for answer in ("Seven", "Eight")]
     out = StageDir(tmp_path / "out")
-    finetune(config, read_examples(rows, config, backbone.tokenizer), backbone, None, out, Silent())
+    examples = read_examples(with_answers(rows, config), config, backbone.tokenizer)
+    finetune(config, examples, backbone, None, out, Silent())
     assert (out.adapter / "adapter_model.safetensors").exists()
 
 
@@ -177,7 +187,8 @@ def test_a_worker_without_a_row_of_the_batch_adds_no_loss_and_no_gradient(
     backbone, tmp_path, monkeypatch, is_replayed
 ):
     model = backbone.new_adapter(LoraSection(r=2, alpha=4), 0)
-    rows = [LearnedRow.of(row, is_replayed) for row in encode_example(QA, backbone.tokenizer, 500)]
+    (row,) = encode_example(QA, backbone.tokenizer, 500)
+    rows = [replace(row, is_replayed=is_replayed)]
     trainer = trainer_of(backbone, model, rows, tmp_path)
     (batch,) = trainer.get_train_dataloader()
     monkeypatch.setattr(parallel, "_count", 2)
@@ -330,7 +341,7 @@ def test_self_distillation_needs_answers(tmp_path, backbone):
 @pytest.fixture
 def replay(tmp_path, monkeypatch):
     """Settings that replay as many rows as the domain has, with six prompts and short answers."""
-    monkeypatch.setattr("opdcl.distill.replay.REPLAYED_TOKENS", 6)
+    monkeypatch.setattr("opdcl.stages.finetune.REPLAYED_TOKENS", 6)
     rows = [json.dumps({"prompt": f"Write a line about {i}."}) for i in range(6)]
     (tmp_path / "general.jsonl").write_text("\n".join(rows))
     return {"share": 0.5, "prompts": str(tmp_path / "general.jsonl")}
@@ -398,13 +409,13 @@ def test_a_domain_row_is_imitated_and_a_replayed_row_has_bases_distribution(back
     }
     rows = {kind: pairs if kind in kinds else [] for kind, pairs in rows.items()}
     learned = [
-        LearnedRow(prompt + answer, [False] * len(prompt) + [True] * len(answer), kind == "replayed")
+        Example.of(prompt, answer, kind == "replayed")
         for kind, pairs in rows.items()
         for prompt, answer in pairs
     ]
     trainer = trainer_of(backbone, model, learned, tmp_path)
     (batch,) = trainer.get_train_dataloader()
-    loss = trainer.compute_loss(model, batch, num_items_in_batch=sum(row.targets for row in batch))
+    loss = trainer.compute_loss(model, batch, num_items_in_batch=sum(len(row.predicting) for row in batch))
     assert float(loss.detach()) == pytest.approx(naive_loss(model, **rows), rel=1e-4)
     loss.backward()
     assert any(p.grad.any() for name, p in model.named_parameters() if "lora_B" in name)

@@ -9,7 +9,7 @@ from helpers.recovering import Silent
 
 from opdcl.config.finetune import FinetuneConfig, LoraSection, ReplaySection
 from opdcl.config.load import validate
-from opdcl.data.examples import read_examples
+from opdcl.data.examples import read_examples, with_answers
 from opdcl.data.rows import load_rows
 from opdcl.errors import UsageError
 from opdcl.rundir.files import read_jsonl
@@ -30,7 +30,7 @@ def test_the_rate_rises_in_a_twentieth_of_the_steps_and_falls_on_a_cosine(backbo
     )
     torch.manual_seed(0)
     out = StageDir(tmp_path / "out")
-    examples = read_examples(load_rows(config.data), config, backbone.tokenizer)
+    examples = read_examples(with_answers(load_rows(config.data), config), config, backbone.tokenizer)
     finetune(config, examples, backbone, None, out, Silent())
     rates = [row["learning_rate"] for row in read_jsonl(out.metrics) if "loss" in row]
     falling = [0.5 + 0.5 * math.cos(math.pi * step / 38) for step in range(38)]

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from helpers.recovering import Silent, run, short_recovery, whole_and_resumed
+from helpers.recovering import Silent, recover_rows, run, short_recovery, whole_and_resumed
 from safetensors.torch import load_file, save_file
 
 from opdcl.config.recover import RecoverConfig
@@ -15,7 +15,6 @@ from opdcl.distill.start import BETWEEN, distance_left
 from opdcl.distill.validation import NO_WORSE, Measurements, Validation, kl_score
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.stages.recover import recover
 
 
 def held_out(rows):
@@ -147,7 +146,7 @@ def test_the_shares_of_held_out_kl_are_none_at_tuned_and_all_at_base(backbone, t
 
     config = short_recovery(tuned, start=1, steps=2, validate_every=2, learning_rate=1e-12)
     out = StageDir(tuned / "out")
-    recover(config, read_recovery_source(config), backbone, tuned / "tuned", out, Shrinking())
+    recover_rows(config, backbone, tuned / "tuned", out, Shrinking())
     measured = [r["validation"] for r in read_jsonl(out.metrics) if "validation" in r][-1]
     assert (measured["general_recovered"], measured["domain_kept"]) == (
         pytest.approx(recovered, abs=1e-3),
