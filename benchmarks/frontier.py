@@ -69,17 +69,10 @@ def draw(out: Path) -> None:
     rows = read("decided")["rows"]
     for arm, (name, colour) in MEANS.items():
         x, y = zip(*(place(row) for row in rows if row["arm"] == arm), strict=True)
-        axes.errorbar(
-            fmean(x),
-            fmean(y),
-            half_width(y),
-            half_width(x),
-            fmt="*",
-            markersize=13,
-            color=colour,
-            label=f"{name}, {len(x)} seeds",
-            capsize=3,
-        )
+        bar = student(TWO_SIDED, len(x) - 1) / len(x) ** 0.5
+        style = {"fmt": "*", "markersize": 13, "color": colour, "capsize": 3}
+        label = f"{name}, {len(x)} seeds"
+        axes.errorbar(fmean(x), fmean(y), bar * stdev(y), bar * stdev(x), label=label, **style)
     base = next(100 * row["suites"][RETENTION]["base"] for row in rows if row["arm"] == "half")
     axes.axhline(base, color="#444444", linestyle="--", linewidth=1)
     axes.annotate("base", (0, base), (0, 4), textcoords="offset points", fontsize=9)
@@ -95,10 +88,6 @@ def place(row: dict[str, Any]) -> tuple[float, float]:
     suites = row["suites"]
     end = "recovered" if "recovered" in suites[RETENTION] else "tuned"
     return 100 * suites[DOMAIN][end], 100 * suites[RETENTION][end]
-
-
-def half_width(values: tuple[float, ...]) -> float:
-    return student(TWO_SIDED, len(values) - 1) * stdev(values) / len(values) ** 0.5
 
 
 if __name__ == "__main__":

@@ -61,10 +61,6 @@ class ReplaySection(Section):
     prompts: str = Field(default="everyday", min_length=1)
     """General prompts: `everyday` (shipped), a file, or a Hub dataset."""
 
-    def count(self, rows: int) -> int:
-        """Return how many rows are replayed beside this many rows of the domain."""
-        return round(rows * self.share / (1 - self.share))
-
 
 class FinetuneConfig(Section):
     """Fine-tune of a LoRA adapter on the domain."""
@@ -122,3 +118,13 @@ class FinetuneConfig(Section):
     """Seed of the row order and of the adapter's initialization."""
     self_distill: SelfDistillSection = SelfDistillSection()
     """Settings of method `self-distill`."""
+
+    @property
+    def replays(self) -> bool:
+        """Whether general rows are among the domain's: not where the student samples."""
+        return self.method == "sft" and self.replay.share > 0
+
+    def replayed(self, rows: int) -> int:
+        """Return how many rows are replayed beside this many of the domain."""
+        share = self.replay.share if self.replays else 0
+        return round(rows * share / (1 - share))

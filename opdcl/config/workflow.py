@@ -124,7 +124,7 @@ class Workflow(Section):
         """Return the sources of all rows by their keys."""
         sources: dict[str, str | None] = {}
         if finetune := self.finetune:
-            replayed = finetune.replay.prompts if finetune.replay.share else None
+            replayed = finetune.replay.prompts if finetune.replays else None
             sources = {"finetune.data": finetune.data, "finetune.replay.prompts": replayed}
         if recover := self.recover:
             sources |= _general_sources(recover) | {"recover.domain": recover.domain}

@@ -80,7 +80,7 @@ def _data(job: Job) -> dict[str, Any]:
     finetune, examples = job.workflow.finetune, job.examples
     rows = job.sources.finetune_rows(job.workflow)
     replayed, parts = None, []
-    if count := finetune.replay.count(len(examples.encoded)):
+    if count := finetune.replayed(len(examples.encoded)):
         replayed = {"rows": count, "prompts": finetune.replay.prompts}
     if examples.encoded:
         first = examples.encoded[0]

@@ -149,7 +149,7 @@ def opening(job: Job, tasks: Sequence[Task]) -> str:
     if "finetune" in steps:
         tokens = sum(len(example.ids) for example in job.examples.encoded)
         per_epoch = f", {tokens:,} tokens per epoch" if tokens else ""
-        replayed = job.workflow.finetune.replay.count(len(job.examples.encoded))
+        replayed = job.workflow.finetune.replayed(len(job.examples.encoded))
         general = f", and {replayed:,} replayed" if replayed else ""
         parts.append(f"{len(job.examples.rows):,} rows{per_epoch}{general}")
     work = [f"{name} ({count} steps)" for name, count in steps.items()]
@@ -170,7 +170,7 @@ def _finetune_need(job: Job, size: Size) -> int:
     if config.method == "self-distill":
         return _recovery_need(job, *job.self_distillation, size)
     longest = max(len(example.ids) for example in examples.encoded)
-    if config.replay.count(len(examples.encoded)):
+    if config.replayed(len(examples.encoded)):
         longest = max(longest, max(map(len, examples.replay)) + REPLAYED_TOKENS)
     return size.adapter * 16 + int(config.batch_size) * longest * size.trained_token + size.loss
 

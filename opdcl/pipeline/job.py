@@ -143,7 +143,7 @@ class Job:
             return Examples(rows.usable, [*bad_rows(rows.errors), *rows.notes])
 
         def encode() -> Examples:
-            replay = self.rows(config.replay.prompts) if config.replay.share else []
+            replay = self.rows(config.replay.prompts) if config.replays else []
             return read_examples(rows, config, self.tokenizer, replay)
 
         model = self.workflow.model.model_dump_json()

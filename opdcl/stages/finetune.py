@@ -116,7 +116,7 @@ def replayed_rows(
     They are written into `file` first if it does not exist yet. The prompts come in seeded order. If there
     are too few, they come again, with other answers.
     """
-    count = config.replay.count(len(examples.encoded))
+    count = config.replayed(len(examples.encoded))
     if count == 0:
         return []
     if not file.exists():
@@ -168,7 +168,7 @@ def planned_steps(config: FinetuneConfig, rows: int) -> int:
     Raises:
         UsageError: The rows are seen too often for the order of all steps to be planned.
     """
-    seen = (rows + config.replay.count(rows)) * config.epochs
+    seen = (rows + config.replayed(rows)) * config.epochs
     if seen > LARGEST:
         message = f"{rows} rows in {config.epochs:g} epochs are {seen:.0f} rows to learn from"
         raise UsageError(f"{message}; at most {LARGEST} can be planned", "lower finetune.epochs")

@@ -93,6 +93,7 @@ NOT_ALONE = {
     "opdcl compare": "names the command",
     "opdcl eval RUN --retention ifeval": "needs the prompts; tests/unit/data/test_suites.py reads a file",
     "opdcl export": "names the command, or needs the Hub",
+    "opdcl finetune": "names the command",
     "opdcl finetune FOLDER": "needs a folder of documents; a block of the tutorial has one",
     "opdcl finetune ROWS -o RUN": "stands for any fine-tune; the blocks run several",
     "opdcl run --deterministic": "leaves out the workflow",

@@ -22,6 +22,9 @@ from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.verify import Finding
 
+# 16 rows and 37 replayed ones, three times, 16 to a step.
+THREE_EPOCHS = 10
+
 
 @pytest.fixture
 def rows(tmp_path, monkeypatch):
@@ -41,14 +44,16 @@ def actions(plan) -> dict[str, str]:
 
 def test_an_argument_means_the_same_as_its_setting(rows):
     named = opdcl.finetune(rows, epochs=3, dry_run=True)
-    assert steps(named) == 3
-    assert steps(opdcl.finetune(rows, settings={"finetune.epochs": 3}, dry_run=True)) == 3
-    assert steps(opdcl.finetune(rows, settings=["finetune.epochs=3"], dry_run=True)) == 3
+    assert steps(named) == THREE_EPOCHS
+    assert steps(opdcl.finetune(rows, settings={"finetune.epochs": 3}, dry_run=True)) == THREE_EPOCHS
+    assert steps(opdcl.finetune(rows, settings=["finetune.epochs=3"], dry_run=True)) == THREE_EPOCHS
     assert repr(named) == "<opdcl: dry run: runs/finetune>"
 
 
 def test_an_argument_takes_precedence_over_settings(rows):
-    assert steps(opdcl.finetune(rows, epochs=3, settings={"finetune.epochs": 5}, dry_run=True)) == 3
+    assert (
+        steps(opdcl.finetune(rows, epochs=3, settings={"finetune.epochs": 5}, dry_run=True)) == THREE_EPOCHS
+    )
 
 
 def test_a_dry_run_writes_nothing(rows, tmp_path):
@@ -114,7 +119,7 @@ def test_rows_may_lie_in_memory(tmp_path, monkeypatch, kind):
         "dataset": datasets.Dataset.from_list(IN_MEMORY),
         "generator": (row for row in IN_MEMORY),
     }[kind]
-    assert steps(opdcl.finetune(rows, epochs=3, dry_run=True)) == 3
+    assert steps(opdcl.finetune(rows, epochs=3, dry_run=True)) == THREE_EPOCHS
     assert [*tmp_path.iterdir()] == []
 
 

@@ -166,7 +166,9 @@ def test_the_first_loss_is_the_mean_over_all_answer_tokens_and_over_no_others(le
 
 def test_once_a_base_is_loaded_nothing_of_it_is_read_again(tmp_path, backbone):
     backbone.causal_lm.config._name_or_path = str(tmp_path / "deleted")
-    config = FinetuneConfig(data="rows", batch_size=2, learning_rate=1e-3, epochs=1)
+    config = FinetuneConfig(
+        data="rows", batch_size=2, learning_rate=1e-3, epochs=1, replay=ReplaySection(share=0)
+    )
     rows = [Row(QA.prompt, answer, None, "x") for answer in ("Seven", "Eight")]
     out = StageDir(tmp_path / "out")
     examples = read_examples(with_answers(rows, config), config, backbone.tokenizer)
@@ -176,7 +178,7 @@ def test_once_a_base_is_loaded_nothing_of_it_is_read_again(tmp_path, backbone):
 
 def trainer_of(backbone, model, rows, folder) -> AnswerTrainer:
     """Return a trainer whose only batch has all rows."""
-    config = FinetuneConfig(data="d", batch_size=len(rows), learning_rate=1e-3)
+    config = FinetuneConfig(data="d", batch_size=len(rows), learning_rate=1e-3, replay=ReplaySection(share=0))
     args = SFTConfig(**trainer_arguments(config, backbone, StageDir(folder), steps=1))
     order = [*range(len(rows))]
     return AnswerTrainer(backbone, Schedule(1, 0, "cosine"), rows, order, model=model, args=args)
@@ -217,7 +219,7 @@ def test_the_seed_chooses_the_rows_of_the_first_step(learn):
 
 
 def test_a_last_part_of_an_epoch_counts_as_a_step():
-    config = FinetuneConfig(data="d", epochs=1.5, batch_size=8)
+    config = FinetuneConfig(data="d", epochs=1.5, batch_size=8, replay=ReplaySection(share=0))
     assert [planned_steps(config, rows) for rows in (1, 8, 16, 17)] == [1, 2, 3, 4]
 
 
