@@ -126,5 +126,5 @@ class FinetuneConfig(Section):
 
     def replayed(self, rows: int) -> int:
         """Return how many rows are replayed beside this many of the domain."""
-        share = self.replay.share if self.replays else 0
-        return round(rows * share / (1 - share))
+        share = self.replay.share
+        return round(rows * share / (1 - share)) if self.replays else 0

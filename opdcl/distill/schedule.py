@@ -83,7 +83,7 @@ def sampled_together(config: RecoverConfig, steps: Sequence[Step], index: int, d
 
 def endless(count: int, seed: int) -> Iterator[int]:
     """Yield indices below `count`, each once per epoch, in seeded order."""
-    if count == 0:
+    if not count:
         raise ValueError("of no rows, none can be drawn")
     shuffle = random.Random(seed)
     while True:

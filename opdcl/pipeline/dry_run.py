@@ -114,8 +114,11 @@ def data_table(plan: dict[str, Any]) -> list[Table]:
         rows += [["tokens", learned], ["longest row", longest]]
     rows.append(["duplicated rows", f"{data['duplicates']:,}"])
     if replayed := data["replayed"]:
-        more = f"{replayed['rows']:,} more: base's answers to {replayed['prompts']}"
-        rows.append(["replayed rows", f"{more}; finetune.replay.share=0: none"])
+        words = (
+            f"{replayed['rows']:,} more: base's answers to {replayed['prompts']}; "
+            "finetune.replay.share=0: none"
+        )
+        rows.append(["replayed rows", words])
     shown = ""
     for part in data["example"]["parts"]:
         shown += f"⟦{part['text']}⟧" if part["learned"] else part["text"]

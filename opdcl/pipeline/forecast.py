@@ -170,7 +170,7 @@ def _finetune_need(job: Job, size: Size) -> int:
     if config.method == "self-distill":
         return _recovery_need(job, *job.self_distillation, size)
     longest = max(len(example.ids) for example in examples.encoded)
-    if config.replayed(len(examples.encoded)):
+    if config.replays:
         longest = max(longest, max(map(len, examples.replay)) + REPLAYED_TOKENS)
     return size.adapter * 16 + int(config.batch_size) * longest * size.trained_token + size.loss
 

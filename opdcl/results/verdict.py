@@ -261,8 +261,12 @@ def next_command(run: RunDir, summary: Summary, place: str) -> str:
         return f"opdcl finetune ROWS.jsonl -o {place}"
     if "recovered" not in adapters:
         settings = run.settings()
+        finetune = settings.get("finetune")
+        # After replay there may be nothing to recover.
+        if finetune and finetune.get("replay", {}).get("share") and not summary.suites:
+            return f"opdcl eval {place} --domain TEST.jsonl"
         # An adapter made elsewhere brings no prompts of its domain.
-        made_elsewhere = settings.get("start") and not settings.get("finetune")
+        made_elsewhere = settings.get("start") and not finetune
         return f"opdcl recover {place}{' --domain PROMPTS.jsonl' if made_elsewhere else ''}"
     measured = any("recovered" in suite.states for suite in summary.suites.values())
     return f"opdcl chat {place}" if measured else f"opdcl eval {place} --domain TEST.jsonl"

@@ -47,7 +47,7 @@ def test_every_later_command_works_in_another_folder(begun, tmp_path):
     (line,) = [line for line in follow("report", run).splitlines() if "next: " in line]
     resumed = follow(*shlex.split(line.split("next: opdcl ")[1]))
     assert "resuming from step" in resumed
-    assert "next: opdcl recover ../begun/runs/mine" in resumed
+    assert "next: opdcl eval ../begun/runs/mine" in resumed  # the fine-tune replayed
     recovered = follow("recover", run, "--prompts", "prompts.jsonl", "--steps", "2", *settings(SHORT))
     assert "finetune: skipped" in recovered
     named = ["--set", "eval.retention=[]", "--set", "eval.domain=[asked]", "--set", "eval.max_new_tokens=8"]
