@@ -49,9 +49,8 @@ class StageReport(Protocol):
     def note(self, text: str) -> None: ...
 
 
-def counted(report: StageReport, what: str, total: int) -> Callable[[Sequence[Any]], None]:
+def counted(report: StageReport, what: str, total: int, done: int = 0) -> Callable[[Sequence[Any]], None]:
     """Begin a part of a stage; return the function that takes the items done since its last call."""
-    done = 0
     report.part(what, done, total)
 
     def count(items: Sequence[Any]) -> None:

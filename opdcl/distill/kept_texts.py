@@ -81,10 +81,10 @@ class KeptTexts:
             on_finished(list(parallel.my_share(rollouts)))
         return rollouts
 
-    def describe(self) -> str:
-        """Return how many answers of earlier runs were used, or ""."""
-        counts = [f"{count} answers of {state}" for state, count in self.used.items()]
-        return f"{', '.join(counts)}: kept from earlier, not sampled again" if counts else ""
+    def tell(self, note: Callable[[str], None]) -> None:
+        """Note how many answers of earlier runs were used, if any."""
+        if counts := [f"{count} answers of {state}" for state, count in self.used.items()]:
+            note(f"{', '.join(counts)}: kept from earlier, not sampled again")
 
     def _writer(self, state: State) -> dict[str, Any]:
         """Return all that makes a state's answers, apart from the prompts, which the chat template wrote."""

@@ -58,8 +58,7 @@ def describe(
         share = adapted_share(workflow.model, adapter)
         totals = f"the adapter changes {share:.0%} of {totals}"
     rows = [["machine", sizes["device"], totals], *_one_row_a_suite(planned_rows)]
-    learns = workflow.finetune and any(task.name == "finetune" and task.unfinished for task in tasks)
-    data = _data(job) if learns else {}
+    data = _data(job) if "finetune" in sizes["steps"] else {}
     return rows, {"tasks": plan, **sizes, "adapted_share": share, "data": data, "notes": notes}
 
 

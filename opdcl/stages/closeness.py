@@ -97,8 +97,7 @@ def measure_closeness(
     questions = [Question(prompt, limit, f"{origin} {i}") for i, prompt in enumerate(prompts)]
     kept = KeptRows(partial_file(run, state, CLOSENESS), [question.key for question in questions])
     answer(questions, kept, decode, rows_of, report, batch_size=None)
-    if reused := texts.describe():
-        report.note(reused)
+    texts.tell(report.note)
     samples = _samples(asked, [kept.rows[question.key] for question in questions], is_base=not adapter)
     return store(run, record, state, CLOSENESS, samples, _means(samples), floor={}, started=started)
 

@@ -12,6 +12,7 @@ import math
 import random
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,9 @@ from opdcl.training import (
 )
 
 logger = logging.getLogger(__name__)
+
+# How many answers base writes between two savings of those to be replayed.
+REPLAYED_AT_ONCE = 512
 
 
 def finetune(
@@ -113,23 +117,26 @@ def replayed_rows(
 ) -> list[Example]:
     """Return the rows to replay: general prompts with base's own answers (arXiv 2602.20162).
 
-    They are written into `file` first if it does not exist yet. The prompts come in seeded order. If there
-    are too few, they come again, with other answers.
+    Those that `file` does not have yet are written first, in pieces: a run that breaks off loses one. The
+    prompts come in seeded order. If there are too few, they come again, with other answers.
     """
     count = config.replayed(len(examples.encoded))
-    if count == 0:
+    if not count:
         return []
-    if not file.exists():
-        order = endless(len(examples.replay), config.seed)
-        prompts = [Prompt(examples.replay[i]) for i in itertools.islice(order, count)]
-        texts, base = KeptTexts(backbone), Teacher(backbone, "base")
-        progress = counted(report, "base writes answers to replay", count)
-        rollouts = texts.complete(base, prompts, progress, max_new_tokens=REPLAYED_TOKENS, seed=config.seed)
-        if kept := texts.describe():
-            report.note(kept)
-        rows = [{"prompt_ids": r.prompt_ids, "completion_ids": r.completion_ids} for r in rollouts]
-        write_atomic(file, "".join(json.dumps(row) + "\n" for row in rows))
-    rows = read_jsonl(file)
+    rows = parallel.on_first_worker(partial(read_jsonl, file))
+    order = endless(len(examples.replay), config.seed)
+    prompts = [Prompt(examples.replay[i]) for i in itertools.islice(order, count)]
+    texts, base = KeptTexts(backbone), Teacher(backbone, "base")
+    progress = counted(report, "base writes answers to replay", count, len(rows))
+    for start in range(len(rows), count, REPLAYED_AT_ONCE):
+        piece = prompts[start : start + REPLAYED_AT_ONCE]
+        rollouts = texts.complete(
+            base, piece, progress, max_new_tokens=REPLAYED_TOKENS, seed=config.seed + start
+        )
+        rows += [{"prompt_ids": r.prompt_ids, "completion_ids": r.completion_ids} for r in rollouts]
+        if parallel.rank() == 0:
+            write_atomic(file, "".join(json.dumps(row) + "\n" for row in rows))
+    texts.tell(report.note)
     return [Example.of(row["prompt_ids"], row["completion_ids"], is_replayed=True) for row in rows]
 
 
@@ -170,8 +177,11 @@ def planned_steps(config: FinetuneConfig, rows: int) -> int:
     """
     seen = (rows + config.replayed(rows)) * config.epochs
     if seen > LARGEST:
-        message = f"{rows} rows in {config.epochs:g} epochs are {seen:.0f} rows to learn from"
-        raise UsageError(f"{message}; at most {LARGEST} can be planned", "lower finetune.epochs")
+        raise UsageError(
+            f"{rows} rows in {config.epochs:g} epochs are {seen:.0f} rows to learn from; "
+            f"at most {LARGEST} can be planned",
+            "lower finetune.epochs",
+        )
     return max(1, math.ceil(seen / config.batch_size))
 
 

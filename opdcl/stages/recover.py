@@ -83,8 +83,7 @@ def recover(
             recovery.validation.keep_start()
         else:
             learn(recovery)
-        if kept := recovery.queue.texts.describe():
-            report.note(kept)
+        recovery.queue.texts.tell(report.note)
     if problem := damage(out.best):
         hint = f"remove {out.trainer}: the same command then repeats the stage"
         raise OpdclError(f"{out.best}, the adapter to end with, is damaged: {problem}", hint)
