@@ -21,7 +21,7 @@ class EvalConfig(Section):
     """What is measured on base, tuned and recovered."""
 
     retention: Names = ["instructions"]
-    """Suites of abilities to keep: `instructions` (shipped), `ifeval`, `arc_easy`, any task or group of
+    """Suites of abilities to keep: `instructions` (shipped), `ifeval`, `arc_easy`, any task of
     lm-eval that scores prompt by prompt, or the YAML file of such a task of your own."""
     domain: Names = []
     """Suites of the domain: `handbook` (shipped), or any such task of lm-eval."""

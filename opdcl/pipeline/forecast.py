@@ -108,7 +108,7 @@ def forecast(job: Job, tasks: Sequence[Task]) -> dict[str, Any]:
     needs: dict[str, int] = {}
     if "finetune" in steps:
         needs["finetune"] = _finetune_need(job, size)
-    if "recover" in todo:
+    if workflow.recover and "recover" in todo:
         needs["recover"] = _recovery_need(job, workflow.recover, job.prompts, size)
     if suites := {task.suite for task in tasks if task.unfinished and task.suite}:
         needs["eval"] = max(_eval_need(job, suite, size) for suite in suites)
@@ -133,7 +133,7 @@ def steps_of(job: Job, tasks: Sequence[Task]) -> dict[str, int]:
     """Return the optimizer steps of the stages that will run; `interpolate` only scales the adapter."""
     steps: dict[str, int] = {}
     for task in tasks:
-        if task.unfinished and task.name == "finetune":
+        if task.unfinished and task.name == "finetune" and job.workflow.finetune:
             rows = len(job.examples.encoded or job.examples.rows)
             steps["finetune"] = planned_steps(job.workflow.finetune, rows)
         if task.unfinished and task.name == "recover" and job.workflow.recover.method != "interpolate":

@@ -345,9 +345,7 @@ def _notes(steps: list[Arm], chains: list[Chain], suites: dict[str, Suite]) -> l
             notes.append(f"{step.name} is not measured on {', '.join(missing)}.")
     for chain in chains:
         if behind := max(len(step.members) for step in chain.steps) - len(chain.lines):
-            have, are = ("seeds have", "are") if behind > 1 else ("seed has", "is")
-            missing_end = f"{behind} {have} not reached the last step"
-            notes.append(f"{chain.name}: {missing_end} and {are} left out of the chain.")
+            notes.append(f"{chain.name}: left out are seeds that have not reached the last step, {behind}.")
     counts = {len(chain.lines) for chain in chains} or {len(step.members) for step in steps}
     return notes + seed_notes(counts)
 

@@ -265,6 +265,9 @@ def next_command(run: RunDir, summary: Summary, place: str) -> str:
         # After replay there may be nothing to recover.
         if finetune and finetune.get("replay", {}).get("share") and not summary.suites:
             return f"opdcl eval {place} --domain TEST.jsonl"
+        change = summary.tests.changes.tuned_minus_base
+        if change and change.low > -SMALLEST_DROP:
+            return f"opdcl chat {place}"  # too little was forgotten for a recovery to show
         # An adapter made elsewhere brings no prompts of its domain.
         made_elsewhere = settings.get("start") and not finetune
         return f"opdcl recover {place}{' --domain PROMPTS.jsonl' if made_elsewhere else ''}"

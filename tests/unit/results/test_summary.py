@@ -123,13 +123,13 @@ def test_a_base_at_the_floor_gets_a_note(run):
 
 
 def test_before_recovery_a_fine_tune_that_cost_nothing_is_told_so(run):
+    run.stage(2, "recover").record.unlink()
     for suite in ("instructions", "handbook"):
         run.eval_result("recovered", suite).unlink()
     for kind in (run.eval_result, run.eval_samples):
         kind("tuned", "instructions").write_bytes(kind("base", "instructions").read_bytes())
-    assert summarise(run)["verdict"].startswith(
-        "No forgetting measured, nothing recovered yet: the fine-tune "
-    )
+    assert "No forgetting measured, nothing recovered yet: the fine-tune " in summarise(run)["verdict"]
+    assert "opdcl chat RUN" in pages(run)["report.html"]
 
 
 def test_before_recovery_base_and_tuned_are_shown_without_a_verdict(run):
