@@ -13,10 +13,17 @@ STARTS = {
     "half": "**from a scaled adapter, a held rate**, the student writing half of the general answers",
     "off": "the same, the student writing none",
     "on": "the same, the student writing all of them",
+    "often-48": "half, in 48 steps of 8 general or 16 domain rows instead of 32 of 8 or 48",
     "start-alone": "the scaled adapter, without training",
-    "reverse-0": "half, without reverse KL",
-    "reverse-half": "half, with half of the loss reverse KL where the student writes",
-    "both-streams": "half, of the domain's answers too",
+}
+
+# Those of benchmarks/streams.yaml.
+STREAMS = {
+    "even": "32 steps, of 8 general or 48 domain rows",
+    "general-16": "32 steps, of 16 or 24",
+    "general-24": "32 steps, of 24 or 16",
+    "both-16": "32 steps, of 16 or 48",
+    "often-64": "64 steps, of 8 or 12",
 }
 
 # What recoveries are compared by: shares, or the scores themselves where a fine-tune has no recovery.
@@ -65,7 +72,8 @@ def figures(row: dict[str, Any], columns: tuple[str, ...] = SHARES, state: str |
     if columns == SCORES:
         two = [100 * row["suites"][suite][end] for suite in ("instructions_quick", "handbook_quick")]
     near = row["closeness"]["distance"][end]["value"]
-    return [near, *two, 100 * row["suites"]["neighbours_quick"][end], *written_by(row, end)]
+    (short,) = (100 * suite[end] for suite in row["suites"].values() if suite["role"] == "control")
+    return [near, *two, short, *written_by(row, end)]
 
 
 def cells_of(figures_of_seeds: list[list[float]], columns: tuple[str, ...] = SHARES) -> list[str]:
@@ -78,6 +86,11 @@ def cells_of(figures_of_seeds: list[list[float]], columns: tuple[str, ...] = SHA
 def starts() -> str:
     """Return what recoveries from other starts, by other authors, reach."""
     return reached_by(read("start")["rows"], STARTS)
+
+
+def streams() -> str:
+    """Return what recoveries reach whose steps have other numbers of rows."""
+    return reached_by(read("streams")["rows"], STREAMS)
 
 
 def replayed() -> str:
@@ -119,7 +132,7 @@ def reached_by(
             table.append([words, str(len(rows)), *cells_of(rows, columns)])
     lengths, ends = zip(*[written_by(row, "base") for row in found], strict=True)
     writing = [f"tokens, base {fmean(lengths):.0f}", f"answers that end, %, base {fmean(ends):.0f}"]
-    head = ["recovery", "seeds", "distance, nats", *columns, "`neighbours_quick`, %", *writing]
+    head = ["recovery", "seeds", "distance, nats", *columns, "short questions, %", *writing]
     return rows_of(head, unbroken(table, 1))
 
 
@@ -136,7 +149,7 @@ def pairs(record: str, named: dict[str, tuple[str, str]], columns: tuple[str, ..
         if seeds:
             table.append([words, str(len(seeds)), *cells_of(differences, columns)])
     gaps = ("tokens, gap to base", "ends, gap to base, points")
-    head = ["first - second", "seeds", "distance, nats", *columns, "`neighbours_quick`, %", *gaps]
+    head = ["first - second", "seeds", "distance, nats", *columns, "short questions, %", *gaps]
     return rows_of(head, unbroken(table, 1))
 
 
@@ -168,13 +181,8 @@ def reached() -> str:
             fmean(scores(rows, suite, state)) for suite in ("instructions_quick", "handbook_quick")
         )
         table.append([name, f"{skill:.0f} %", f"{domain:.0f} %", f"{near:.2f}"])
-    columns = [
-        f"model, {seeds_of(len(arms['half']))}",
-        "instructions followed",
-        "handbook known",
-        "distance to base, nats",
-    ]
-    return rows_of(columns, table)
+    columns = [f"model, {seeds_of(len(arms['half']))}", "instructions followed", "handbook known"]
+    return rows_of([*columns, "distance to base, nats"], table)
 
 
 def written_by(row: dict[str, Any], state: str) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from arm_tables import (
     reached,
     replayed,
     starts,
+    streams,
 )
 from page_cells import HERE, NOT_MEASURED, ratio, read, rows_of, score, seeds_of, suite_words, unbroken
 
@@ -225,6 +226,7 @@ TABLES = {
     "gpu": gpu,
     "cheats": cheats,
     "start": starts,
+    "streams": streams,
     "start-pairs": lambda: pairs("start", START_PAIRS),
     "decided": decided,
     "frontier": frontier,

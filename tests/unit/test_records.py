@@ -222,8 +222,8 @@ def test_arms_are_compared_by_means_over_the_same_seeds(tables, tmp_path, monkey
 
     def row(arm, seed, followed, ended, end):
         """A run that ends in a state: without a recovery in tuned."""
-        suite = {"base": 0.5, "tuned": 0.1, end: followed}
-        suites = dict.fromkeys(("instructions_quick", "handbook_quick", "neighbours_quick"), suite)
+        roles = {"instructions_quick": "retention", "handbook_quick": "domain", "neighbours_quick": "control"}
+        suites = {x: {"role": roles[x], "base": 0.5, "tuned": 0.1, end: followed} for x in roles}
         writing = {"base": {"length": 80, "ended": 0.25}, "tuned": {"length": 4, "ended": 1.0}}
         writing[end] = {"length": 70, "ended": ended}
         distance = {"base": {"value": 0.0}, "tuned": {"value": 4.0}, end: {"value": 0.5}}
