@@ -54,6 +54,11 @@ DECIDED_PAIRS = {
     "replay, then recovery - recovery": ("mix-kl-then", "half"),
     "replay, then recovery - replay alone": ("mix-kl-then", "mix-kl"),
 }
+REPLAY_PAIRS = {
+    "seven tenths, no recovery - recovery": ("mix-70", "half"),
+    "seven tenths, then recovery - recovery": ("mix-70-then", "half"),
+    "seven tenths, then recovery - no recovery": ("mix-70-then", "mix-70"),
+}
 START_PAIRS = {
     "half - none": ("half", "off"),
     "all - none": ("on", "off"),
@@ -136,9 +141,9 @@ def reached_by(
     return rows_of(head, unbroken(table, 1))
 
 
-def pairs(record: str, named: dict[str, tuple[str, str]], columns: tuple[str, ...] = SHARES) -> str:
-    """Return how far two arms of a record lie apart, on the same prompts and seeds."""
-    found = {(row["arm"], row["seed"]): row for row in read(record)["rows"]}
+def pairs(records: list[str], named: dict[str, tuple[str, str]], columns: tuple[str, ...] = SHARES) -> str:
+    """Return how far two arms lie apart, on the same prompts and seeds."""
+    found = {(row["arm"], row["seed"]): row for name in records for row in read(name)["rows"]}
     table = []
     for words, (one, other) in named.items():
         seeds = [seed for arm, seed in found if arm == one and (other, seed) in found]

@@ -1,7 +1,7 @@
 """Run the comparison of decided.yaml and frontier.yaml: many seeds side by side on one GPU, kept as they end.
 
     python benchmarks/many_seeds.py OUT                       # eight processes, until all is done
-    python benchmarks/many_seeds.py OUT --minutes 7 --before CHECKOUT_OF_fd1b690
+    python benchmarks/many_seeds.py OUT --minutes 7
 
 OUT/kept.tar.gz holds what `pieces.py` reads of each finished run: everything but weights, which are removed.
 A run that was cut off is resumed by the same command.
@@ -40,14 +40,13 @@ class Job:
 
     folder: Path
     settings: dict[str, Any]
-    checkout: Path = HERE.parent
 
     def start(self, threads: int) -> subprocess.Popen:
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder.with_suffix(".yaml")
         YAML().dump(self.settings, file)
         command = [sys.executable, "-m", "opdcl", "run", "quickstart", file, "-o", self.folder]
-        path = f"{self.checkout}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        path = f"{HERE.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         own = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
         with self.folder.with_suffix(".log").open("a") as log:
             # Elsewhere than in a checkout, whose package would come before that of PYTHONPATH.
@@ -61,14 +60,11 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--minutes", type=float, default=1e6, help="stop then")
-    parser.add_argument("--before", type=Path, help="a checkout of fd1b690, for the arm `before`")
     options = parser.parse_args()
     end = time.monotonic() + 60 * options.minutes
     out = options.out.resolve()
     frontier = frontier_jobs(out)
     waiting = [*decided_jobs(out), *frontier]
-    if options.before:
-        waiting += before_jobs(out, options.before.resolve())
     running: dict[subprocess.Popen, Job] = {}
     chosen = False
     while (waiting or running) and time.monotonic() < end:
@@ -102,12 +98,6 @@ def frontier_jobs(out: Path) -> list[Job]:
     names = [*settings["arms"]]
     parts = [names[start : start + FRONTIER_ARMS] for start in range(0, len(names), FRONTIER_ARMS)]
     return [Job(out / f"frontier-{part[0]}", only(settings, part, FRONTIER_SEED)) for part in parts]
-
-
-def before_jobs(out: Path, checkout: Path) -> list[Job]:
-    settings = YAML(typ="safe").load(HERE / "start_before.yaml")
-    settings["eval"] = YAML(typ="safe").load(HERE / "decided.yaml")["eval"]
-    return [Job(out / f"before-{seed}", only(settings, ["before"], seed), checkout) for seed in SEEDS]
 
 
 def chosen_jobs(out: Path) -> list[Job]:

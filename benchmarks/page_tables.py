@@ -7,6 +7,7 @@ from typing import Any
 
 from arm_tables import (
     DECIDED_PAIRS,
+    REPLAY_PAIRS,
     SCORES,
     START_PAIRS,
     decided,
@@ -227,11 +228,12 @@ TABLES = {
     "cheats": cheats,
     "start": starts,
     "streams": streams,
-    "start-pairs": lambda: pairs("start", START_PAIRS),
+    "start-pairs": lambda: pairs(["start"], START_PAIRS),
     "decided": decided,
     "frontier": frontier,
-    "decided-pairs": lambda: pairs("decided", DECIDED_PAIRS, SCORES),
+    "decided-pairs": lambda: pairs(["decided"], DECIDED_PAIRS, SCORES),
     "replay": replayed,
+    "replay-pairs": lambda: pairs(["start", "replay"], REPLAY_PAIRS, SCORES),
     "closeness": closeness,
     "quotes": quotes,
     "sizes": sizes,

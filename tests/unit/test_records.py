@@ -298,9 +298,9 @@ def test_the_best_fine_tune_knows_enough_and_follows_most(tmp_path):
 
 def test_every_arm_of_every_seed_has_its_job(tmp_path):
     many_seeds = script("many_seeds")
-    jobs = [*many_seeds.decided_jobs(tmp_path), *many_seeds.before_jobs(tmp_path, tmp_path)]
+    jobs = many_seeds.decided_jobs(tmp_path)
     named = [(arm, seed) for job in jobs for seed in job.settings["seeds"] for arm in job.settings["arms"]]
-    arms = ("half", "start-alone", "mix-kl", "mix-kl-then", "before")
+    arms = ("half", "start-alone", "mix-kl", "mix-kl-then")
     assert sorted(named) == sorted((arm, seed) for arm in arms for seed in range(8))
     assert len({job.folder for job in jobs}) == len(jobs)
 
