@@ -29,7 +29,6 @@ STREAMS = {
 # What recoveries are compared by: shares, or the scores themselves where a fine-tune has no recovery.
 SHARES = ("R", "D")
 SCORES = ("instructions, %", "handbook, %")
-DIGITS = {"R": 2, "D": 2, "instructions, %": 0, "handbook, %": 0}
 
 # Those of benchmarks/replay.yaml and replay_more.yaml, beside the recovery alone.
 REPLAYED = {
@@ -73,17 +72,16 @@ def figures(row: dict[str, Any], columns: tuple[str, ...] = SHARES, state: str |
     The state is that of the run's end, unless it is named.
     """
     end = state or ("recovered" if "recovered" in row["closeness"]["written"] else "tuned")
-    two = [row[key]["value"] for key in ("recovery", "domain_retention")] if columns == SHARES else []
-    if columns == SCORES:
-        two = [100 * row["suites"][suite][end] for suite in ("instructions_quick", "handbook_quick")]
-    near = row["closeness"]["distance"][end]["value"]
-    (short,) = (100 * suite[end] for suite in row["suites"].values() if suite["role"] == "control")
-    return [near, *two, short, *written_by(row, end)]
+    score_of = {suite["role"]: 100 * suite[end] for suite in row["suites"].values()}
+    two = [score_of["retention"], score_of["domain"]]
+    if columns == SHARES:
+        two = [row[key]["value"] for key in ("recovery", "domain_retention")]
+    return [row["closeness"]["distance"][end]["value"], *two, score_of["control"], *written_by(row, end)]
 
 
 def cells_of(figures_of_seeds: list[list[float]], columns: tuple[str, ...] = SHARES) -> list[str]:
     """Return a cell for each figure: its mean over the seeds, with an interval."""
-    digits = [2, *(DIGITS[column] for column in columns), 1, 0, 0]
+    digits = [2, *([2, 2] if columns == SHARES else [0, 0]), 1, 0, 0]
     values = zip(*figures_of_seeds, strict=True)
     return [of_seeds([*of_one], places) for of_one, places in zip(values, digits, strict=True)]
 
@@ -104,6 +102,11 @@ def replayed() -> str:
     seeds = {row["seed"] for row in rows}
     plain = [row for row in read("start")["rows"] if row["seed"] in seeds]
     return reached_by(plain + rows, REPLAYED, SCORES)
+
+
+def people() -> str:
+    """Return what the same reaches on questions about people."""
+    return reached_by(read("people")["rows"], REPLAYED, ("instructions, %", "people, %"))
 
 
 def decided() -> str:
