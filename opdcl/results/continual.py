@@ -345,7 +345,7 @@ def _notes(steps: list[Arm], chains: list[Chain], suites: dict[str, Suite]) -> l
             notes.append(f"{step.name} is not measured on {', '.join(missing)}.")
     for chain in chains:
         if behind := max(len(step.members) for step in chain.steps) - len(chain.lines):
-            notes.append(f"{chain.name}: left out are seeds that have not reached the last step, {behind}.")
+            notes.append(f"{chain.name}: seeds that have not reached the last step are left out: {behind}.")
     counts = {len(chain.lines) for chain in chains} or {len(step.members) for step in steps}
     return notes + seed_notes(counts)
 

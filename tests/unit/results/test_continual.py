@@ -108,7 +108,7 @@ def test_a_seed_without_the_last_step_is_left_out_of_the_chain(step):
     assert chain["seeds"] == 1
     assert chain["backward_transfer"]["value"] == pytest.approx((34 - 36) / N)
     assert chain["forgetting"]["value"] == pytest.approx(((32 - 16) + (36 - 34)) / 2 / N)
-    assert any("seeds that have not reached the last step, 2." in note for note in comparison["notes"])
+    assert any("not reached the last step are left out: 2." in note for note in comparison["notes"])
 
 
 def test_last_steps_alone_are_pooled_over_seeds(step):
