@@ -20,6 +20,7 @@ from arm_tables import (
     starts,
     streams,
 )
+from one_seed import contradictions, rounds, systems
 from page_cells import HERE, NOT_MEASURED, ratio, read, rows_of, score, seeds_of, suite_words, unbroken
 
 from opdcl.results.format import percent
@@ -230,6 +231,9 @@ TABLES = {
     "start": starts,
     "streams": streams,
     "start-pairs": lambda: pairs(["start"], START_PAIRS),
+    "rounds": rounds,
+    "systems": systems,
+    "contradictions": contradictions,
     "decided": decided,
     "frontier": frontier,
     "decided-pairs": lambda: pairs(["decided"], DECIDED_PAIRS, SCORES),

@@ -7,7 +7,7 @@ A row says what its run was (arm, seed, commit, machine), what its report says, 
 every prompt was answered, so that other questions can be asked of it later. A run measured again takes
 the place of its row. Means over the rows of an arm are made by `arm_tables.py`. A pair of
 rows is compared prompt by prompt, as if prompts were independent: those about one fact are not quite.
-Answers are not in the record but in the runs, where `rescore.py` scores them with today's suites.
+Answers are not in the record but in the runs, where `opdcl eval RUN` scores them with today's suites.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ from opdcl.results.arms import (
 from opdcl.results.closeness import Closeness
 from opdcl.results.intervals import Estimate
 from opdcl.results.plain import ByRole, ByState
-from opdcl.results.scores import Suite, states_of
+from opdcl.results.scores import Suite, states_of, values_of
 from opdcl.results.stats import Findings
-from opdcl.results.status import ALONE, HEADLINE_ROLES, STATES
+from opdcl.results.status import ALONE, HEADLINE_ROLES, NO_RECOVERY, STATES
 from opdcl.results.verdict import writing_sentence
 from opdcl.results.writing import WritingTests
 from opdcl.rundir.layout import RunDir
@@ -50,6 +50,8 @@ class RunRow:
 
     path: str
     seeds: dict[str, Any]
+    state: str
+    """The run's last model, whose scores these are: base, tuned or recovered."""
     scores: ByRole
     recovery: Estimate | None
     domain_retention: Estimate | None
@@ -59,7 +61,7 @@ class RunRow:
 
 @dataclass(frozen=True)
 class ArmRow:
-    """An arm: the scores of recovered, and what follows from them."""
+    """An arm: the scores of its runs' last models, and what follows from them."""
 
     name: str
     method: str | None
@@ -165,8 +167,7 @@ def _arm_row(arm: Arm, headline: Mapping[str, Suite], near: Suite | None) -> Arm
     tests = writing.compared_with_base(arm.suites(retention.name) if retention else [])
     measured = [member.near for member in arm.pooled if member.near.rows]
     findings = stats.findings(states.get("retention"), states.get("domain"), writing.alike(tests))
-    if arm.members[0].alone:
-        findings = replace(findings, status=ALONE)
+    findings = replace(findings, status=_status(arm.members[0], findings.status))
     is_whole = near is not None and len(measured) == len(arm.pooled) and _same_prompts(measured, near)
     return ArmRow(
         name=arm.name,
@@ -189,12 +190,19 @@ def _run_row(member: Member) -> RunRow:
     return RunRow(
         path=member.path,
         seeds=member.seeds,
+        state=member.compared,
         scores=scores,
         recovery=findings.recovery,
         domain_retention=findings.domain_retention,
-        status=findings.status,
+        status=_status(member, findings.status),
         missing=member.missing,
     )
+
+
+def _status(member: Member, status: str) -> str:
+    """Return a status, or why there can be none: the run has no recovery, or not even a fine-tune."""
+    ends = {"base": ALONE, "tuned": NO_RECOVERY}
+    return ends.get(member.compared, status) if status == "not measured" else status
 
 
 def _same_prompts(measured: list[Suite], first: Suite) -> bool:
@@ -209,7 +217,8 @@ def _references(state: str, arms: list[Arm], headline: Mapping[str, Suite]) -> l
     for arm in arms:
         found = set()
         for member in arm.pooled:
-            scores = {} if member.alone else _scores_of(member, state)
+            # The end of a run is its arm's own row.
+            scores = {} if state == member.compared else _scores_of(member, state)
             if scores:
                 found.add(_index(results, scores))
         if found:
@@ -263,21 +272,27 @@ def _further(arms: list[Arm]) -> list[Further]:
     for suite in members[0].suites if members else ():
         if members[0].headline.get(suite.role) is suite:
             continue
-        others = [member.named.get(suite.name) for member in members]
-        if all(s and s.complete and not mismatch(suite.role, s, suite) for s in others):
-            rows = [_further_row(arm.name, arm.suites(suite.name)) for arm in finished]
+        if all(_answered(member, suite) for member in members):
+            rows = [_further_row(arm, suite.name) for arm in finished]
             found.append(Further(suite.name, **suite.description, arms=rows))
     return found
 
 
-def _further_row(name: str, suites: list[Suite]) -> FurtherRow:
-    states = states_of(suites)
-    assert states
-    scores = ByState()
+def _answered(member: Member, suite: Suite) -> bool:
+    """Return whether a run's last model answered the prompts of another run's suite."""
+    own = member.named.get(suite.name)
+    return own is not None and member.compared in own.rows and not mismatch(suite.role, own, suite)
+
+
+def _further_row(arm: Arm, name: str) -> FurtherRow:
+    suites, scores = arm.suites(name), ByState()
     for state in STATES:
-        scores[state] = stats.mean(getattr(states, state), states.clusters).rounded()
-    kept = stats.domain_retention(states) if suites[0].role == "domain" else None
-    return FurtherRow(name, scores, kept and kept.rounded())
+        found = values_of(suites, state)
+        if found is not None:
+            scores[state] = stats.mean(found, suites[0].clusters).rounded()
+    states = states_of(suites) if suites[0].role == "domain" else None
+    kept = stats.domain_retention(states) if states else None
+    return FurtherRow(arm.name, scores, kept and kept.rounded())
 
 
 def _differences(arms: list[Arm]) -> dict[str, dict[str, Any]]:

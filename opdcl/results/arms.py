@@ -17,7 +17,7 @@ from opdcl.config.load import flatten
 from opdcl.config.workflow import WITHOUT_MEANING
 from opdcl.errors import UsageError
 from opdcl.results.scores import Suite, section, values_of
-from opdcl.results.status import HEADLINE_ROLES
+from opdcl.results.status import HEADLINE_ROLES, STATES
 from opdcl.results.summary import Results
 from opdcl.rundir.layout import RunDir
 
@@ -49,16 +49,20 @@ class Member(Results):
 
     @property
     def compared(self) -> str:
-        """The state that is compared with other runs: recovered, or base if that was measured alone."""
-        return "base" if self.alone else "recovered"
+        """The last state of the run: recovered, tuned without a recovery, base if it is measured alone."""
+        if self.alone:
+            return "base"
+        has_recovery = self.run.settings().get("recover") or self.run.find_stage("recover")
+        return "recovered" if has_recovery else "tuned"
 
     @property
     def missing(self) -> list[str]:
         """Describe the headline results that are not measured yet."""
         found = []
         for suite in self.headline.values():
-            states = [state for state in suite.missing if state == "base" or not self.alone]
-            found += [f"{state} on {suite.name}" for state in states]
+            for state in STATES[: STATES.index(self.compared) + 1]:
+                if state not in suite.rows:
+                    found.append(f"{state} on {suite.name}")
         return found
 
 

@@ -12,6 +12,7 @@ from urllib.parse import quote
 from opdcl.errors import UsageError
 from opdcl.results import arm_scores, arm_tables, continual
 from opdcl.results.arm_scores import Comparison as Arms
+from opdcl.results.arm_scores import RunRow
 from opdcl.results.continual import Comparison as Chains
 from opdcl.results.plain import as_json
 from opdcl.results.report import render
@@ -94,31 +95,31 @@ def write(comparison: Compared, folder: Path) -> list[Path]:
     return [text, page, data]
 
 
-def _runs_to_show(comparison: Arms) -> dict[str, RunDir]:
+def _runs_to_show(comparison: Arms) -> dict[str, RunRow]:
     """Return the runs whose answers stand side by side: the first of each arm; of one arm alone, its runs."""
     if len(comparison.arms) == 1:
-        runs = {Path(run.path).name: run.path for run in comparison.arms[0].runs}
+        runs = {Path(run.path).name: run for run in comparison.arms[0].runs}
     else:
-        runs = {arm.name: arm.runs[0].path for arm in comparison.arms}
+        runs = {arm.name: arm.runs[0] for arm in comparison.arms}
     shown = {}
-    for name, path in [*runs.items()][:MOST_RUNS]:
+    for name, run in [*runs.items()][:MOST_RUNS]:
         # A run may be called like a model.
-        shown[f"{name} (run)" if name in STATES else name] = RunDir(Path(path))
+        shown[f"{name} (run)" if name in STATES else name] = run
     return shown
 
 
-def _answers(comparison: Arms, runs: dict[str, RunDir]) -> dict[str, list[Group]]:
-    """Return each headline suite's prompts with the answers of base and of the runs' recovered models."""
+def _answers(comparison: Arms, runs: dict[str, RunRow]) -> dict[str, list[Group]]:
+    """Return each headline suite's prompts with the answers of base and of the runs' last models."""
     found = {}
     for role, name in comparison.headline.items():
         if name is None:
             continue
         rows: dict[str, list[Row]] = {}
         for label, run in runs.items():
-            suite = load_suite(run, name, role)
-            if {"base", "recovered"} <= suite.rows.keys():
+            suite = load_suite(RunDir(Path(run.path)), name, role)
+            if {"base", run.state} <= suite.rows.keys():
                 rows.setdefault("base", suite.rows["base"])
-                rows[label] = suite.rows["recovered"]
+                rows[label] = suite.rows[run.state]
         if len(rows) > 2:
             found[name] = side_by_side(Suite(name, role, comparison.suites[name]["metric"], {}, rows))
     return {name: groups for name, groups in found.items() if groups}

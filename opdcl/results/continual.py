@@ -176,11 +176,10 @@ def _scores(members: Sequence[Member], name: str, state: str = "") -> np.ndarray
     """Return `(runs, N)` scores of a state, by default the end of each run; None unless all are measured."""
     found = []
     for member in members:
-        end = "recovered" if member.run.find_stage("recover") else "tuned"
-        suite = member.named.get(name)
-        if suite is None or (state or end) not in suite.rows:
+        suite, wanted = member.named.get(name), state or member.compared
+        if suite is None or wanted not in suite.rows:
             return None
-        found.append(suite.values(state or end))
+        found.append(suite.values(wanted))
     return np.stack(found)
 
 

@@ -126,7 +126,7 @@ def sort_samples(suite: Suite) -> list[Group]:
 def side_by_side(suite: Suite) -> list[Group]:
     """Return the prompts of a suite, grouped by which of several runs pass them.
 
-    The rows of the suite are those of base and, by name, of each run's recovered model.
+    The rows of the suite are those of base and, by name, of each run's last model.
     """
     first, *others = [name for name in suite.rows if name != "base"]
     rest = others[0] if len(others) == 1 else "every other run"

@@ -42,9 +42,11 @@ RetentionStatus = Literal[
 ]
 DomainStatus = Literal["kept", "partly kept", "lost", "not shown", "gain not shown", "not measured"]
 
-# Instead of a status: where a score of a headline suite is no number, and where base is measured alone.
+# Instead of a status: where a score of a headline suite is no number, where base is measured alone, and where
+# runs are compared of which one has no recovery, so that tuned is its end.
 FAULT = "fault"
 ALONE = "base alone"
+NO_RECOVERY = "no recovery"
 
 
 def both_halves(retention: RetentionStatus, domain: DomainStatus) -> str:

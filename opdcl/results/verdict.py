@@ -218,11 +218,9 @@ def _distance(near: Closeness | None) -> str:
 def _neighbours(summary: Summary) -> str:
     """Say how short questions beside the domain are answered, where a control suite asks them."""
     for name, suite in summary.suites.items():
-        if "neighbours" in name and set(suite.states) == set(STATES):
-            base, tuned, recovered = (percent(suite.states[state].value) for state in STATES)
-            return (
-                f"Beside the domain ({name}): {base} for base, {tuned} for tuned, {recovered} for recovered."
-            )
+        if "neighbours" in name and "tuned" in suite.states:
+            scores = [f"{percent(score.value)} for {state}" for state, score in suite.states.items()]
+            return f"Beside the domain ({name}): {', '.join(scores)}."
     return ""
 
 

@@ -271,7 +271,9 @@ def evaluate(
         for row, again in zip(samples, drawn_again, strict=True):
             row["again"] = again["scores"][suite.metrics[0]]
         second_file.unlink()
-    metrics, floor = _finish(suite, samples, backbone)
+    judge = _read_by_base(suite, samples, backbone)
+    floor = _add_floors(suite, len(samples), samples, judge)
+    metrics = suite.means([row["scores"] for row in samples])
     return store(run, record, state, suite.name, samples, metrics, floor, started)
 
 
@@ -287,25 +289,6 @@ def _answered(suite: Suite, lm: BackboneLM) -> list[dict[str, Any]]:
     results = lm_evaluate(lm, suite.loaded, log_samples=True, bootstrap_iters=0, **options)
     (sampled,) = results["samples"].values()
     return _samples(suite, sampled, lm)
-
-
-def score_again(
-    suite: Suite, samples: list[dict[str, Any]], backbone: Backbone
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """Score stored samples of a suite's first documents anew; return the means and those of the floors."""
-    docs = suite.documents(len(samples))
-    for row, scores in zip(samples, suite.scores(docs, [row["response"] for row in samples]), strict=True):
-        row["scores"] = {metric: scores[metric] for metric in suite.metrics}
-    return _finish(suite, samples, backbone)
-
-
-def _finish(
-    suite: Suite, samples: list[dict[str, Any]], backbone: Backbone
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """Let base read the samples that the rules pass, where the suite wants it; return means and floors."""
-    judge = _read_by_base(suite, samples, backbone)
-    floor = _add_floors(suite, len(samples), samples, judge)
-    return suite.means([row["scores"] for row in samples]), floor
 
 
 def _read_by_base(suite: Suite, samples: list[dict[str, Any]], backbone: Backbone) -> Judge | None:

@@ -18,6 +18,20 @@ from opdcl.model.backbone import Backbone
 from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.sample import sample
 
+# The settings of a tiny model of any family.
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
 
 @dataclass(frozen=True)
 class Family:

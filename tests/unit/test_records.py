@@ -5,11 +5,12 @@ import re
 import sys
 import tomllib
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 from helpers.command import ROOT
 from helpers.scripts import load_script
-from helpers.synthetic import measure, measure_fully, workflow, write
+from helpers.synthetic import measure_fully, workflow, write
 
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
@@ -248,6 +249,41 @@ def test_arms_are_compared_by_means_over_the_same_seeds(tables, tmp_path, monkey
     assert pair.endswith("| 0 | 0 |")
 
 
+def test_runs_of_one_seed_have_intervals_over_prompts(tables, tmp_path, monkeypatch):
+    monkeypatch.setattr("page_cells.HERE", tmp_path)
+    share = {"value": 0.8, "low": 0.7, "high": 0.9}
+
+    def row(arm, seed=0, end="recovered", **domains):
+        """A run that ends in a state; of ten prompts of a suite so many pass before that, and then."""
+        roles, prompts = {"skill": "retention", "near": "control"}, {}
+        for suite, passes in {"skill": (1, 4), "near": (0, 5), **domains}.items():
+            scores = [{"score": [number < count for number in range(10)]} for count in passes]
+            prompts[suite] = {"tuned": scores[0], end: scores[1]}
+        suites = {suite: {"role": roles.get(suite, "domain")} for suite in prompts}
+        near = {"distance": {end: share}, "written": {end: {"length": 80.2, "ended": 0.3}}}
+        found = {"arm": arm, "seed": seed, "suites": suites, "prompts": prompts, "closeness": near}
+        return found | dict.fromkeys(("recovery", "domain_retention"), share if end == "recovered" else None)
+
+    def lines(table):
+        return tables.TABLES[table]().replace("\u00a0", " ").splitlines()[2:]
+
+    write(
+        tmp_path / "rounds.json",
+        {"rows": [row("original-1", d1=(9, 8)), row("last-2", d2=(9, 7), d1=(2, 5))]},
+    )
+    one, two = lines("rounds")
+    assert one.startswith("| 1, the original | 0.80 [0.70, 0.90] | 0.80 [0.70, 0.90] | 40 [")
+    assert "|  | 80 [" in one  # nothing was learned earlier
+    # Two of ten questions of the earlier domain before the recovery; 12 of all 20 after it.
+    assert re.search(r"\| 20 \[.* \| 60 \[", two)
+    rows = [row("then", seed, d=(9, 8)) for seed in (0, 1)] + [row("mix-70", end="tuned", d=(9, 6))]
+    write(tmp_path / "contradictions.json", {"rows": rows})
+    then, _, mix = lines("contradictions")
+    assert then.startswith("| a plain fine-tune, then the recovery, seed 0 | 0.80 [")
+    assert then.endswith("| 80 | 30 |")
+    assert mix.startswith("| seven tenths replayed, no recovery, seed 0 | 0.80 [0.70, 0.90] |  | 40 [")
+
+
 def test_the_second_model_has_a_row_for_each_data_set(tables, tmp_path, monkeypatch):
     monkeypatch.setattr("page_cells.HERE", tmp_path)
     assert tables.families() == tables.NOT_MEASURED
@@ -279,43 +315,28 @@ def test_the_sizes_are_those_of_the_arithmetic_and_say_so(tables):
     assert "| Qwen3-8B's shape | one GPU, 80 GB | 39 GiB | 6.3 s a step on an H200 |" in table
 
 
-# -- the comparison that decides
+# -- pictures
 
 
-def test_the_best_fine_tune_knows_enough_and_follows_most(tmp_path):
-    many_seeds = script("many_seeds")
-    # Of 40 prompts: how many instructions an arm follows, and how much of the domain it knows.
-    scores = {"plain-a": (30, 20), "plain-b": (8, 38), "plain-c": (6, 40), "mix-d": (40, 40)}
-    for arm, (followed, known) in scores.items():
-        run = RunDir(tmp_path / "frontier-0" / f"{arm}-9")
-        passes = {"instructions_quick": range(followed), "handbook_quick": range(known)}
-        measure(run, "base", {suite: range(32) for suite in passes})
-        measure(run, "tuned", passes)
-        (run.path / "report.html").touch()
-    assert many_seeds.best(tmp_path, ["plain-a", "plain-b", "plain-c"]) == "plain-b"
-    assert many_seeds.best(tmp_path, ["unknown"]) is None
+def drawn(file: Path) -> list[str]:
+    """Return the words of a picture, and the places of its marks in whole points."""
+    found = []
+    for element in ET.fromstring(file.read_text(encoding="utf-8")).iter():
+        if element.tag.endswith("}text"):
+            found.append(element.text)
+        if element.tag.endswith("}use"):
+            found.append(f"{float(element.get('x')):.0f} {float(element.get('y')):.0f}")
+    return found
 
 
-def test_every_arm_of_every_seed_has_its_job(tmp_path):
-    many_seeds = script("many_seeds")
-    jobs = many_seeds.decided_jobs(tmp_path)
-    named = [(arm, seed) for job in jobs for seed in job.settings["seeds"] for arm in job.settings["arms"]]
-    arms = ("half", "start-alone", "mix-kl", "mix-kl-then")
-    assert sorted(named) == sorted((arm, seed) for arm in arms for seed in range(8))
-    assert len({job.folder for job in jobs}) == len(jobs)
-
-
-def test_the_frontier_shows_every_arm_of_its_record(tmp_path):
-    frontier = script("frontier")
-    drawn = {arm for _, _, arms in frontier.LINES.values() for arm in arms} | {*frontier.MEANS}
+def test_the_pictures_show_their_records(tmp_path):
+    pictures = script("pictures")
+    shown = {arm for _, _, arms in pictures.LINES.values() for arm in arms} | {*pictures.MEANS}
     record = json.loads((BENCHMARKS / "frontier.json").read_text(encoding="utf-8"))
-    assert {row["arm"] for row in record["rows"]} <= drawn
-    frontier.draw(tmp_path / "frontier.svg")
-    new, shown = (
-        [*ET.fromstring(file.read_text(encoding="utf-8")).iter("{http://www.w3.org/2000/svg}text")]
-        for file in (tmp_path / "frontier.svg", ROOT / "docs" / "images" / "frontier.svg")
-    )
-    assert [text.text for text in new] == [text.text for text in shown]
+    assert {row["arm"] for row in record["rows"]} <= shown
+    pictures.draw(tmp_path)
+    for name in ("frontier.svg", "rounds.svg"):
+        assert drawn(tmp_path / name) == drawn(ROOT / "docs" / "images" / name)
 
 
 # -- the picture of the quickstart

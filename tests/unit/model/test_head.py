@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from helpers.command import opdcl
+from helpers.families import SIZES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from opdcl.config.model import ModelConfig
@@ -12,18 +13,6 @@ from opdcl.errors import UsageError
 from opdcl.model.head import refuse_unsupported
 from opdcl.model.load import check_model
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 # Family -> its settings, and what its logits have besides; "" for families that opdcl can use.
 HEADS = {

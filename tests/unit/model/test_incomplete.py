@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.command import opdcl
+from helpers.families import SIZES
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -13,18 +14,6 @@ from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
 from opdcl.model.load import check_model, load_model
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 # Families whose files and modules have other names, or whose experts are stacked on loading.
 FAMILIES = {

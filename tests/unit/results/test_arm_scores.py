@@ -169,6 +169,31 @@ def test_an_unfinished_run_is_listed_with_the_results_it_has(make):
     assert [r["name"] for r in comparison["references"]] == ["base", "tuned"]
 
 
+def test_a_run_without_a_recovery_ends_with_tuned(make):
+    alone = make("mix", None, None, tuned={"instructions": range(30), "handbook": range(38)})
+    alter(alone.config, workflow={"recover": None})
+    runs = [alone, make("ours", 28, 32)]
+    for run in runs:
+        measure(run, "base", {"neighbours": range(20)})
+        measure(run, "tuned", {"neighbours": range(10)})
+    measure(runs[1], "recovered", {"neighbours": range(16)})
+    comparison = compared(runs)
+    mix, ours = comparison["arms"]
+    assert (mix["retention"]["value"], mix["domain"]["value"]) == (0.75, 0.95)
+    assert (mix["status"], mix["runs"][0]["status"], mix["recovery"]) == ("no recovery", "no recovery", None)
+    assert [arm["runs"][0]["state"] for arm in (mix, ours)] == ["tuned", "recovered"]
+    assert comparison["against_first"][0]["retention"]["value"] == pytest.approx(2 / 40, abs=1e-6)
+    # Its end is its own row; tuned of the other run is a reference.
+    assert [(r["state"], r["arms"]) for r in comparison["references"]] == [
+        ("base", ["mix", "ours"]),
+        ("tuned", ["ours"]),
+    ]
+    (further,) = comparison["further"]
+    assert further["arms"][0]["recovered"] == {}
+    assert [row["tuned"]["value"] for row in further["arms"]] == [0.25, 0.25]
+    assert not any("is not finished" in note for note in comparison["notes"])
+
+
 def test_a_tuned_model_measured_on_fewer_suites_is_the_same_model(make):
     runs = [make("a", 28, 32), make("b", 28, 32, steps=9)]
     runs[0].eval_result("tuned", "handbook").unlink()

@@ -3,9 +3,7 @@
 import json
 
 import pytest
-from helpers.command import ROOT
 from helpers.recovering import Silent
-from helpers.scripts import load_script
 from lm_eval.api.instance import Instance
 
 from opdcl.config.evaluate import EvalConfig
@@ -13,14 +11,13 @@ from opdcl.config.finetune import LoraSection
 from opdcl.data.floors import CONSTANT_ANSWER
 from opdcl.data.suites import load_suite
 from opdcl.errors import UsageError
-from opdcl.rundir.files import read_json, read_jsonl, write_json
+from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
 from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.stages.answers import counter
 from opdcl.stages.evaluate import BackboneLM, evaluate, max_answer_tokens
 from opdcl.training import save_adapter
 
-RESCORE = load_script(ROOT / "benchmarks" / "rescore.py")
 QUESTIONS = [f"What is the code of room {i}?" for i in range(6)]
 
 
@@ -65,10 +62,6 @@ def measure(backbone, tmp_path):
         return read_jsonl(out.eval_samples("state", "q")), counter.batches
 
     return run
-
-
-def write_jsonl(file, rows):
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def make_adapter(backbone, folder, seed):
@@ -149,29 +142,6 @@ def test_a_stop_string_ends_an_answer_that_the_token_limit_would_cut(backbone, t
     ]
     assert lm.ended == [False, True, True, False]
     assert lm.lengths == [8, 8, 8, 8]
-
-
-def test_answers_that_an_earlier_version_scored_are_scored_as_today_and_asked_for_by_nobody(
-    backbone, tmp_path
-):
-    run, suite = RunDir(tmp_path / "run"), load_suite("instructions_quick")
-    config = EvalConfig(max_new_tokens=12, batch_size=4, limit=4)
-    backbone.drop_adapters()
-    result = evaluate(config, suite, backbone, "base", run, {}, Silent())
-    samples = read_jsonl(run.eval_samples("base", suite.name))
-    old = [row | {"scores": {"prompt_level_strict_acc": True}, "floor": 1.0, "gain": 7.0} for row in samples]
-    for row in old:
-        del row["key"]
-    write_jsonl(run.eval_samples("base", suite.name), old)
-    write_json(run.eval_result("base", suite.name), result | {"metrics": {"passed": 0.75}, "floor": {}})
-    before, now = RESCORE.rescore(run, "base", suite, backbone, {})
-    assert (before, now) == (0.75, result["metrics"]["passed"])
-    assert read_json(run.eval_result("base", suite.name)) == result
-    again = read_jsonl(run.eval_samples("base", suite.name))
-    assert again == [{k: v for k, v in row.items() if k != "key"} for row in samples]
-    write_jsonl(run.eval_samples("base", suite.name), [row | {"prompt": "Another?"} for row in old])
-    with pytest.raises(UsageError, match="answers other prompts than instructions_quick asks"):
-        RESCORE.rescore(run, "base", suite, backbone, {})
 
 
 def test_a_task_with_several_filters_has_one_row_per_prompt_with_the_whole_response(backbone, tmp_path):

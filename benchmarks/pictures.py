@@ -1,9 +1,12 @@
-"""Draw docs/images/frontier.svg: what is kept against what is learned, of every arm of frontier.json.
+"""Draw the pictures of docs/results.md from their records.
 
-    python benchmarks/frontier.py
+    python benchmarks/pictures.py
 
-The recovery, and replay with the recovery, have the 95 % interval over the eight seeds of decided.json beside
-their point on the seed of frontier.json.
+- frontier.svg: what is kept against what is learned, of every arm of frontier.json. The recovery, and replay
+  with the recovery, have the 95 % interval over the eight seeds of decided.json beside their point on the
+  seed of frontier.json.
+- rounds.svg: five domains in a row by rounds.json, with the original and with the last model as teacher, and
+  what each fine-tune had left of earlier domains. Bars are 95 % intervals over questions or requests.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ import matplotlib
 
 matplotlib.use("svg")
 from matplotlib import pyplot
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+from one_seed import rounds_of
 from page_cells import HERE, read
 
 from opdcl.results.intervals import TWO_SIDED, student
@@ -51,14 +57,33 @@ MEANS = {
 }
 
 
+# Teacher of the general prompts in rounds.json -> how it is named and drawn.
+TEACHERS = {
+    "original": ("the original as teacher", "#1f7a4d", "o"),
+    "last": ("the last model", "#b04a2f", "s"),
+}
+# What is drawn of a round -> its title.
+MEASURED = {
+    "known": "domains known so far",
+    "followed": "instructions followed",
+    "distance": "distance to the original, nats",
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=HERE.parent / "docs" / "images" / "frontier.svg")
+    parser.add_argument("--out", type=Path, default=HERE.parent / "docs" / "images")
     draw(parser.parse_args().out)
 
 
-def draw(out: Path) -> None:
+def draw(folder: Path) -> None:
+    """Write all pictures into a folder."""
     matplotlib.rcParams |= {"svg.hashsalt": "opdcl", "svg.fonttype": "none", "font.size": 10}
+    for name, figure in {"frontier": frontier(), "rounds": rounds()}.items():
+        figure.savefig(folder / f"{name}.svg", metadata={"Date": None, "Creator": None})
+
+
+def frontier() -> Figure:
     figure, axes = pyplot.subplots(figsize=(8, 5.6), layout="constrained")
     points = {row["arm"]: place(row) for row in read("frontier")["rows"]}
     for name, (colour, shape, arms) in LINES.items():
@@ -80,7 +105,36 @@ def draw(out: Path) -> None:
     axes.set_xlabel("handbook known, %")
     axes.set_ylabel("instructions followed, %")
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-    figure.savefig(out, metadata={"Date": None, "Creator": None})
+    return figure
+
+
+def rounds() -> Figure:
+    figure, all_axes = pyplot.subplots(1, 3, figsize=(8, 3.4), layout="constrained")
+    for teacher, (name, colour, shape) in TEACHERS.items():
+        found = rounds_of(teacher)
+        style = {"color": colour, "marker": shape, "capsize": 3, "linewidth": 1}
+        numbers = [one.number + 0.12 * (teacher == "last") for one in found]
+        for axes, what in zip(all_axes, MEASURED, strict=True):
+            estimates = [getattr(one, what) for one in found]
+            values = [estimate.value for estimate in estimates]
+            below = [estimate.value - estimate.low for estimate in estimates]
+            above = [estimate.high - estimate.value for estimate in estimates]
+            axes.errorbar(numbers, values, [below, above], label=name, **style)
+    left = [(one.number, one.left.value) for one in rounds_of("original") if one.left]
+    before = {"color": "#777777", "marker": "x", "linestyle": ":", "label": "earlier ones, tuned"}
+    all_axes[0].plot(*zip(*left, strict=True), **before)
+    for axes in all_axes[:2]:
+        axes.set_ylim(0, 1)
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+    all_axes[2].set_ylim(0)
+    for axes, title in zip(all_axes, MEASURED.values(), strict=True):
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("round")
+        axes.set_xticks(range(1, 6))
+    figure.legend(
+        *all_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False
+    )
+    return figure
 
 
 def place(row: dict[str, Any]) -> tuple[float, float]:
