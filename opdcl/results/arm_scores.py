@@ -230,7 +230,7 @@ def _references(state: str, arms: list[Arm], headline: Mapping[str, Suite]) -> l
             measured = [results[i][role] for i in indices if role in results[i]]
             if measured:
                 means[role] = stats.mean(np.stack(measured), suite.clusters).rounded()
-        name = f"{state} of {', '.join(names)}" if len(arms_of) > 1 else state
+        name = state if len(names) == len(arms) else f"{state} of {', '.join(names)}"
         references.append(Reference(state, name, names, len(indices), means))
     return references
 
