@@ -39,7 +39,6 @@ class Reference:
 
     state: str
     name: str
-    arms: list[str]
     results: int
     scores: ByRole
 
@@ -56,7 +55,6 @@ class RunRow:
     recovery: Estimate | None
     domain_retention: Estimate | None
     status: str
-    missing: list[str]
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,6 @@ class ArmRow:
     """An arm: the scores of its runs' last models, and what follows from them."""
 
     name: str
-    method: str | None
     seeds: int
     scores: ByRole
     findings: Findings
@@ -171,7 +168,6 @@ def _arm_row(arm: Arm, headline: Mapping[str, Suite], near: Suite | None) -> Arm
     is_whole = near is not None and len(measured) == len(arm.pooled) and _same_prompts(measured, near)
     return ArmRow(
         name=arm.name,
-        method=arm.settings.get("recover.method"),
         seeds=len(arm.pooled),
         scores=scores,
         findings=findings,
@@ -195,7 +191,6 @@ def _run_row(member: Member) -> RunRow:
         recovery=findings.recovery,
         domain_retention=findings.domain_retention,
         status=_status(member, findings.status),
-        missing=member.missing,
     )
 
 
@@ -217,9 +212,10 @@ def _references(state: str, arms: list[Arm], headline: Mapping[str, Suite]) -> l
     for arm in arms:
         found = set()
         for member in arm.pooled:
+            own = member.headline.items()
+            scores = {role: suite.values(state) for role, suite in own if state in suite.rows}
             # The end of a run is its arm's own row.
-            scores = {} if state == member.compared else _scores_of(member, state)
-            if scores:
+            if scores and state != member.compared:
                 found.add(_index(results, scores))
         if found:
             arms_of.setdefault(tuple(sorted(found)), []).append(arm.name)
@@ -231,13 +227,8 @@ def _references(state: str, arms: list[Arm], headline: Mapping[str, Suite]) -> l
             if measured:
                 means[role] = stats.mean(np.stack(measured), suite.clusters).rounded()
         name = state if len(names) == len(arms) else f"{state} of {', '.join(names)}"
-        references.append(Reference(state, name, names, len(indices), means))
+        references.append(Reference(state, name, len(indices), means))
     return references
-
-
-def _scores_of(member: Member, state: str) -> dict[str, np.ndarray]:
-    """Return role -> `(N,)` scores of a state, for the roles that are measured."""
-    return {role: suite.values(state) for role, suite in member.headline.items() if state in suite.rows}
 
 
 def _index(results: list[dict[str, np.ndarray]], scores: dict[str, np.ndarray]) -> int:

@@ -129,10 +129,10 @@ def side_by_side(suite: Suite) -> list[Group]:
     The rows of the suite are those of base and, by name, of each run's last model.
     """
     first, *others = [name for name in suite.rows if name != "base"]
-    rest = others[0] if len(others) == 1 else "every other run"
-    better, worse = f"Passed by {first}, not by {rest}", f"Failed by {first}, passed by another run"
+    rest, another = "every other run", "another run"
     if len(others) == 1:
-        worse = f"Passed by {rest}, not by {first}"
+        rest = another = others[0]
+    better, worse = f"Passed by {first}, not by {rest}", f"Passed by {another}, not by {first}"
     every, none = "Passed by every run", "Passed by none"
 
     def title_of(passed: dict[str, bool]) -> str:

@@ -114,9 +114,10 @@ def _verdict(summary: Summary, retention: Suite | None, domain: Suite | None) ->
     scores = {state: percent(score.value) for state, score in states.items()}
     change, prompts = summary.tests.changes.tuned_minus_base, len(retention.measured)
     if change and not retention.complete:
-        head = "Not recovered yet" if change.high < 0 else "No forgetting measured, nothing recovered yet"
+        head = "Not recovered yet" if change.high < 0 else "No forgetting measured"
         changed = f"the fine-tune changed {retention.plain} by {interval(change, POINTS, n=prompts)}"
-        return f"{head}: {changed}, from {scores['base']} to {scores['tuned']}."
+        shown = f"from {scores['base']} to {scores['tuned']}{_learned(summary, domain)}"
+        return f"{head}: {changed}, {shown}."
     if not retention.complete:
         missing = " and ".join(retention.missing)
         known = ", ".join(f"{state} {score}" for state, score in scores.items())
@@ -134,6 +135,14 @@ def _verdict(summary: Summary, retention: Suite | None, domain: Suite | None) ->
     else:
         domain_outcome = f"no D, because {why_no_domain_retention(domain)}"
     return f"{_heading(summary)}: {outcome}; {domain_outcome}."
+
+
+def _learned(summary: Summary, domain: Suite | None) -> str:
+    """Say what the fine-tune taught of the domain, if that is measured."""
+    if domain is None or not {"base", "tuned"} <= domain.rows.keys():
+        return ""
+    states = summary.suites[domain.name].states
+    return f"; {domain.plain} from {percent(states['base'].value)} to {percent(states['tuned'].value)}"
 
 
 def _heading(summary: Summary) -> str:
@@ -202,16 +211,16 @@ def _retention_clause(summary: Summary, retention: Suite, scores: dict[str, str]
 
 
 def _distance(near: Closeness | None) -> str:
-    """Say how much of tuned's distance to base is gone, and how many answers are still like the domain's."""
-    if near is None or not (near.states.get("tuned") and near.states.get("recovered")):
+    """Say how far from base the answers of tuned and recovered are, and how many are like the domain's."""
+    if near is None or not near.states.get("tuned"):
         return ""
-    tuned, recovered = (near.states[state]["distance"].value for state in ("tuned", "recovered"))
-    if tuned <= 0:
-        return ""
-    gone = max(1 - recovered / tuned, 0)
-    moved = f"{tuned:.2f} -> {recovered:.2f} nats a token, {100 * gone:.0f} % gone"
-    before, after = (100 * near.states[state]["domain_manner"].value for state in ("tuned", "recovered"))
-    manner = f"Answered in the domain's manner: {before:.0f} -> {after:.0f} % of {near.n} requests."
+    states = [near.states[state] for state in STATES[1:] if near.states.get(state)]
+    distances = [state["distance"].value for state in states]
+    moved = " -> ".join(f"{distance:.2f}" for distance in distances) + " nats a token"
+    if len(states) > 1 and distances[0] > 0:
+        moved += f", {max(100 * (1 - distances[1] / distances[0]), 0):.0f} % gone"
+    manner = " -> ".join(f"{100 * state['domain_manner'].value:.0f}" for state in states)
+    manner = f"Answered in the domain's manner: {manner} % of {near.n} requests."
     return f"Distance to base: {moved} (base against itself: {near.noise:.3f}). {manner}"
 
 

@@ -259,7 +259,6 @@ def test_the_command_gives_one_json_document_with_stable_keys(three, tmp_path):
     assert comparison["suites"]["handbook"] == {"role": "domain", "metric": METRIC, "n": N}
     assert set(comparison["arms"][0]) == {
         "name",
-        "method",
         "seeds",
         "retention",
         "domain",

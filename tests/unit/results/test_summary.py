@@ -128,7 +128,7 @@ def test_before_recovery_a_fine_tune_that_cost_nothing_is_told_so(run):
         run.eval_result("recovered", suite).unlink()
     for kind in (run.eval_result, run.eval_samples):
         kind("tuned", "instructions").write_bytes(kind("base", "instructions").read_bytes())
-    assert "No forgetting measured, nothing recovered yet: the fine-tune " in summarise(run)["verdict"]
+    assert "No forgetting measured: the fine-tune " in summarise(run)["verdict"]
     assert "opdcl chat RUN" in pages(run)["report.html"]
 
 
@@ -142,7 +142,7 @@ def test_before_recovery_base_and_tuned_are_shown_without_a_verdict(run):
     assert float(low) < -60 < float(high) < 0
     assert summary["verdict"] == (
         f"Not recovered yet: the fine-tune changed instruction following by -60.0 points [{low}, {high}], "
-        "from 80.0 % to 20.0 %."
+        "from 80.0 % to 20.0 %; handbook from 10.0 % to 90.0 %."
     )
     assert summary["recovery"] is None
     assert summary["suites"]["instructions"]["recovered"] == {}
