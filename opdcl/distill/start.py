@@ -69,12 +69,13 @@ def distance_left(point: Point, tuned: Point, base: Point) -> float:
 def lies_between(config: RecoverConfig, grader: Grader) -> bool:
     """Return whether a scaled adapter lies between the two teachers, so that a start can be chosen.
 
-    It does if base alone grades the general stream and tuned alone the domain, both have steps, there are no
-    contexts and no reward, and the adapter stands on base itself.
+    It does if base grades the general stream and tuned the domain, no row names another teacher than these
+    two, both streams have steps, there are no contexts and no reward, and the adapter stands on base itself.
     """
     if grader.backbone.base_lm is not None or config.reward or config.method == "general":
         return False
-    if any(len(teachers) > 1 for teachers in grader.teachers.values()):
+    named = {name for teachers in grader.teachers.values() for name in teachers}
+    if not named <= {"", "base", "tuned"}:
         return False
     general, domain = config.teacher_of("general"), config.teacher_of("domain")
     bare = general.context is None and domain.context is None

@@ -121,6 +121,13 @@ def test_without_base_and_tuned_as_teachers_the_student_starts_as_tuned(backbone
     assert rows[0]["start"]["curve"] == []
 
 
+def test_rows_that_name_base_or_tuned_leave_the_start_to_be_chosen(backbone, tuned):
+    file = tuned / "general.jsonl"
+    first, *rows = map(json.loads, file.read_text().splitlines())
+    file.write_text("".join(json.dumps(row) + "\n" for row in [first | {"teacher": "tuned"}, *rows]))
+    assert len(run(backbone, tuned, start="auto", steps=2)[0]["start"]["curve"]) > 2
+
+
 def test_a_recovery_from_a_scaled_start_resumes_with_the_same_adapter(backbone, tuned):
     config = short_recovery(tuned, start=0.5, lmbda=0.5, validate_every=2, health=False)
     whole_and_resumed(backbone, tuned, config, stop=3)
