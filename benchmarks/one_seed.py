@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from page_cells import from_json, ratio, read, rows_of, unbroken
+from page_cells import NOT_MEASURED, from_json, ratio, read, rows_of, unbroken
 
 from opdcl.results.format import Unit, interval
 from opdcl.results.intervals import Estimate, mean
 
-PERCENT, NATS = Unit("{:.0f}", 100), Unit("{:.2f}")
+PERCENT, NATS = Unit("{:.0f}", 100), Unit("{:.2f}", least=0)
 
 # Those of benchmarks/systems.yaml.
 SYSTEMS = {
@@ -29,7 +29,8 @@ SYSTEMS = {
 # Those of benchmarks/contradictions.yaml and contradictions_near.yaml.
 CONTRADICTIONS = {
     "then": "a plain fine-tune, then the recovery",
-    "near": "the same, with prompts near the domain",
+    "near": "the same, half of its general prompts near the domain, of both kinds",
+    "elsewhere": "the same, half of its general prompts about elsewhere",
     "mix-70": "seven tenths replayed, no recovery",
     "mix-70-then": "the same, then the recovery",
 }
@@ -52,8 +53,8 @@ class Round:
 
 def rounds_of(teacher: str) -> list[Round]:
     """Return the finished rounds of a teacher, `original` or `last`; the first is the same for both."""
-    rows = {row["arm"]: row for row in read("rounds")["rows"]}
-    rows["last-1"] = rows["original-1"]
+    rows = {row["arm"]: row for row in read("rounds").get("rows", ())}
+    rows["last-1"] = rows.get("original-1")
     found = []
     for number in range(1, 6):
         if row := rows.get(f"{teacher}-{number}"):
@@ -77,9 +78,14 @@ def name_of(row: dict[str, Any], role: str) -> str:
 
 
 def share(row: dict[str, Any], suites: list[str], state: str) -> Estimate:
-    """Return the mean score of a state over the prompts of some suites, as if all were independent."""
-    scores = [score for name in suites for score in row["prompts"][name][state]["score"]]
-    return mean(np.array(scores))
+    """Return the mean score of a state over the prompts of some suites; those about one fact are no two."""
+    scores: list[float] = []
+    facts: list[str] = []
+    for name in suites:
+        of_suite = row["prompts"][name][state]["score"]
+        scores += of_suite
+        facts += [f"{name} {cluster}" for cluster in row["clusters"].get(name, range(len(of_suite)))]
+    return mean(np.array(scores), np.unique(facts, return_inverse=True)[1])
 
 
 def rounds() -> str:
@@ -112,14 +118,14 @@ def contradictions() -> str:
 def by_prompts(record: str, names: dict[str, str]) -> str:
     """Return the figures of each run of a record at its end, with intervals over prompts."""
     table = []
-    rows = read(record)["rows"]
+    rows = read(record).get("rows", ())
     several = len({row["seed"] for row in rows}) > 1
     for arm, words in names.items():
         for row in rows:
             if row["arm"] == arm:
                 table.append([words + f", seed {row['seed']}" * several, *cells_of(row)])
     columns = ["model", "distance, nats", "R", "instructions, %", "D", "domain, %", "beside it, %"]
-    return rows_of([*columns, "tokens", "ends, %"], unbroken(table, 1))
+    return rows_of([*columns, "tokens", "ends, %"], unbroken(table, 1)) if table else NOT_MEASURED
 
 
 def cells_of(row: dict[str, Any]) -> list[str]:

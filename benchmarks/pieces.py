@@ -25,7 +25,7 @@ import numpy as np
 from opdcl.results.closeness import load
 from opdcl.results.format import Unit, interval
 from opdcl.results.intervals import difference
-from opdcl.results.scores import load_suites
+from opdcl.results.scores import Suite, load_suites
 from opdcl.results.summary import summarise
 from opdcl.results.writing import values
 from opdcl.rundir.files import read_json, read_jsonl
@@ -126,20 +126,22 @@ def piece(run: Path) -> dict[str, Any]:
     steps = [step for step in metrics if "author" in step]
     row["written_by"] = dict(Counter(f"{step['stream']} {step['author']}" for step in steps))
     row["start"] = [step["start"] for step in metrics if "start" in step]
-    row["prompts"] = per_prompt(RunDir(run))
+    suites = load_suites(RunDir(run))
+    row["prompts"] = per_prompt(suites, load(RunDir(run)))
+    # The fact or person that each prompt is about, where several prompts share one.
+    row["clusters"] = {s.name: s.clusters.tolist() for s in suites if s.clusters is not None}
     return row
 
 
-def per_prompt(run: RunDir) -> dict[str, dict[str, dict[str, list[float]]]]:
+def per_prompt(suites: list[Suite], near: Suite) -> dict[str, dict[str, dict[str, list[float]]]]:
     """Return suite -> state -> measure -> a number for every prompt, in the order of the suite."""
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
-    for suite in load_suites(run):
+    for suite in suites:
         found[suite.name] = {s: {"score": short(suite.values(s))} for s in suite.rows}
-    near = load(run)
     found[near.name] = {}
     for state, rows in near.rows.items():
         found[near.name][state] = {"distance": short(row["scores"]["distance"] for row in rows)}
-    for suite in [*load_suites(run), near]:
+    for suite in [*suites, near]:
         for state in suite.rows:
             written = values(suite, state)
             found[suite.name][state] |= {name: short(written[name]) for name in written}

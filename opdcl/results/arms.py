@@ -52,8 +52,7 @@ class Member(Results):
         """The last state of the run: recovered, tuned without a recovery, base if it is measured alone."""
         if self.alone:
             return "base"
-        has_recovery = self.run.settings().get("recover") or self.run.find_stage("recover")
-        return "recovered" if has_recovery else "tuned"
+        return "recovered" if self.run.settings().get("recover") else "tuned"
 
     @property
     def missing(self) -> list[str]:

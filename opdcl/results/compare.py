@@ -117,7 +117,7 @@ def _answers(comparison: Arms, runs: dict[str, RunRow]) -> dict[str, list[Group]
         rows: dict[str, list[Row]] = {}
         for label, run in runs.items():
             suite = load_suite(RunDir(Path(run.path)), name, role)
-            if {"base", run.state} <= suite.rows.keys():
+            if {"base", run.state} <= suite.rows.keys() and run.state != "base":
                 rows.setdefault("base", suite.rows["base"])
                 rows[label] = suite.rows[run.state]
         if len(rows) > 2:

@@ -215,7 +215,7 @@ def _distance(near: Closeness | None) -> str:
     if near is None or not near.states.get("tuned"):
         return ""
     states = [near.states[state] for state in STATES[1:] if near.states.get(state)]
-    distances = [state["distance"].value for state in states]
+    distances = [max(state["distance"].value, 0) for state in states]
     moved = " -> ".join(f"{distance:.2f}" for distance in distances) + " nats a token"
     if len(states) > 1 and distances[0] > 0:
         moved += f", {max(100 * (1 - distances[1] / distances[0]), 0):.0f} % gone"

@@ -262,6 +262,7 @@ def test_runs_of_one_seed_have_intervals_over_prompts(tables, tmp_path, monkeypa
         suites = {suite: {"role": roles.get(suite, "domain")} for suite in prompts}
         near = {"distance": {end: share}, "written": {end: {"length": 80.2, "ended": 0.3}}}
         found = {"arm": arm, "seed": seed, "suites": suites, "prompts": prompts, "closeness": near}
+        found["clusters"] = {"d1": [number // 5 for number in range(10)]}
         return found | dict.fromkeys(("recovery", "domain_retention"), share if end == "recovered" else None)
 
     def lines(table):
@@ -273,7 +274,7 @@ def test_runs_of_one_seed_have_intervals_over_prompts(tables, tmp_path, monkeypa
     )
     one, two = lines("rounds")
     assert one.startswith("| 1, the original | 0.80 [0.70, 0.90] | 0.80 [0.70, 0.90] | 40 [")
-    assert "|  | 80 [" in one  # nothing was learned earlier
+    assert "|  | 80 [2, 100] |" in one  # nothing was learned earlier; ten questions are about two facts
     # Two of ten questions of the earlier domain before the recovery; 12 of all 20 after it.
     assert re.search(r"\| 20 \[.* \| 60 \[", two)
     rows = [row("then", seed, d=(9, 8)) for seed in (0, 1)] + [row("mix-70", end="tuned", d=(9, 6))]
