@@ -217,7 +217,7 @@ def _distance(near: Closeness | None) -> str:
     states = [near.states[state] for state in STATES[1:] if near.states.get(state)]
     distances = [max(state["distance"].value, 0) for state in states]
     moved = " -> ".join(f"{distance:.2f}" for distance in distances) + " nats a token"
-    if len(states) > 1 and distances[0] > 0:
+    if len(states) > 1 and distances[0]:
         moved += f", {max(100 * (1 - distances[1] / distances[0]), 0):.0f} % gone"
     manner = " -> ".join(f"{100 * state['domain_manner'].value:.0f}" for state in states)
     manner = f"Answered in the domain's manner: {manner} % of {near.n} requests."
@@ -328,6 +328,8 @@ def why_no_recovery(summary: Summary) -> str:
         return f"{drop}, where {suite.n} prompts would show one of {detectable:.1f}"
     if -change.value < SMALLEST_DROP:
         return f"because {drop} is too small for a ratio, which needs {needed:.0f}"
+    if reason == NO_DROP:
+        return f"because {drop} may be chance"
     return f"because base is less than {needed:.0f} points above the floor"
 
 

@@ -122,10 +122,12 @@ def test_no_forgetting_is_only_said_where_it_would_have_been_seen(measured):
     assert f"where 400 prompts would show one of {100 * least:.1f}; " in summary["verdict"]
 
 
-def test_a_base_near_the_floor_cannot_show_anything(measured):
-    def floor(passes):
-        return {state: lambda i: {"floor": i < passes} for state in ("base", "tuned", "recovered")}
+def floor(passes):
+    """Return the fields of a run in which a content-free answer passes the first prompts."""
+    return {state: lambda i: {"floor": i < passes} for state in ("base", "tuned", "recovered")}
 
+
+def test_a_base_near_the_floor_cannot_show_anything(measured):
     summary = measured(80, 20, 80, **floor(70))
     assert summary["retention_status"] == "no headroom"
     assert summary["verdict"].startswith(
@@ -136,10 +138,7 @@ def test_a_base_near_the_floor_cannot_show_anything(measured):
 
 
 def test_a_base_above_the_floor_on_too_few_prompts_is_not_called_near_it(run, measured):
-    def floor(i):
-        return {"floor": i < 1}
-
-    summary = measured(2, 0, 2, n=8, base=floor, tuned=floor, recovered=floor)
+    summary = measured(2, 0, 2, n=8, **floor(1))
     assert summary["retention_status"] == "too few prompts"
     assert summary["verdict"].startswith(
         "Too few prompts to tell, domain partly kept: instruction following is 25.0 % for "
@@ -150,12 +149,18 @@ def test_a_base_above_the_floor_on_too_few_prompts_is_not_called_near_it(run, me
 
 
 def test_without_room_above_the_floor_there_is_no_ratio(measured):
-    def floor(i):
-        return {"floor": i < 28}
-
-    summary = measured(60, 10, 48, base=floor, tuned=floor, recovered=floor)
+    summary = measured(60, 10, 48, **floor(28))
     assert summary["retention_status"] == "partly recovered"
     assert "no R, because base is less than 10 points above the floor" in summary["verdict"]
+
+
+def test_a_drop_that_may_be_chance_is_told_from_a_near_floor(measured):
+    # Tuned is 15 points below base, which 60 prompts do not show; recovered is shown to be below base.
+    summary = measured(29, 20, 14, n=60)
+    assert summary["retention_status"] == "not shown"
+    assert re.search(
+        r"no R, because a drop from base to tuned of 15.0 points \[.*\] may be", summary["verdict"]
+    )
 
 
 def test_answers_that_do_not_end_and_repeat_themselves_are_not_recovered(measured):
