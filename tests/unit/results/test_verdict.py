@@ -156,11 +156,8 @@ def test_without_room_above_the_floor_there_is_no_ratio(measured):
 
 def test_a_drop_that_may_be_chance_is_told_from_a_near_floor(measured):
     # Tuned is 15 points below base, which 60 prompts do not show; recovered is shown to be below base.
-    summary = measured(29, 20, 14, n=60)
-    assert summary["retention_status"] == "not shown"
-    assert re.search(
-        r"no R, because a drop from base to tuned of 15.0 points \[.*\] may be", summary["verdict"]
-    )
+    verdict = measured(29, {*range(17, 37)}, 16, n=60)["verdict"]
+    assert re.search(r"no R, because a drop from base to tuned of 15.0 points \[.*\] may be chance", verdict)
 
 
 def test_answers_that_do_not_end_and_repeat_themselves_are_not_recovered(measured):
