@@ -121,8 +121,10 @@ def _answers(comparison: Arms, runs: dict[str, RunRow]) -> dict[str, list[Group]
                 rows.setdefault("base", suite.rows["base"])
                 rows[label] = suite.rows[run.state]
         if len(rows) > 2:
-            found[name] = side_by_side(Suite(name, role, comparison.suites[name]["metric"], {}, rows))
-    return {name: groups for name, groups in found.items() if groups}
+            groups = side_by_side(Suite(name, role, comparison.suites[name]["metric"], {}, rows))
+            if groups:
+                found[name] = groups
+    return found
 
 
 def _reports(paths: Sequence[str], folder: Path) -> dict[str, str]:

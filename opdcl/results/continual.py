@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from opdcl.errors import UsageError
-from opdcl.results import stats, tables
+from opdcl.results import closeness, stats, tables
 from opdcl.results.arms import Arm, Member, as_key, notes_of_runs, pool, seed_notes
-from opdcl.results.format import CHANGE, SCORE, cell, points
+from opdcl.results.format import CHANGE, NATS, SCORE, cell, points
 from opdcl.results.intervals import Estimate
 from opdcl.results.scores import Suite
 from opdcl.results.tables import Table, View
@@ -40,6 +40,8 @@ class StepRow:
     seeds: int
     runs: list[str]
     scores: dict[str, Estimate]
+    distance: Estimate | None
+    """From base, in nats per token; None unless every run measured it, on the same prompts."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,6 @@ class ChainRow:
     """The figures of a chain; None where one is not measured."""
 
     name: str
-    steps: list[str]
     seeds: int
     average: Estimate | None
     forgetting: Estimate | None
@@ -60,7 +61,6 @@ class Difference:
 
     of: str
     against: str
-    seeds: int
     average: Estimate | None
     forgetting: Estimate | None
 
@@ -185,13 +185,12 @@ def _scores(members: Sequence[Member], name: str, state: str = "") -> np.ndarray
 
 def _base(members: list[Member], suites: dict[str, Suite]) -> dict[str, Estimate]:
     """Return base's score on each suite, by the first run that measured it."""
-    base = {}
-    for name, suite in suites.items():
-        for member in members:
+    base: dict[str, Estimate] = {}
+    for member in members:
+        for name in suites.keys() - base.keys():
             scores = _scores([member], name, "base")
             if scores is not None:
-                base[name] = stats.mean(scores, suite.clusters).rounded()
-                break
+                base[name] = stats.mean(scores, suites[name].clusters).rounded()
     return base
 
 
@@ -201,14 +200,23 @@ def _step_row(step: Arm, suites: dict[str, Suite]) -> StepRow:
         scores = _scores(step.members, name)
         if scores is not None:
             estimates[name] = stats.mean(scores, suite.clusters).rounded()
-    return StepRow(step.name, len(step.members), [member.path for member in step.members], estimates)
+    paths = [member.path for member in step.members]
+    return StepRow(step.name, len(paths), paths, estimates, _distance(step))
+
+
+def _distance(step: Arm) -> Estimate | None:
+    near = [member.near for member in step.members]
+    end = step.members[0].compared
+    if any(end not in suite.rows or suite.prompts != near[0].prompts for suite in near):
+        return None
+    found = closeness.summarise(near)
+    return found.states[end]["distance"] if found else None
 
 
 def _chain_row(chain: Chain, suites: dict[str, Suite]) -> ChainRow:
     average, forgetting, transfer = _figures(chain, list(chain.lines), suites)
     return ChainRow(
         name=chain.name,
-        steps=[step.name for step in chain.steps],
         seeds=len(chain.lines),
         average=_mean_of(average, suites),
         forgetting=_mean_of(forgetting, suites),
@@ -311,7 +319,7 @@ def _difference(one: Chain, other: Chain, suites: dict[str, Suite]) -> Differenc
             change = {name: ours[name] - theirs[name] for name in ours}
         changes.append(_mean_of(change, suites))
     average, forgetting, _ = changes
-    return Difference(one.name, other.name, len(seeds), average, forgetting)
+    return Difference(one.name, other.name, average, forgetting)
 
 
 def _kept(steps: list[Arm], suites: dict[str, Suite]) -> list[Kept]:
@@ -370,25 +378,23 @@ def finding(comparison: Comparison) -> str:
             return f"{change.of} is {size} at the end, on average over all suites"
     for chain in comparison.chains:
         if chain.forgetting:
-            steps = f"after {len(chain.steps)} steps"
             if chain.forgetting.low <= 0:
-                return f"No forgetting is shown {steps}"
-            amount = points(chain.forgetting.value).lstrip("+")
-            return f"{chain.name}: {amount} points are forgotten {steps}"
+                return f"{chain.name}: no forgetting is shown"
+            return f"{chain.name}: {points(chain.forgetting.value).lstrip('+')} points are forgotten"
     return "Steps that build on one another"
 
 
 def _steps_table(comparison: Comparison) -> Table:
     suites = comparison.suites
-    rows = [["base", *[cell(comparison.base.get(name), SCORE) for name in suites]]]
+    rows = [["base", *[cell(comparison.base.get(name), SCORE) for name in suites], ""]]
     for step in comparison.steps:
         cells = [cell(step.scores.get(name), SCORE) for name in suites]
-        rows.append([tables.with_seeds(step.name, step.seeds), *cells])
+        rows.append([tables.with_seeds(step.name, step.seeds), *cells, cell(step.distance, NATS)])
     caption = (
-        "The model's scores after each step. Brackets are 95 % intervals over prompts, and "
-        "over seeds if there are several."
+        "The model's scores after each step, and its distance to base in nats per token. Brackets are 95 % "
+        "intervals over prompts, and over seeds if there are several."
     )
-    columns = ["step", *[f"{name}\n{suite['role']}" for name, suite in suites.items()]]
+    columns = ["step", *[f"{name}\n{suite['role']}" for name, suite in suites.items()], "distance\nto base"]
     return Table("After each step", columns, rows, caption)
 
 

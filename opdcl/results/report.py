@@ -171,16 +171,14 @@ def _context(results: Results) -> dict[str, Any]:
     base_model, tuned = _public(name), run.stage_record("finetune").get("tuned_model")
     adapters = manifest.get("adapters") or {}
     recovery = _metrics(run, "recover")
-    losses = [row["loss"] for row in _metrics(run, "finetune") if row.get("loss") is not None]
     validations = [row for row in recovery if row.get("validation")]
     samples = {suite.name: groups for suite in results.suites if (groups := sort_samples(suite))}
     heading, sentence = split(summary.verdict)
     to_do = [line for line in summary.further if line == advice(summary)]
     latest = adapter_path = None
-    for state in ("tuned", "recovered"):
+    for state in STATES[1:]:
         if any(state in suite.rows for suite in results.suites):
             latest = state
-    for state in STATES:
         if state in adapters:
             adapter_path = adapters[state].get("path")
     return {
@@ -199,7 +197,6 @@ def _context(results: Results) -> dict[str, Any]:
         "examples": pick_examples({suite.name: samples.get(suite.name, []) for suite in headline.values()}),
         "samples": samples,
         "recovery": recovery,
-        "loss_ends": losses[:1] + losses[-1:],
         "validations": validations,
         "best_step": validations_of(recovery)[1],
         "manifest": manifest,
@@ -237,10 +234,6 @@ class Ratio:
         """The interval; empty without one, and over too few prompts."""
         return "" if self.estimate is None or format.is_few(self.n) else format.bounds(self.estimate)
 
-    @property
-    def letter(self) -> str:
-        return self.name[-1]
-
 
 def _ratios(summary: Summary, domain: Suite | None) -> list[Ratio]:
     """Return R, D and C with what they mean, or why there is none; of base alone, nothing."""
@@ -254,10 +247,11 @@ def _ratios(summary: Summary, domain: Suite | None) -> list[Ratio]:
     kept = "the share of the domain gain that was kept, counted from base or the floor, the higher one"
     if raw := different_raw(findings.domain_retention, findings.domain_retention_raw, of_domain):
         kept += f"; from base alone, {raw}"
-    no_domain = why_no_domain_retention(domain)
     ratios = [
         Ratio("Recovery R", recovered, findings.recovery, why_no_recovery(summary), general),
-        Ratio("Domain retention D", kept, findings.domain_retention, no_domain, of_domain),
+        Ratio(
+            "Domain retention D", kept, findings.domain_retention, why_no_domain_retention(domain), of_domain
+        ),
     ]
     if near:
         gone = "the share of the distance to base that is gone, token by token"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from opdcl.results.closeness import Closeness
 from opdcl.results.intervals import Estimate
 from opdcl.results.plain import ByState, Spread
-from opdcl.results.stats import Findings, NonInferiority
+from opdcl.results.stats import Findings
 from opdcl.results.writing import WritingTests
 
 
@@ -36,7 +36,6 @@ class Group(Scores):
 
     recovery: Estimate | None
     recovery_raw: Estimate | None
-    non_inferiority: NonInferiority | None
 
 
 @dataclass(frozen=True)

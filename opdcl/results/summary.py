@@ -141,10 +141,7 @@ def _groups(retention: Suite | None) -> dict[str, Group]:
             suite = retention.only(name)
             found = stats.findings(states_of([suite]), None)
             groups[name] = Group(
-                **vars(_scores(suite)),
-                recovery=found.recovery,
-                recovery_raw=found.recovery_raw,
-                non_inferiority=found.non_inferiority,
+                **vars(_scores(suite)), recovery=found.recovery, recovery_raw=found.recovery_raw
             )
     return groups
 

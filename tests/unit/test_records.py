@@ -280,8 +280,7 @@ def test_runs_of_one_seed_have_intervals_over_prompts(tables, tmp_path, monkeypa
     rows = [row("then", seed, d=(9, 8)) for seed in (0, 1)] + [row("mix-70", end="tuned", d=(9, 6))]
     write(tmp_path / "contradictions.json", {"rows": rows})
     then, _, mix = lines("contradictions")
-    assert then.startswith("| a plain fine-tune, then the recovery, seed 0 | 0.80 [")
-    assert then.endswith("| 80 | 30 |")
+    assert re.match(r"\| a plain fine-tune, then the recovery, seed 0 \| 0.80 \[.*\| 80 \| 30 \|$", then)
     assert mix.startswith("| seven tenths replayed, no recovery, seed 0 | 0.80 [0.70, 0.90] |  | 40 [")
 
 

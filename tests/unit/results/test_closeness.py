@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from helpers.synthetic import change, compared, measure_states, pages, workflow, write
+from helpers.synthetic import alter, change, compared, measure_states, pages, workflow, write
 
 from opdcl.results import closeness
 from opdcl.results.arms import load_arms, split_seeds
@@ -30,10 +30,8 @@ def store(run, state, distances, prompt="Prompt", **fields):
         for i, d in enumerate(distances)
     ]
     result = {"role": "closeness", "metric": "distance", "metrics": {}, "floor": {}, "n": len(rows)}
-    write(
-        run.eval_result(state, "closeness"),
-        result | {"cost": {"seconds": 5.0, "tokens": 8, "peak_memory_bytes": 1}},
-    )
+    result["cost"] = {"seconds": 5.0, "tokens": 8, "peak_memory_bytes": 1}
+    write(run.eval_result(state, "closeness"), result)
     write(run.eval_samples(state, "closeness"), rows)
 
 
@@ -118,6 +116,13 @@ def test_there_is_no_c_without_recovered_or_where_tuned_is_base(tmp_path, change
     assert found["tuned"]["distance"]["value"] >= 0
     assert not [row[0] for row in terminal_rows(Results(run).summary) if row[0].startswith("C\n")]
     assert f"Closeness C: none, {why}." in pages(run)["report.md"]
+
+
+def test_a_chain_has_the_distance_after_each_step(tmp_path):
+    runs = [make(tmp_path / "first", recovered=0.2), make(tmp_path / "second", recovered=0.5)]
+    alter(runs[1].config, workflow={"start": str(runs[0].path)})
+    distances = [summarise(run)["closeness"]["recovered"]["distance"] for run in runs]
+    assert [step["distance"] for step in compared(runs)["steps"]] == distances
 
 
 def test_c_counts_from_the_floor_where_that_is_nearer_than_tuned(tmp_path):
