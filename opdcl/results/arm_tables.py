@@ -115,8 +115,8 @@ def _scores_table(comparison: Comparison) -> Table:
     caption = (
         "Brackets are 95 % intervals over prompts, and over seeds if an arm has several. R is "
         "the share of the lost score that came back, D the share of the domain gain that was kept. A "
-        "missing R or D is not measured, or the loss or gain in its denominator is too small. Both count "
-        "from the floor, where that is higher than the start."
+        "missing R or D is not measured, the run has no recovery, or the loss or gain in its denominator is "
+        "too small. Both count from the floor, where that is higher than the start."
     )
     return Table("Scores", ["arm", *names, "R", "D", "status"], rows, caption)
 
