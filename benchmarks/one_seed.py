@@ -19,7 +19,7 @@ SYSTEMS = {
     "ema": "a running mean of the student guards the domain",
     "trust-region": "base mixed with the student is the general teacher",
     "reinforced": "after the default: a reward for constraints that are kept",
-    "feedback": "after the default: the student that is told what was wrong teaches itself",
+    "feedback-slow": "after the default: the student that is told what was wrong teaches itself",
     "self-distilled": "the default after a fine-tune by self-distillation",
     "staff": "a specialist, tuned on one half of the handbook",
     "site": "a specialist, tuned on the other half",
