@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 from typing import Any
 
-from page_cells import NOT_MEASURED, of_seeds, ratio, read, rows_of, seeds_of, unbroken
+from page_cells import NOT_MEASURED, end_of, of_seeds, ratio, read, rows_of, seeds_of, unbroken
 
 # Those of benchmarks/start.yaml, and `before` of benchmarks/start_before.yaml.
 STARTS = {
@@ -71,7 +71,7 @@ def figures(row: dict[str, Any], columns: tuple[str, ...] = SHARES, state: str |
 
     The state is that of the run's end, unless it is named.
     """
-    end = state or ("recovered" if "recovered" in row["closeness"]["written"] else "tuned")
+    end = state or end_of(row)
     score_of = {suite["role"]: 100 * suite[end] for suite in row["suites"].values()}
     two = [score_of["retention"], score_of["domain"]]
     if columns == SHARES:

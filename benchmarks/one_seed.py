@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from page_cells import NOT_MEASURED, from_json, ratio, read, rows_of, unbroken
+from page_cells import NOT_MEASURED, end_of, from_json, ratio, read, rows_of, unbroken
 
 from opdcl.results.format import Unit, interval
 from opdcl.results.intervals import Estimate, mean
@@ -78,7 +78,7 @@ def name_of(row: dict[str, Any], role: str) -> str:
 
 
 def share(row: dict[str, Any], suites: list[str], state: str) -> Estimate:
-    """Return the mean score of a state over the prompts of some suites; those about one fact are no two."""
+    """Return a state's mean score over the prompts of some suites; prompts about one fact are a cluster."""
     scores: list[float] = []
     facts: list[str] = []
     for name in suites:
@@ -129,7 +129,7 @@ def by_prompts(record: str, names: dict[str, str]) -> str:
 
 
 def cells_of(row: dict[str, Any]) -> list[str]:
-    end = "recovered" if "recovered" in row["closeness"]["written"] else "tuned"
+    end = end_of(row)
     written = row["closeness"]["written"][end]
     scores = []
     for role in ("retention", "domain", "control"):

@@ -63,6 +63,11 @@ def of_seeds(values: list[float], digits: int) -> str:
     return f"{centre:.{digits}f} [{centre - half:.{digits}f}, {centre + half:.{digits}f}]"
 
 
+def end_of(row: dict[str, Any]) -> str:
+    """Return the state that a recorded run ends with: recovered, or tuned without a recovery."""
+    return "recovered" if "recovered" in row["closeness"]["written"] else "tuned"
+
+
 def seeds_of(number: int) -> str:
     return f"{number} seed{'s' * (number > 1)}"
 

@@ -23,7 +23,7 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 from one_seed import rounds_of
-from page_cells import HERE, read
+from page_cells import HERE, end_of, read
 
 from opdcl.results.intervals import TWO_SIDED, student
 
@@ -55,7 +55,6 @@ MEANS = {
     "half": ("recovery of a plain fine-tune", "#1f7a4d"),
     "mix-kl-then": ("30 % replay, then recovery", "#0b3d91"),
 }
-
 
 # Teacher of the general prompts in rounds.json -> how it is named and drawn.
 TEACHERS = {
@@ -140,7 +139,7 @@ def rounds() -> Figure:
 def place(row: dict[str, Any]) -> tuple[float, float]:
     """Return what the model at a run's end knows of the domain, and what it follows, in percent."""
     suites = row["suites"]
-    end = "recovered" if "recovered" in suites[RETENTION] else "tuned"
+    end = end_of(row)
     return 100 * suites[DOMAIN][end], 100 * suites[RETENTION][end]
 
 

@@ -185,12 +185,13 @@ def _scores(members: Sequence[Member], name: str, state: str = "") -> np.ndarray
 
 def _base(members: list[Member], suites: dict[str, Suite]) -> dict[str, Estimate]:
     """Return base's score on each suite, by the first run that measured it."""
-    base: dict[str, Estimate] = {}
-    for member in members:
-        for name in suites.keys() - base.keys():
+    base = {}
+    for name, suite in suites.items():
+        for member in members:
             scores = _scores([member], name, "base")
             if scores is not None:
-                base[name] = stats.mean(scores, suites[name].clusters).rounded()
+                base[name] = stats.mean(scores, suite.clusters).rounded()
+                break
     return base
 
 

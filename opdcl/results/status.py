@@ -42,8 +42,8 @@ RetentionStatus = Literal[
 ]
 DomainStatus = Literal["kept", "partly kept", "lost", "not shown", "gain not shown", "not measured"]
 
-# Instead of a status: where a score of a headline suite is no number, where base is measured alone, and where
-# runs are compared of which one has no recovery, so that tuned is its end.
+# Instead of a status: a score of a headline suite is no number; base is measured alone; in a comparison, a
+# run has no recovery, so that it ends with tuned.
 FAULT = "fault"
 ALONE = "base alone"
 NO_RECOVERY = "no recovery"

@@ -254,7 +254,7 @@ def test_runs_of_one_seed_have_intervals_over_prompts(tables, tmp_path, monkeypa
     share = {"value": 0.8, "low": 0.7, "high": 0.9}
 
     def row(arm, seed=0, end="recovered", **domains):
-        """A run that ends in a state; of ten prompts of a suite so many pass before that, and then."""
+        """A run that ends with `end`; of a suite's ten prompts, how many pass before and at the end."""
         roles, prompts = {"skill": "retention", "near": "control"}, {}
         for suite, passes in {"skill": (1, 4), "near": (0, 5), **domains}.items():
             scores = [{"score": [number < count for number in range(10)]} for count in passes]
