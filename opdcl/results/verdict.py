@@ -108,6 +108,8 @@ def _fault(faults: Sequence[str]) -> str:
 def _verdict(summary: Summary, retention: Suite | None, domain: Suite | None) -> str:
     """Return the first words, and the outcome in one sentence."""
     if retention is None or not retention.rows:
+        if not summary.suites:
+            return "Not measured yet: nothing was evaluated."
         missing = f"suite {retention.name} has no results" if retention else "there is no retention suite"
         return f"Not measured yet: {missing}."
     states = summary.suites[retention.name].states

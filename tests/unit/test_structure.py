@@ -13,7 +13,7 @@ from helpers.weight import Weight, weigh
 FILE_LIMIT, FUNCTION_LIMIT = 500, 60
 
 # What the package, tests and benchmarks weigh at most. Code that goes lowers these numbers.
-NODES, DENSITY, NESTED, IMPORTS = 195_660, 10.5, 0.2, 0.12
+NODES, DENSITY, NESTED, IMPORTS = 195_670, 10.5, 0.2, 0.12
 TEST_LINES, BENCHMARK_LINES = 22_700, 3_850
 
 
