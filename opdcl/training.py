@@ -36,6 +36,14 @@ LONGEST_GRADIENT = 1.0
 
 Shape = Literal["held", "cosine"]
 
+# Who wrote the answers of a step, on the screen.
+WRITTEN = {
+    "rows": "your answers",
+    "base": "base's answers",
+    "student": "the student writes",
+    "teacher": "the teacher writes",
+}
+
 
 class StageReport(Protocol):
     """Receives a stage's progress; `opdcl.console` prints it."""
@@ -104,7 +112,7 @@ class StageLog:
         if math.isclose(live["loss"], live.get("kl", math.nan), rel_tol=1e-3):
             del live["kl"]  # the loss is this divergence
         if "author" in values:
-            live = {"step": f"{values['stream']} step, the {values['author']} writes:", **live}
+            live = {"step": f"{values['stream']} step, {WRITTEN[values['author']]}:", **live}
         self.report.progress(step, self.steps, **live, tokens_per_s=tokens / max(seconds, 1e-9))
 
     def skip(self, step: int) -> None:

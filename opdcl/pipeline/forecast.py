@@ -135,7 +135,7 @@ def steps_of(job: Job, tasks: Sequence[Task]) -> dict[str, int]:
     for task in tasks:
         if task.unfinished and task.name == "finetune" and job.workflow.finetune:
             rows = len(job.examples.encoded or job.examples.rows)
-            steps["finetune"] = planned_steps(job.workflow.finetune, rows)
+            steps["finetune"] = sum(planned_steps(job.workflow.finetune, rows))
         if task.unfinished and task.name == "recover" and job.workflow.recover.method != "interpolate":
             steps["recover"] = job.workflow.recover.steps
     return steps

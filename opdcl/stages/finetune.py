@@ -11,6 +11,7 @@ import logging
 import math
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -87,23 +88,24 @@ def finetune(
         prompts = encode_prompts(recovery, source, backbone.tokenizer, backbone.context_length)
         recover(recovery, source, prompts, backbone, start, out, report)
         return
-    steps = planned_steps(config, len(examples.encoded))
-    rows = examples.encoded + replayed_rows(config, examples, backbone, out.replay, report)
+    domain_steps, replay_steps = planned_steps(config, len(examples.encoded))
+    steps = domain_steps + replay_steps
+    replayed = replayed_rows(config, examples, backbone, out.replay, report)
     if start:
         backbone.drop_adapters()
         model = backbone.load_adapter(start, "student", trainable=True)
         report.note(f"continuing the adapter of {start}, which keeps its shape")
     else:
         model = backbone.new_adapter(config.lora, config.seed)
-    lengths = [len(row.ids) for row in rows]
-    order = lay_out(lengths, config.batch_size, steps, config.seed)
-    tokens_per_step = round(sum(lengths) / len(lengths) * config.batch_size)
-    callback = StageCallback(StageLog(report, out, steps), backbone, tokens_per_step)
+    batches = interleave(
+        lay_out(examples.encoded, config.batch_size, domain_steps, config.seed),
+        lay_out(replayed, config.batch_size, replay_steps, config.seed),
+    )
+    callback = StageCallback(StageLog(report, out, steps), backbone, batches)
     trainer = AnswerTrainer(
         backbone,
         Schedule(steps, WARM_UP, "cosine"),
-        rows,
-        order,
+        batches,
         model=model,
         args=SFTConfig(**trainer_arguments(config, backbone, out, steps)),
         callbacks=[callback],
@@ -146,7 +148,7 @@ def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:
     Raises:
         UsageError: There are too many steps.
     """
-    steps = planned_steps(config, rows)
+    steps, _ = planned_steps(config, rows)
     if steps > MOST_STEPS or steps * config.batch_size > MOST_COMPLETIONS:
         message = f"{rows} rows in {config.epochs:g} epochs are {steps} steps of self-distillation"
         raise UsageError(f"{message}, more than can be planned", "lower finetune.epochs, or take fewer rows")
@@ -169,8 +171,8 @@ def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:
     )
 
 
-def planned_steps(config: FinetuneConfig, rows: int) -> int:
-    """Return the number of optimizer steps for a number of rows, and those that are replayed beside them.
+def planned_steps(config: FinetuneConfig, rows: int) -> tuple[int, int]:
+    """Return the numbers of optimizer steps: those on a number of domain rows, those on replayed rows.
 
     Raises:
         UsageError: The rows are seen too often for the order of all steps to be planned.
@@ -182,28 +184,47 @@ def planned_steps(config: FinetuneConfig, rows: int) -> int:
             f"at most {LARGEST} can be planned",
             "lower finetune.epochs",
         )
-    return max(1, math.ceil(seen / config.batch_size))
+    domain = max(1, math.ceil(rows * config.epochs / config.batch_size))
+    return domain, config.replayed(domain)
 
 
-def lay_out(lengths: list[int], batch_size: int, steps: int, seed: int) -> list[int]:
-    """Return the rows of all batches in order, epoch after epoch; rows of similar length share a batch.
+def lay_out(rows: Sequence[Example], batch_size: int, steps: int, seed: int) -> list[list[Example]]:
+    """Return the rows of each step, epoch after epoch; rows of similar length mostly share a step.
 
-    Otherwise half of a batch of short rows would be padding. The order is fixed beforehand, so that a resumed
-    run draws the same rows as an uninterrupted one.
+    Otherwise half of a batch of short rows would be padding. Every step has `batch_size` rows: after the last
+    rows of an epoch come the first of the next. The order is fixed beforehand, so that a resumed run draws
+    the same rows as an uninterrupted one.
     """
     shuffle = random.Random(seed)
+    lengths = [len(row.ids) for row in rows]
     order: list[int] = []
     # Sorted within stretches of fifty batches, as in transformers: similar, not identical, each epoch.
     stretch = 50 * batch_size
     while len(order) < steps * batch_size:
-        rows = list(range(len(lengths)))
-        shuffle.shuffle(rows)
-        starts = range(0, len(rows), stretch)
-        rows = [r for i in starts for r in sorted(rows[i : i + stretch], key=lambda r: lengths[r])]
-        batches = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
+        epoch = list(range(len(rows)))
+        shuffle.shuffle(epoch)
+        starts = range(0, len(epoch), stretch)
+        epoch = [r for i in starts for r in sorted(epoch[i : i + stretch], key=lambda r: lengths[r])]
+        batches = [epoch[i : i + batch_size] for i in range(0, len(epoch), batch_size)]
         shuffle.shuffle(batches)
         order += [row for batch in batches for row in batch]
-    return order[: steps * batch_size]
+    starts = range(0, steps * batch_size, batch_size)
+    return [[rows[row] for row in order[start : start + batch_size]] for start in starts]
+
+
+def interleave(domain: list[list[Example]], replayed: list[list[Example]]) -> list[list[Example]]:
+    """Return the domain's and the replayed steps in one order, both spread evenly over the run.
+
+    No step holds both kinds: its loss is the mean over tokens, so base's long answers would outweigh the
+    domain's short ones.
+    """
+    total = len(domain) + len(replayed)
+    batches = []
+    for step in range(total):
+        # Rounded up, so that the domain comes first: a new adapter is base, with nothing to learn from it.
+        done, due = (math.ceil(s * len(domain) / total) for s in (step, step + 1))
+        batches.append(domain[done] if due > done else replayed[step - done])
+    return batches
 
 
 def trainer_arguments(
@@ -218,7 +239,7 @@ def trainer_arguments(
         # It would recompute without the shared prefix's cache; batches are cut finer instead.
         "gradient_checkpointing": False,
         "max_steps": steps,
-        "per_device_train_batch_size": config.batch_size,
+        "per_device_train_batch_size": 1,  # an item is a whole batch: the trainer shall not cut them anew
         "learning_rate": config.learning_rate,
         "max_grad_norm": LONGEST_GRADIENT,
         "seed": config.seed,
@@ -241,8 +262,8 @@ def trainer_arguments(
 class StageCallback(TrainerCallback):
     """Writes a trainer's metrics, seals its checkpoints, and lets a signal end it with one."""
 
-    def __init__(self, log: StageLog, backbone: Backbone, tokens_per_step: int):
-        self.log, self.backbone, self.tokens_per_step = log, backbone, tokens_per_step
+    def __init__(self, log: StageLog, backbone: Backbone, batches: list[list[Example]]):
+        self.log, self.backbone, self.batches = log, backbone, batches
         self.interruption = Interruption(log.report)
         self.skipped: int | None = None
         self._base = backbone.checksum()
@@ -298,25 +319,29 @@ class StageCallback(TrainerCallback):
         if logs and "loss" in logs and self.skipped != state.global_step:
             values = {key: value for key, value in logs.items() if key != "epoch"}
             seconds = time.perf_counter() - self._step_started
-            self.log.step(state.global_step, values, self.tokens_per_step, seconds)
+            batch = self.batches[state.global_step - 1]
+            author = "base" if batch[0].is_replayed else "rows"
+            stream = "general" if batch[0].is_replayed else "domain"
+            graded = sum(len(row.predicting) for row in batch)
+            values |= {"stream": stream, "author": author, "graded": graded}
+            self.log.step(state.global_step, values, sum(len(row.ids) for row in batch), seconds)
 
 
 class AnswerTrainer(SFTTrainer):
-    """SFTTrainer that computes the rows' shared prefix once and projects answer positions only.
+    """SFTTrainer that takes planned batches, computes their rows' shared prefix once, and projects answer
+    positions only.
 
-    The loss of a domain row is cross-entropy. A replayed row, whose answer base wrote, is held to base's
+    The loss of domain rows is cross-entropy. Replayed rows, whose answers base wrote, are held to base's
     distribution at every token: the same gradient on average, without the noise of one answer.
     """
 
     pieces = 1  # micro-batches per batch; doubled whenever memory runs out
 
-    def __init__(
-        self, backbone: Backbone, schedule: Schedule, rows: list[Example], order: list[int], **options: Any
-    ):
+    def __init__(self, backbone: Backbone, schedule: Schedule, batches: list[list[Example]], **options: Any):
         weights = {weight: weight.data for weight in options["model"].parameters() if weight.requires_grad}
         super().__init__(
-            train_dataset=Dataset.from_dict({"row": order}),
-            data_collator=lambda batch: [rows[item["row"]] for item in batch],
+            train_dataset=Dataset.from_dict({"batch": range(len(batches))}),
+            data_collator=lambda items: batches[items[0]["batch"]],
             processing_class=backbone.tokenizer,
             **options,
         )
@@ -369,47 +394,29 @@ class AnswerTrainer(SFTTrainer):
         logger.warning("out of memory: continuing with batches cut into %d", self.pieces)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Return the loss of some rows as their share of the mean over the optimizer step's answer tokens."""
+        """Return the loss of rows of one kind as their share of the mean over the step's answer tokens."""
         causal_lm = model.get_base_model()
         targets_N = answer_ids(inputs, causal_lm.device)
-        marks: list[bool] = []
-        for row in inputs:
-            marks += [row.is_replayed] * len(row.predicting)
-        is_replayed_N = torch.tensor(marks, dtype=torch.bool, device=causal_lm.device)
-        needs_base, base_NH = any(marks), None
-        if parallel.sharded():  # its workers take every pass together
-            needs_base = parallel.any_worker(needs_base)
-        if needs_base:
-            # A context of its own: autocast reuses its copies of weights, and these have no gradients.
-            with self.compute_loss_context_manager(), torch.no_grad(), self.backbone.state("base"):
-                base_NH = answer_states(causal_lm, inputs)
-        with self.compute_loss_context_manager():
-            states_NH = answer_states(causal_lm, inputs)
-            if base_NH is None:
+        if not inputs[0].is_replayed:
+            with self.compute_loss_context_manager():
+                states_NH = answer_states(causal_lm, inputs)
                 total = cross_entropy(states_NH, self.backbone.head_VH, targets_N).sum()
-            else:
-                total = self._mixed_loss(states_NH, base_NH, targets_N, is_replayed_N)
-        return total / num_items_in_batch
-
-    def _mixed_loss(
-        self,
-        states_NH: torch.Tensor,
-        base_NH: torch.Tensor,
-        targets_N: torch.Tensor,
-        is_replayed_N: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return the summed loss in nats: cross-entropy of domain tokens, KL(base, student) of the others."""
-        head_VH, is_domain_N = self.backbone.head_VH, ~is_replayed_N
-        imitation = cross_entropy(states_NH[is_domain_N], head_VH, targets_N[is_domain_N]).sum()
-        divergence = token_losses(
-            states_NH[is_replayed_N],
-            head_VH,
-            HiddenStates(base_NH[is_replayed_N], head_VH.detach()),
-            targets_N[is_replayed_N],
-            sampler_N=torch.zeros_like(base_NH[is_replayed_N, 0]),
-            loss=LossSection(kind="forward_kl"),
-        ).loss.sum()
-        return imitation + divergence
+            return total / num_items_in_batch
+        model.eval()  # with dropout, an adapter without effect would differ from base
+        # A context of its own: autocast reuses its copies of weights, and these have no gradients.
+        with self.compute_loss_context_manager(), torch.no_grad(), self.backbone.state("base"):
+            base_NH = answer_states(causal_lm, inputs)
+        with self.compute_loss_context_manager():
+            head_VH = self.backbone.head_VH
+            divergence = token_losses(
+                answer_states(causal_lm, inputs),
+                head_VH,
+                HiddenStates(base_NH, head_VH.detach()),
+                targets_N,
+                sampler_N=torch.zeros_like(base_NH[:, 0]),
+                loss=LossSection(kind="forward_kl"),
+            )
+        return divergence.loss.sum() / num_items_in_batch
 
 
 def _pieces(rows: list[Example], count: int) -> list[list[Example]]:

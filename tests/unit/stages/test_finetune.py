@@ -33,6 +33,7 @@ from opdcl.stages.finetune import (
     _pieces,
     as_distillation,
     finetune,
+    interleave,
     lay_out,
     planned_steps,
     trainer_arguments,
@@ -42,26 +43,56 @@ from opdcl.training import Schedule
 QA = Row([{"role": "user", "content": "What is the code?"}], "Seven", None, "here:1")
 
 
-@pytest.mark.parametrize(("rows", "batch", "steps"), [(10, 4, 5), (7, 3, 7), (200, 16, 25)])
-def test_every_epoch_has_every_row_once(rows, batch, steps):
-    order = lay_out([i % 9 for i in range(rows)], batch, steps, seed=0)
-    assert len(order) == steps * batch
+def rows_of(lengths, is_replayed=False) -> list[Example]:
+    """Return rows of these lengths, each with an id of its own in front, whose last three ids are learned."""
+    return [Example.of([i] + [0] * (length - 4), [1] * 3, is_replayed) for i, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize(("rows", "batch", "steps"), [(10, 4, 5), (7, 3, 7), (200, 16, 25), (3, 8, 2)])
+def test_every_epoch_has_every_row_once_and_every_step_is_full(rows, batch, steps):
+    laid_out = lay_out(rows_of([4 + i % 9 for i in range(rows)]), batch, steps, seed=0)
+    assert [len(step) for step in laid_out] == [batch] * steps
+    order = [row.ids[0] for step in laid_out for row in step]
     for start in range(0, len(order) - rows + 1, rows):
         assert set(Counter(order[start : start + rows]).values()) == {1}
 
 
 def test_the_order_is_fixed_by_the_seed_and_a_shorter_run_is_its_beginning():
-    lengths = [i % 13 for i in range(40)]
-    assert lay_out(lengths, 4, 20, 1) == lay_out(lengths, 4, 20, 1)
-    assert lay_out(lengths, 4, 20, 1) != lay_out(lengths, 4, 20, 2)
-    assert lay_out(lengths, 4, 20, 1)[:16] == lay_out(lengths, 4, 4, 1)
+    rows = rows_of([4 + i % 13 for i in range(40)])
+    assert lay_out(rows, 4, 20, 1) == lay_out(rows, 4, 20, 1)
+    assert lay_out(rows, 4, 20, 1) != lay_out(rows, 4, 20, 2)
+    assert lay_out(rows, 4, 20, 1)[:4] == lay_out(rows, 4, 4, 1)
 
 
-def test_rows_of_like_length_share_a_batch():
-    lengths = [i % 50 for i in range(400)]
-    order = lay_out(lengths, 8, 50, 0)
-    spread = [max(b) - min(b) for b in ([lengths[r] for r in order[i : i + 8]] for i in range(0, 400, 8))]
-    assert sum(spread) / len(spread) < 5
+def test_rows_of_like_length_share_a_step():
+    steps = lay_out(rows_of([4 + i % 50 for i in range(400)]), 8, 50, 0)
+    lengths = [[len(row.ids) for row in step] for step in steps]
+    assert sum(max(step) - min(step) for step in lengths) / len(steps) < 5
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("rows", [4, 12, 23, 100, 210, 420, 1000, 1099])
+def test_the_domain_has_its_share_of_the_loss_for_any_number_of_rows(rows, share):
+    """Each step's loss is a mean over tokens: a step of both kinds would be of the longer answers."""
+    config = FinetuneConfig(data="d", batch_size=16, replay=ReplaySection(share=share))
+    domain = rows_of([40 + i % 20 for i in range(rows)])
+    replayed = rows_of([60 + i % 90 for i in range(config.replayed(rows))], is_replayed=True)
+    domain_steps, replay_steps = planned_steps(config, rows)
+    batches = interleave(lay_out(domain, 16, domain_steps, 0), lay_out(replayed, 16, replay_steps, 0))
+    of_domain = [sum(not row.is_replayed for row in batch) / len(batch) for batch in batches]
+    assert set(of_domain) <= {0.0, 1.0}
+    assert abs(sum(of_domain) - (1 - share) * len(batches)) <= 0.5 + 1e-9  # the nearest whole number of steps
+    assert sum(of_domain) == domain_steps
+    # Evenly spread: any stretch of the run has that share, but for a step.
+    for start in range(0, len(batches) - 10, 10):
+        stretch = of_domain[start : start + 10]
+        assert abs(sum(stretch) - 10 * domain_steps / len(batches)) < 1 + 1e-9
+
+
+def test_without_replay_the_steps_are_those_of_the_domain_alone():
+    rows = rows_of([4 + i % 13 for i in range(23)])
+    steps = lay_out(rows, 4, 11, 3)
+    assert interleave(steps, []) == steps
 
 
 def test_only_the_answer_is_learned_and_it_ends_with_the_turn(backbone):
@@ -177,11 +208,10 @@ def test_once_a_base_is_loaded_nothing_of_it_is_read_again(tmp_path, backbone):
 
 
 def trainer_of(backbone, model, rows, folder) -> AnswerTrainer:
-    """Return a trainer whose only batch has all rows."""
+    """Return a trainer whose only step has all rows."""
     config = FinetuneConfig(data="d", batch_size=len(rows), learning_rate=1e-3, replay=ReplaySection(share=0))
     args = SFTConfig(**trainer_arguments(config, backbone, StageDir(folder), steps=1))
-    order = [*range(len(rows))]
-    return AnswerTrainer(backbone, Schedule(1, 0, "cosine"), rows, order, model=model, args=args)
+    return AnswerTrainer(backbone, Schedule(1, 0, "cosine"), [rows], model=model, args=args)
 
 
 @pytest.mark.parametrize("is_replayed", [False, True])
@@ -219,7 +249,7 @@ def test_the_seed_chooses_the_rows_of_the_first_step(learn):
 
 def test_a_last_part_of_an_epoch_counts_as_a_step():
     config = FinetuneConfig(data="d", epochs=1.5, batch_size=8, replay=ReplaySection(share=0))
-    assert [planned_steps(config, rows) for rows in (1, 8, 16, 17)] == [1, 2, 3, 4]
+    assert [planned_steps(config, rows) for rows in (1, 8, 16, 17)] == [(1, 0), (2, 0), (3, 0), (4, 0)]
 
 
 def test_self_distillation_takes_the_settings_of_its_section():
@@ -394,9 +424,9 @@ def naive_loss(model, domain, replayed) -> float:
     return total / count
 
 
-@pytest.mark.parametrize("kinds", ["domain", "replayed", "domain and replayed"])
+@pytest.mark.parametrize("kinds", ["domain", "replayed"])
 def test_a_domain_row_is_imitated_and_a_replayed_row_has_bases_distribution(backbone, tmp_path, kinds):
-    """The loss of a batch of one kind or both, against a naive reference."""
+    """The loss of a batch of either kind, against a naive reference."""
     model = backbone.new_adapter(LoraSection(r=2, alpha=4), 0)
     torch.manual_seed(1)
     for name, weight in model.named_parameters():
@@ -420,11 +450,30 @@ def test_a_domain_row_is_imitated_and_a_replayed_row_has_bases_distribution(back
     assert any(p.grad.any() for name, p in model.named_parameters() if "lora_B" in name)
 
 
-def test_an_adapter_without_effect_has_nothing_to_learn_from_a_replayed_row(learn, replay):
-    """Before the first step the student is base, so all of a mixed batch's loss is the domain's."""
-    _, domain = learn("domain alone", batch_size=8, epochs=1)
-    _, mixed = learn("mixed", batch_size=16, epochs=1, replay=replay)
-    assert 0 < mixed[0][0] < domain[0][0]
+def test_an_adapter_without_effect_has_nothing_to_learn_from_a_replayed_row(learn, replay, tmp_path):
+    """With a rate of nearly 0 the student is still base after the first step, which is the domain's."""
+    learn("replayed", batch_size=8, epochs=1, replay=replay, learning_rate=1e-9)
+    first, second = read_jsonl(StageDir(tmp_path / "replayed").metrics)
+    assert (first["stream"], first["author"]) == ("domain", "rows")
+    assert first["loss"] > 1
+    assert (second["stream"], second["author"]) == ("general", "base")
+    assert second["loss"] == pytest.approx(0, abs=1e-5)
+
+
+def test_dropout_of_the_base_makes_no_distance_to_it(backbone, tmp_path):
+    """Families such as StarCoder2 bring dropout, which a trainer's training mode switches on."""
+    model = backbone.new_adapter(LoraSection(r=2, alpha=4), 0)
+    for layer in backbone.causal_lm.base_model.layers:
+        layer.self_attn.attention_dropout = 0.5
+        layer.mlp.register_module("dropped", torch.nn.Dropout(0.5))
+        layer.mlp.register_forward_hook(lambda mlp, _, output: mlp.dropped(output))
+    rows = [Example.of([5, 6, 7], [8, 9], True), Example.of([5, 6], [10], True)]
+    trainer = trainer_of(backbone, model, rows, tmp_path)
+    (batch,) = trainer.get_train_dataloader()
+    model.train()
+    assert float(trainer.compute_loss(model, batch, num_items_in_batch=3).detach()) == pytest.approx(
+        0, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("stop", [1, 5])
