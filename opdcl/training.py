@@ -9,7 +9,8 @@ import resource
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -91,6 +92,48 @@ class Schedule:
             return 1.0 - max(fallen, 0) / falling
         progress = (step - rising) / max(self.steps - rising, 1)
         return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+class Clock:
+    """The seconds that the parts of a step take."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Add the time of this block to a part; on a GPU, wait for what the block has launched."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of each part since the last call."""
+        seconds, self._seconds = self._seconds, {}
+        return {name: round(value, 3) for name, value in seconds.items()}
+
+
+def dose(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the steps in a stage's metrics learned from, and how long their parts took.
+
+    `graded` holds answers and tokens by stream and author; `parts` holds seconds.
+    """
+    graded: dict[str, dict[str, dict[str, int]]] = {}
+    parts: dict[str, float] = {}
+    for row in rows:
+        for name, seconds in row.get("parts", {}).items():
+            parts[name] = round(parts.get(name, 0.0) + seconds, 3)
+        if "graded" in row:
+            of_author = graded.setdefault(row["stream"], {}).setdefault(
+                row["author"], {"answers": 0, "tokens": 0}
+            )
+            of_author["answers"] += row["answers"]
+            of_author["tokens"] += row["graded"]
+    return {"graded": graded, "parts": parts}
 
 
 class StageLog:

@@ -27,11 +27,11 @@ from opdcl.errors import nearest
 
 
 class OnPolicySection(Section):
-    """The steps in which the student writes: `lmbda` of the general ones."""
+    """The general steps in which the student writes: see `lmbda`."""
 
     domain: bool = False
-    """The student also writes the same share of the domain steps. When false, the domain's teacher writes
-    them all: a student near base answers at length, and a teacher that ends early would teach it to end."""
+    """The student also writes the domain steps from then on. When false, the domain's teacher writes them
+    all: a student near base answers at length, and a teacher that ends early would teach it to end."""
     reverse: Share = 0.25
     """Share of reverse KL in a loss that is forward KL otherwise. It penalizes what the student writes and
     base would not."""
@@ -154,9 +154,10 @@ class RecoverConfig(Section):
     reach their maximum length; at least `rollouts` and at most six times as many."""
     general_per_domain: Count = 1
     """General steps before each domain step; no step mixes the two. 0: domain steps only."""
-    lmbda: Share = 0.5
-    """Share of the general steps in which the student writes the answers, spread over the run: rounded, but
-    at least one of two or more. In the others their teacher writes, as it does in domain steps. 1 is
+    lmbda: Share | Auto = "auto"
+    """Share of the general steps, the last ones, in which the student writes the answers: rounded, but at
+    least one of two or more. In those before, their teacher writes, as it does in domain steps. `auto`: from
+    the first validation on at which the student's own answers have four fifths of the length of base's. 1 is
     on-policy, 0 off-policy. TRL's GKD draws each step with this chance."""
     on_policy: OnPolicySection = OnPolicySection()
     """What is different where the student writes."""
@@ -254,7 +255,7 @@ class RecoverConfig(Section):
             raise ValueError(
                 "reward needs method alternating or general, and a loss.kind other than cross_entropy"
             )
-        if self.lmbda < 1:
+        if self.lmbda != 1:
             raise ValueError("reward needs the student's own completions: set lmbda 1")
         if self.rollouts != "auto" and self.rollouts % group:
             raise ValueError(f"rollouts must be a multiple of reward.group ({group})")
@@ -295,10 +296,15 @@ class RecoverConfig(Section):
         return round(rollouts * min(max(longer, 1), MOST_DOMAIN_ROWS))
 
     def students_share(self, stream: Literal["general", "domain"]) -> float:
-        """Return the share of a stream's steps in which the student writes the answers."""
-        if self.method == "replay" or (stream == "domain" and not self.on_policy.domain):
-            return 0.0
-        return self.lmbda
+        """Return the share of a stream's steps that are the student's to write from the beginning."""
+        return float(self.lmbda) if self._may_write(stream) and self.lmbda != "auto" else 0.0
+
+    def hands_over(self, stream: Literal["general", "domain"]) -> bool:
+        """Return whether the student takes over a stream's answers once its own are long enough."""
+        return self.lmbda == "auto" and self._may_write(stream)
+
+    def _may_write(self, stream: Literal["general", "domain"]) -> bool:
+        return self.method != "replay" and (stream == "general" or self.on_policy.domain)
 
     @property
     def served_tokens(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,12 @@ from opdcl.model.forward import answer_ids, answer_states
 from opdcl.model.llama_pass import packs
 from opdcl.model.memory import is_out_of_memory, release
 from opdcl.sampling.rollout import MISMATCH_RATIO, Rollout
+from opdcl.training import Clock
 
 logger = logging.getLogger(__name__)
+
+# Bytes of teachers' states that are kept for completions that come again.
+KEPT_STATES = 2**28
 
 # Sums by name over all completion tokens: `loss`, `kl`, `tokens`, ...; 0 where nothing was added.
 Sums = dict[str, float]
@@ -69,8 +73,17 @@ class Grader:
     Each worker grades its share. Sums are those of all workers; a gradient is the worker's own part.
     """
 
-    def __init__(self, backbone: Backbone, config: RecoverConfig, teachers: Mapping[Stream, Teachers]):
+    def __init__(
+        self,
+        backbone: Backbone,
+        config: RecoverConfig,
+        teachers: Mapping[Stream, Teachers],
+        clock: Clock | None = None,
+    ):
         self.backbone, self.config, self.teachers = backbone, config, dict(teachers)
+        self.clock = clock or Clock()
+        self.kept_states = 0
+        """The bytes of teachers' states that completions hold."""
         self.micro_batch_tokens = int(config.micro_batch_tokens)
 
     @property
@@ -102,19 +115,49 @@ class Grader:
         tokens = _count_tokens(rollouts)
         sums: dict[str, Any] = defaultdict(float)
         for batch in self._micro_batches(rollouts):
-            teacher = self.teachers[stream][batch.route].distribution(batch.rollouts)
-            sampler_N = self._sampler(batch)
-            losses = self._losses(batch, self._student(batch), teacher, sampler_N, reverse)
-            weight_N = self._weights(batch, tokens / len(rollouts))
-            if fresh and len(sampler_N):
-                mismatch_N = (losses.logprob - sampler_N).abs() > math.log(MISMATCH_RATIO)
-                weight_N = weight_N * ~mismatch_N
-                sums["mismatched"] += 0 if batch.filler else mismatch_N.sum()
-            loss = (losses.loss * weight_N).sum()
-            sums["loss"] += loss.detach().double()
-            (loss / tokens).backward()
-            _add(sums, batch, losses)
+            with self.clock.part("teacher"):
+                teacher = self._teach(batch, stream)
+            with self.clock.part("student"):
+                sampler_N = self._sampler(batch)
+                losses = self._losses(batch, self._student(batch), teacher, sampler_N, reverse)
+                weight_N = self._weights(batch, tokens / len(rollouts))
+                if fresh and len(sampler_N):
+                    mismatch_N = (losses.logprob - sampler_N).abs() > math.log(MISMATCH_RATIO)
+                    weight_N = weight_N * ~mismatch_N
+                    sums["mismatched"] += 0 if batch.filler else mismatch_N.sum()
+                loss = (losses.loss * weight_N).sum()
+                sums["loss"] += loss.detach().double()
+                (loss / tokens).backward()
+                _add(sums, batch, losses)
         return _over_workers(sums, tokens)
+
+    def _teach(self, batch: MicroBatch, stream: Stream) -> TeacherDistribution:
+        """Return the teacher's distributions; of texts that come again, its states are kept."""
+        teacher = self.teachers[stream][batch.route]
+        if not any(r.recurs for r in batch.rollouts) or parallel.worker_count() > 1:
+            return teacher.distribution(batch.rollouts)
+        unread = [r for r in batch.rollouts if r.states_NH is None]
+        found: dict[int, TeacherDistribution] = {}
+        if unread:
+            lengths = [len(r.completion_ids) for r in unread]
+            read: Sequence[TeacherDistribution] = teacher.distribution(unread).split(lengths)
+            found = {id(r): distribution for r, distribution in zip(unread, read, strict=True)}
+            self._keep(unread, found)
+        parts = []
+        for r in batch.rollouts:
+            known = found.get(id(r))
+            parts.append(known or HiddenStates(r.states_NH, teacher.head_VH))
+        return join(parts)
+
+    def _keep(self, rollouts: list[Rollout], found: dict[int, TeacherDistribution]) -> None:
+        """Keep the states over completions as long as all kept ones fit into `KEPT_STATES`."""
+        for r in rollouts:
+            distribution = found[id(r)]
+            if isinstance(distribution, HiddenStates) and r.states_NH is None:
+                size = distribution.states_NH.nbytes
+                if self.kept_states + size <= KEPT_STATES:
+                    self.kept_states += size
+                    r.states_NH = distribution.states_NH.clone()
 
     def grade(self, rollouts: list[Rollout], teachers: Teachers, count: Count | None = None) -> Graded:
         """Return completions with their teachers' distributions, to be measured any number of times.

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from safetensors.torch import load_file, save_file
 
 from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
 from opdcl.distill.kept_texts import KeptTexts
-from opdcl.distill.schedule import Step, Stream, sampled_together
+from opdcl.distill.schedule import STREAMS, Step, Stream, sampled_together
 from opdcl.distill.teachers import Teacher, Teachers, by_teacher
 from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from opdcl.distill.reward import Reward
 
 Author = Literal["student", "teacher"]
+
+# The file of a checkpoint with the teachers' states over texts that come again.
+STATES = "states.safetensors"
 
 OnFinished = Callable[[list[Rollout]], None]
 
@@ -61,6 +66,9 @@ class RolloutQueue:
         self.texts = KeptTexts(student.backbone)
         self.latest: dict[Stream, list[Rollout]] = {}
         """The completions handed out last, by stream."""
+        self.drawn: dict[Stream, dict[int, Rollout]] = {s: {} for s in STREAMS if self._recurs(s)}
+        """What frozen teachers wrote, by stream and number of the prompt, where prompts come again."""
+        self.handed_over = False
         self._ahead: dict[int, list[Rollout]] = {}
         self._unfinished: dict[Stream, list[Rollout]] = {}
 
@@ -68,28 +76,66 @@ class RolloutQueue:
         """Return the completions of step `index`, sampling them first if they are not there yet."""
         step = self.steps[index]
         fresh = False
-        if index not in self._ahead:
-            fresh = self._sample_from(index)
-        rollouts = self.latest[step.stream] = self._ahead.pop(index)
+        if step.stream in self.drawn and not step.on_policy:
+            rollouts = self._draw_once(index)
+        else:
+            if index not in self._ahead:
+                fresh = self._sample_from(index)
+            rollouts = self._ahead.pop(index)
+        self.latest[step.stream] = rollouts
         return StepRollouts(rollouts, fresh, "student" if step.on_policy else "teacher")
+
+    def hand_over(self, done: int) -> None:
+        """Let the student write in all steps after the first `done`; its answers are no stubs any more."""
+        self.handed_over = True
+        for index in range(done, len(self.steps)):
+            if self.config.hands_over(self.steps[index].stream):
+                self.steps[index] = replace(self.steps[index], on_policy=True)
+
+    def _is_dynamic(self, stream: Stream) -> bool:
+        return any(teacher.is_dynamic for teacher in self.teachers[stream].values())
+
+    def _recurs(self, stream: Stream) -> bool:
+        """Return whether frozen teachers answer a prompt of the stream in more than one step."""
+        if self._is_dynamic(stream):
+            return False
+        steps = [step for step in self.steps if step.stream == stream and not step.on_policy]
+        asked = [prompt for step in steps for prompt in step.prompts]
+        return len(set(asked)) < len(asked)
+
+    def _draw_once(self, index: int) -> list[Rollout]:
+        """Return the texts of step `index`; those not written yet are written first."""
+        step = self.steps[index]
+        drawn = self.drawn[step.stream]
+        if any(number not in drawn for number in step.prompts):
+            batch = sampled_together(self.config, self.steps, index, dynamic=False)
+            asked = [number for i in batch for number in self.steps[i].prompts]
+            missing = [number for number in dict.fromkeys(asked) if number not in drawn]
+            prompts = [self.prompts[step.stream][number] for number in missing]
+            texts = self._write_by_teacher(step.stream, prompts, self._seed(index))
+            for number, text in zip(missing, texts, strict=True):
+                text.recurs = True
+                drawn[number] = text
+        return [drawn[number] for number in step.prompts]
+
+    def _seed(self, index: int) -> int:
+        return self.config.seed * 1_000_003 + index
 
     def _sample_from(self, index: int) -> bool:
         """Sample step `index` and the next ones of its kind; return whether its completions are fresh."""
         step = self.steps[index]
-        dynamic = any(teacher.is_dynamic for teacher in self.teachers[step.stream].values())
-        batch = sampled_together(self.config, self.steps, index, dynamic)
-        seed = self.config.seed * 1_000_003 + index
+        batch = sampled_together(self.config, self.steps, index, self._is_dynamic(step.stream))
+        seed = self._seed(index)
         resumed: list[Rollout] = []
         if step.on_policy:
             resumed, new = self._write_by_student(step.stream, batch, seed)
         else:
-            new = self._write_by_teacher(step.stream, batch, seed)
+            new = self._write_by_teacher(step.stream, self._prompts(batch), seed)
         self._hand_out(batch, new, resumed)
         # Earlier weights began what was resumed; the last step of the batch gets it.
         return step.on_policy and not (resumed and batch == [index])
 
-    def _write_by_teacher(self, stream: Stream, batch: list[int], seed: int) -> list[Rollout]:
-        prompts = self._prompts(batch)
+    def _write_by_teacher(self, stream: Stream, prompts: list[Prompt], seed: int) -> list[Rollout]:
         finished = self._when_finished("teacher", stream, len(prompts))
         return self.write(prompts, stream, seed, self.teachers[stream], finished)
 
@@ -221,9 +267,20 @@ class RolloutQueue:
         return rollouts
 
     def save(self, folder: Path) -> None:
-        """Write the completions not yet learned from, and those handed out last, into a checkpoint."""
-        content = {"ahead": self._ahead, "unfinished": self._unfinished, "latest": self.latest}
-        write_atomic(folder / "rollouts.json", json.dumps(content, default=asdict))
+        """Write into a checkpoint the completions that are still needed, and those handed out last."""
+        content = {
+            "ahead": self._ahead,
+            "unfinished": self._unfinished,
+            "latest": self.latest,
+            "drawn": self.drawn,
+        }
+        write_atomic(folder / "rollouts.json", json.dumps(content, default=_row))
+        states = {}
+        for stream, texts in self.drawn.items():
+            for number, text in texts.items():
+                if text.states_NH is not None:
+                    states[f"{stream}/{number}"] = text.states_NH
+        save_file(states, folder / STATES)
 
     def restore(self, folder: Path) -> None:
         """Take back what `save` wrote.
@@ -236,9 +293,22 @@ class RolloutQueue:
             self._ahead = {int(i): _rollouts(rows) for i, rows in content["ahead"].items()}
             self._unfinished = {stream: _rollouts(rows) for stream, rows in content["unfinished"].items()}
             self.latest = {stream: _rollouts(rows) for stream, rows in content["latest"].items()}
+            self.drawn = {
+                stream: dict(zip(map(int, rows), _rollouts(list(rows.values())), strict=True))
+                for stream, rows in content["drawn"].items()
+            }
         except (KeyError, TypeError) as fault:
             hint = "remove that folder: the run resumes from the checkpoint before it, or starts over"
             raise UsageError(f"another version of opdcl wrote {folder}", hint) from fault
+        for place, states_NH in load_file(folder / STATES).items():
+            stream = next(stream for stream in STREAMS if place.startswith(f"{stream}/"))
+            text = self.drawn[stream][int(place.removeprefix(f"{stream}/"))]
+            text.states_NH = states_NH.to(self.student.backbone.device)
+
+
+def _row(record: Rollout | Prompt) -> dict[str, Any]:
+    """Return a record for JSON; the teacher's states over a completion are written apart."""
+    return {name: value for name, value in vars(record).items() if name != "states_NH"}
 
 
 def _rollouts(rows: list[dict[str, Any]]) -> list[Rollout]:

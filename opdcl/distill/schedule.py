@@ -1,8 +1,9 @@
 """The schedule: general and domain steps alternate, each stream in seeded order, epoch after epoch.
 
-In a share of the general steps, spread over the run, the student writes the answers. In the others base does,
-and in domain steps tuned. The two streams never share a step: their gradients counteract in one batch
-(CaMOPD, arXiv 2605.27115).
+In the first general steps base writes the answers, in the last ones the student; in domain steps tuned does.
+A student near base answers briefly at first, and grading stubs teaches little: base shows the way before the
+student meets its own mistakes (arXiv 2604.13016, 2608.06802). The two streams never share a step: their
+gradients counteract in one batch (CaMOPD, arXiv 2605.27115).
 """
 
 from __future__ import annotations
@@ -56,26 +57,30 @@ def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
 
 
 def students_turns(steps: int, share: float) -> list[bool]:
-    """Return for each of a stream's steps whether the student writes it: a share of them, evenly spread.
+    """Return for each of a stream's steps whether the student writes it: the last ones, a share of them.
 
     Halves are rounded up, and a share above 0 is at least one of two or more steps.
     """
     count = math.floor(share * steps + 0.5)
     if share and steps > 1:
         count = max(count, 1)
-    return [(step + 1) * count // steps > step * count // steps for step in range(steps)]
+    return [step >= steps - count for step in range(steps)]
 
 
 def sampled_together(config: RecoverConfig, steps: Sequence[Step], index: int, dynamic: bool) -> list[int]:
     """Return the steps whose completions are sampled with those of step `index`: the next of its kind.
 
-    `dynamic` says whether their teacher changes as the student learns.
+    `dynamic` says whether their teacher changes as the student learns. Where the student may take over at the
+    next validation, nothing beyond that is sampled.
     """
     step, ahead = steps[index], config.sample_ahead
     if not step.on_policy and not dynamic:
         ahead = max(ahead, FULL_BATCH // len(step.prompts))
+    end = len(steps)
+    if not step.on_policy and config.hands_over(step.stream):
+        end = (index // config.validate_every + 1) * config.validate_every
     together: list[int] = []
-    for i, other in enumerate(steps[index:], index):
+    for i, other in enumerate(steps[index:end], index):
         if (other.stream, other.on_policy) == (step.stream, step.on_policy):
             together.append(i)
     return together[:ahead]

@@ -18,7 +18,7 @@ from opdcl.distill.health import CHECK_BASE, TEACHER_ENTROPY, Health, Writing
 from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.schedule import Stream
 from opdcl.distill.start import KL_NOISE, Point, choose_start
-from opdcl.distill.teachers import Teachers
+from opdcl.distill.teachers import Teacher, Teachers
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import State
 from opdcl.rundir.files import read_jsonl, write_atomic, write_json
@@ -35,6 +35,9 @@ SHARES = {"general_kl": "general_recovered", "domain_kl": "domain_kept"}
 
 # Measures a stream's progress where its own teacher changes from step to step.
 FROZEN: dict[Stream, State] = {"general": "base", "domain": "tuned"}
+
+# Share of the length of base's answers from which the student's are no stubs, and worth grading.
+NEARLY = 0.8
 
 # A held-out measurement: KL by stream in nats per token, and other values by name.
 KL = dict[str, float]
@@ -125,7 +128,13 @@ class Validation:
             self._shown[self._name_of("general")] = self._held_out["general"].rollouts[0]
         if is_new:
             self._start()
-        self.measurements = Measurements.restore(read_metrics(self.out.metrics), self._score)
+        rows = read_metrics(self.out.metrics)
+        self.measurements = Measurements.restore(rows, self._score)
+        for row in rows:
+            if "start" in row:
+                self._hand_over(0, row["start"]["validation"])
+            elif "validation" in row:
+                self._hand_over(row["step"], row["validation"])
 
     def _name_of(self, stream: Stream) -> str:
         """Return how a stream's teacher is called on the screen."""
@@ -208,7 +217,15 @@ class Validation:
         grades = counted(self.log.report, f"{self._name_of('general')} grades", len(prompts))
         graded = self.grader.grade(rollouts, self._frozen_teachers("general"), grades)
         sums = self.grader.measure(graded)
-        return {"own_kl": sums["kl"] / sums["tokens"], **_own(rollouts)}
+        return {"own_kl": sums["kl"] / sums["tokens"], **_own(rollouts), **self._greedy(self.queue.student)}
+
+    def _greedy(self, writer: Teacher) -> KL:
+        """Return how the held-out general prompts are answered greedily, where answers that loop show."""
+        count = counted(self.log.report, "greedy answers", len(self.prompts["general"]))
+        limit = self.config.limit("general")
+        options = {"max_new_tokens": limit, "seed": self.config.seed, "temperature": 0.0}
+        rollouts = self.queue.texts.complete(writer, self.prompts["general"], on_finished=count, **options)
+        return {f"greedy_{name}": value for name, value in asdict(Writing.of(rollouts)).items()}
 
     def _student(self) -> KL:
         """Return all that is measured of the student."""
@@ -228,6 +245,7 @@ class Validation:
             base = self.held_out_kl("measure base")
         if "general" in self._held_out:
             base |= _own(self._held_out["general"].rollouts)
+            base |= self._greedy(Teacher(self.grader.backbone, "base"))
         tuned = self.held_out_kl("measure tuned", endings=True) | self.own_answers("tuned")
         self.measurements = Measurements(tuned, base)
         alpha, curve = self._choose_start(tuned, base)
@@ -241,6 +259,7 @@ class Validation:
         self._show_answers()
         score = self._score(start)
         self._keep_if_good(0, score)
+        self._hand_over(0, start)
         chosen = {"alpha": alpha, "validation": start, "score": score, "curve": curve}
         self.log.write({"step": 0, "validation": {**tuned, "best": True}, "base": base, "start": chosen})
 
@@ -252,12 +271,25 @@ class Validation:
         kl = self._student()
         score = self._score(kl)
         best = self._keep_if_good(step, score)
+        self._hand_over(step, kl)
         kl |= self.measurements.shares(kl)
         self.log.write({"step": step, "validation": {**kl, "score": score, "best": best}})
         kept = ", adapter kept" if best else ""
         self.log.report.note(f"step {step}: {self._described(kl)}{kept}")
         self._show_answers()
         return kl
+
+    def _hand_over(self, step: int, kl: KL) -> None:
+        """Let the student write from here on if its answers are nearly as long as base's."""
+        may = self.config.hands_over("general") and not self.queue.handed_over
+        if not may or kl.get("own_length", 0.0) < NEARLY * self.measurements.base.get("own_length", math.inf):
+            return
+        self.queue.hand_over(step)
+        own, base = kl["own_length"], self.measurements.base["own_length"]
+        self.log.report.note(
+            f"step {step}: its answers have {own:.0f} tokens ({self._name_of('general')}'s: {base:.0f}); "
+            "from here on the student writes the general answers"
+        )
 
     def _described(self, kl: KL) -> str:
         """Say how far the student is from base, beside tuned, and what share of the domain it has kept."""

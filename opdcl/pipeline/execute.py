@@ -236,7 +236,7 @@ class Session:
         from opdcl.results.notes import start_notes
         from opdcl.stages.finetune import finetune
         from opdcl.stages.recover import recover
-        from opdcl.training import peak_memory, reset_peak_memory
+        from opdcl.training import dose, peak_memory, reset_peak_memory
 
         job, workflow, run, backbone = self.job, self.workflow, self.run, self.backbone
         stage = stage_folder(run, task.name)
@@ -267,12 +267,14 @@ class Session:
                     recover(workflow.recover, job.recovery, job.prompts, backbone, tuned, stage, line)
             self.tracking.follow(stage, offset)
         finally:
-            steps = [row for row in read_metrics(stage.metrics) if "tokens" in row]
+            metrics = read_metrics(stage.metrics)
+            steps = [row for row in metrics if "tokens" in row]
             record["cost"] = {
                 "seconds": round(cost.get("seconds", 0) + time.perf_counter() - started, 1),
                 "tokens": sum(row["tokens"] for row in steps),
                 "steps": max((row["step"] for row in steps), default=0),
                 "peak_memory_bytes": max(cost.get("peak_memory_bytes", 0), peak_memory()),
+                **dose(metrics),
             }
             write_json(stage.record, record)
         record |= {"status": "done", "finished": now(), "adapter_sha256": adapter_hash(stage.adapter)}

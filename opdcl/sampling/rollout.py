@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
 from opdcl.data.examples import Example
 
 Engine = Literal["slab", "graph", "generate"]
@@ -44,7 +46,8 @@ class Rollout:
     `completion_ids` ends with an end-of-sequence id if and only if `finished`; `logprobs` holds the sampler's
     log-probability (nats, at the sampling temperature) of each of its tokens and is empty under greedy
     decoding. `reward` is the suite scorer's, `advantage` its distance from the group's mean in standard
-    deviations.
+    deviations. If it `recurs`, other steps learn from it too; `states_NH` are then its frozen teacher's last
+    hidden states before each completion token, `(N, H)`, once the teacher has read it.
     """
 
     prompt: Prompt
@@ -53,6 +56,8 @@ class Rollout:
     finished: bool = False
     reward: float | None = None
     advantage: float = 0.0
+    recurs: bool = False
+    states_NH: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def prompt_ids(self) -> list[int]:

@@ -323,7 +323,7 @@ class StageCallback(TrainerCallback):
             author = "base" if batch[0].is_replayed else "rows"
             stream = "general" if batch[0].is_replayed else "domain"
             graded = sum(len(row.predicting) for row in batch)
-            values |= {"stream": stream, "author": author, "graded": graded}
+            values |= {"stream": stream, "author": author, "answers": len(batch), "graded": graded}
             self.log.step(state.global_step, values, sum(len(row.ids) for row in batch), seconds)
 
 

@@ -39,7 +39,7 @@ from opdcl.rundir.hashes import SEAL, damage
 from opdcl.rundir.layout import StageDir
 from opdcl.sampling.rollout import Prompt
 from opdcl.sampling.sample import pick_engine
-from opdcl.training import Interruption, StageLog, StageReport, is_finite, last_checkpoint, steps_done
+from opdcl.training import Clock, Interruption, StageLog, StageReport, is_finite, last_checkpoint, steps_done
 
 
 @dataclass
@@ -53,6 +53,7 @@ class Recovery:
     validation: Validation
     out: StageDir
     log: StageLog
+    clock: Clock
 
 
 def recover(
@@ -108,14 +109,17 @@ def learn(recovery: Recovery) -> None:
         checkpoints.restore(checkpoint)
     interruption = Interruption(report)
     with interruption.awaited():
-        recovery.validation.begin(is_new=not checkpoint)
+        with recovery.clock.part("validation"):
+            recovery.validation.begin(is_new=not checkpoint)
         for step in range(done + 1, config.steps + 1):
             started = time.perf_counter()
             values, tokens = take_step(recovery, optimizer, step)
             for teacher in recovery.grader.all_teachers:
                 teacher.after_step()
-            recovery.validation.after_step(step, optimizer)
-            if values:
+            with recovery.clock.part("validation"):
+                recovery.validation.after_step(step, optimizer)
+            values["parts"] = recovery.clock.take()
+            if "loss" in values:
                 log.step(step, values, tokens, time.perf_counter() - started)
             is_interrupted = parallel.any_worker(interruption.came)
             if step % config.validate_every == 0 or step == config.steps or is_interrupted:
@@ -133,7 +137,8 @@ def take_step(recovery: Recovery, optimizer: StudentOptimizer, step: int) -> tup
     """
     config, backbone = recovery.config, recovery.backbone
     planned = recovery.queue.steps[step - 1]
-    batch = recovery.queue.take(step - 1)
+    with recovery.clock.part("sampling"):
+        batch = recovery.queue.take(step - 1)
     reverse = config.on_policy.reverse if planned.on_policy else 0.0
     sums = recovery.grader.learn(batch.rollouts, planned.stream, batch.fresh, reverse)
     tokens = int(sums["tokens"])
@@ -145,8 +150,10 @@ def take_step(recovery: Recovery, optimizer: StudentOptimizer, step: int) -> tup
         return {}, tokens
     values: dict[str, Any] = {"loss": float(loss), "learning_rate": optimizer.rate}
     values |= {"stream": planned.stream, "author": batch.author, **step_metrics(batch, sums)}
+    values |= {"answers": len(batch.rollouts), "graded": tokens}
     values["adapter_norm"] = backbone.adapter_norm("student")
-    values["grad_norm"] = optimizer.update()
+    with recovery.clock.part("student"):
+        values["grad_norm"] = optimizer.update()
     return values, tokens
 
 
@@ -202,12 +209,13 @@ def _recovery(
             context, rows = config.teacher_of("general").context, source.rows["general"]
             reward = Reward(config.reward, source.reward_task, rows, backbone, context, report.note)
         queue = RolloutQueue(config, steps, train, student, teachers, report, reward)
-        grader = Grader(backbone, config, teachers)
+        clock = Clock()
+        grader = Grader(backbone, config, teachers, clock)
         log = StageLog(report, out, config.steps)
         validation = Validation(config, grader, queue, held_out, out, log)
         if held_out["general"]:
             validation.question = source.question_of(held_out["general"][0], "general")
-        yield Recovery(config, backbone, grader, queue, validation, out, log)
+        yield Recovery(config, backbone, grader, queue, validation, out, log, clock)
 
 
 def _describe_given(prompts: list[Prompt], limit: int) -> str:

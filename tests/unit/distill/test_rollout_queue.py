@@ -4,7 +4,7 @@ import pytest
 from helpers.recovering import PROMPT, make_trainer
 
 from opdcl.config.finetune import LoraSection
-from opdcl.distill.teachers import Teacher
+from opdcl.distill.teachers import Teacher, TrustRegionTeacher
 from opdcl.sampling import decode
 from opdcl.sampling.rollout import Prompt
 from opdcl.training import save_adapter
@@ -71,7 +71,7 @@ def test_what_is_graded_ahead_is_graded_by_its_own_teacher_in_its_context(queue,
     prompt = Prompt([*PROMPT, 9], "a", [*PROMPT, 9, 33])
     steps.prompts["general"] = [prompt] * 3
     steps.take(0)
-    steps._write_by_teacher("general", [0], 1)
+    steps._write_by_teacher("general", [prompt] * 2, 1)
     assert asked == [prompt.context] * 4
 
 
@@ -105,8 +105,31 @@ def test_a_completion_that_earlier_weights_began_is_not_fresh(backbone, tmp_path
     assert (first.fresh, second.fresh, third.fresh) == (True, False, False)
 
 
+def test_a_frozen_teacher_answers_each_prompt_once(queue, backbone, tmp_path):
+    """Over all epochs, and after a resume; a teacher that changes answers anew."""
+    steps = queue(steps=6, rollouts=2, lmbda=0.0, general_per_domain=6)
+    assert len(steps.prompts["general"]) == 3
+    seen: dict[int, list] = {}
+    for index in range(6):
+        for number, rollout in zip(steps.steps[index].prompts, steps.take(index).rollouts, strict=True):
+            assert rollout.prompt == steps.prompts["general"][number]
+            seen.setdefault(number, []).append(rollout)
+        if index == 1:
+            steps.save(tmp_path)
+    assert {number: len(texts) for number, texts in seen.items()} == {0: 4, 1: 4, 2: 4}
+    assert all(text is texts[0] for texts in seen.values() for text in texts)
+    resumed = queue(steps=6, rollouts=2, lmbda=0.0, general_per_domain=6)
+    resumed.restore(tmp_path)
+    for index in range(2, 6):
+        assert resumed.take(index).rollouts == [seen[number][0] for number in steps.steps[index].prompts]
+    moving = queue(steps=6, rollouts=2, lmbda=0.0, general_per_domain=6)
+    moving.teachers["general"] = {"": TrustRegionTeacher(backbone, 0.5)}
+    assert not moving._recurs("general")
+
+
 def test_a_frozen_teacher_samples_a_full_batch_ahead_and_nothing_of_it_is_fresh(queue, monkeypatch):
     steps = queue(steps=98, rollouts=1, lmbda=0.0, general_per_domain=98)
+    steps.drawn = {}  # as if no prompt came twice
     sizes, plain = [], steps.write
 
     def write(prompts, *args):

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from opdcl.config.recover import RecoverConfig
-from opdcl.distill.schedule import plan_steps, students_turns
+from opdcl.distill.schedule import plan_steps, sampled_together, students_turns
 
 
 def schedule(general=20, domain=20, **settings):
@@ -63,21 +63,33 @@ def turns(stream="general", **settings):
 
 @pytest.mark.parametrize(
     ("lmbda", "expected"),
-    [(0.0, "tttttt"), (0.33, "ttstts"), (0.5, "tststs"), (0.67, "tsstss"), (1.0, "ssssss")],
+    [(0.0, "tttttt"), (0.33, "ttttss"), (0.5, "tttsss"), (0.67, "ttssss"), (1.0, "ssssss")],
 )
-def test_the_students_general_steps_are_spread_over_the_run(lmbda, expected):
+def test_the_student_writes_the_last_general_steps(lmbda, expected):
     assert turns(steps=12, lmbda=lmbda) == expected
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 16, 97])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.15, 0.3, 0.5, 0.75, 0.99, 1.0])
-def test_every_part_of_a_run_has_the_students_share(steps, share):
+def test_the_students_share_is_that_asked_for(steps, share):
     students = students_turns(steps, share)
     count = sum(students)
-    assert len(students) == steps
+    assert students == [False] * (steps - count) + [True] * count
     assert count == math.floor(share * steps + 0.5) or (count == 1 and 0 < share * steps < 0.5 and steps > 1)
-    for done in range(1, steps + 1):
-        assert abs(sum(students[:done]) - count * done / steps) < 1
+
+
+def test_by_default_no_step_is_the_students_before_its_answers_are_long_enough():
+    assert turns(steps=12) == "tttttt"
+
+
+def test_what_base_writes_ahead_ends_where_the_student_may_take_over():
+    """Else it would be written in vain."""
+    for settings, expected in (({}, [2, 4, 6]), ({"lmbda": 0.0}, [2, 4, 6, 8, 10])):
+        config = RecoverConfig(rollouts=4, steps=12, validate_every=8, **settings)
+        steps = plan_steps(config, 20, 20)
+        assert sampled_together(config, steps, 2, dynamic=False) == expected
+    config = RecoverConfig(rollouts=4, steps=12, validate_every=8)
+    assert sampled_together(config, plan_steps(config, 20, 20), 1, dynamic=False) == [1, 3, 5, 7, 9, 11]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +101,7 @@ def test_a_share_above_zero_is_at_least_one_of_two_steps(steps, lmbda, students)
 
 def test_the_student_writes_domain_answers_only_if_asked_to():
     assert turns("domain", steps=8, lmbda=0.5) == "tttt"
-    assert turns("domain", steps=8, lmbda=0.5, on_policy={"domain": True}) == "tsts"
+    assert turns("domain", steps=8, lmbda=0.5, on_policy={"domain": True}) == "ttss"
 
 
 def test_in_imitation_the_teachers_write():
