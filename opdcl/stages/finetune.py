@@ -61,6 +61,12 @@ from opdcl.training import (
 
 logger = logging.getLogger(__name__)
 
+# Bytes of base's states at replayed answers that are kept: those of some ten thousand rows of a small model.
+KEPT_STATES = 2**30
+
+# Base's last hidden states at the answers of rows, by the row's `id`.
+BaseStates = dict[int, torch.Tensor]
+
 # How many answers base writes between two savings of those to be replayed.
 REPLAYED_AT_ONCE = 512
 
@@ -101,11 +107,13 @@ def finetune(
         lay_out(examples.encoded, config.batch_size, domain_steps, config.seed),
         lay_out(replayed, config.batch_size, replay_steps, config.seed),
     )
+    base_states = read_by_base(config, replayed, backbone, report)
     callback = StageCallback(StageLog(report, out, steps), backbone, batches)
     trainer = AnswerTrainer(
         backbone,
         Schedule(steps, WARM_UP, "cosine"),
         batches,
+        base_states,
         model=model,
         args=SFTConfig(**trainer_arguments(config, backbone, out, steps)),
         callbacks=[callback],
@@ -140,6 +148,39 @@ def replayed_rows(
             write_atomic(file, "".join(json.dumps(row) + "\n" for row in rows))
     texts.tell(report.note)
     return [Example.of(row["prompt_ids"], row["completion_ids"], is_replayed=True) for row in rows]
+
+
+def read_by_base(
+    config: FinetuneConfig, replayed: list[Example], backbone: Backbone, report: StageReport
+) -> BaseStates:
+    """Return base's last hidden states at the answers of replayed rows, by the row's `id`.
+
+    Base says the same of a row in every epoch. Empty if each row comes once, if its states would not fit
+    into `KEPT_STATES`, or if workers share the rows: then base reads the rows of each step.
+    """
+    hidden, dtype = backbone.head_VH.shape[1], backbone.causal_lm.dtype
+    size = sum(len(row.predicting) for row in replayed) * hidden * dtype.itemsize
+    if config.epochs < 2 or size > KEPT_STATES or parallel.worker_count() > 1:
+        return {}
+    states: BaseStates = {}
+    count = counted(report, "base reads rows to replay", len(replayed))
+    ordered = sorted(replayed, key=lambda row: len(row.ids))  # a batch of similar lengths has little padding
+    backbone.causal_lm.eval()
+    for start in range(0, len(ordered), int(config.batch_size)):
+        rows = ordered[start : start + int(config.batch_size)]
+        with _precision(backbone), torch.no_grad(), backbone.state("base"):
+            read = answer_states(backbone.causal_lm, rows)
+        parts = read.split([len(row.predicting) for row in rows])
+        for row, part in zip(rows, parts, strict=True):
+            states[id(row)] = part.clone()
+        count(rows)
+    return states
+
+
+def _precision(backbone: Backbone) -> torch.autocast:
+    """Return the context in which the trainer computes: a bf16 base meets its fp32 adapter."""
+    is_half = backbone.causal_lm.dtype == torch.bfloat16
+    return torch.autocast(backbone.device.type, dtype=torch.bfloat16, enabled=is_half)
 
 
 def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:
@@ -337,7 +378,14 @@ class AnswerTrainer(SFTTrainer):
 
     pieces = 1  # micro-batches per batch; doubled whenever memory runs out
 
-    def __init__(self, backbone: Backbone, schedule: Schedule, batches: list[list[Example]], **options: Any):
+    def __init__(
+        self,
+        backbone: Backbone,
+        schedule: Schedule,
+        batches: list[list[Example]],
+        base_states: BaseStates,
+        **options: Any,
+    ):
         weights = {weight: weight.data for weight in options["model"].parameters() if weight.requires_grad}
         super().__init__(
             train_dataset=Dataset.from_dict({"batch": range(len(batches))}),
@@ -348,7 +396,7 @@ class AnswerTrainer(SFTTrainer):
         # On a quantized base TRL rounds the adapter to bf16, where small updates vanish.
         for weight, original in weights.items():
             weight.data = original
-        self.backbone, self.schedule = backbone, schedule
+        self.backbone, self.schedule, self.base_states = backbone, schedule, base_states
 
     def create_scheduler(self, num_training_steps, optimizer=None):
         if getattr(self, "lr_scheduler", None) is None:
@@ -403,9 +451,7 @@ class AnswerTrainer(SFTTrainer):
                 total = cross_entropy(states_NH, self.backbone.head_VH, targets_N).sum()
             return total / num_items_in_batch
         model.eval()  # with dropout, an adapter without effect would differ from base
-        # A context of its own: autocast reuses its copies of weights, and these have no gradients.
-        with self.compute_loss_context_manager(), torch.no_grad(), self.backbone.state("base"):
-            base_NH = answer_states(causal_lm, inputs)
+        base_NH = self._base_states(causal_lm, inputs)
         with self.compute_loss_context_manager():
             head_VH = self.backbone.head_VH
             divergence = token_losses(
@@ -417,6 +463,14 @@ class AnswerTrainer(SFTTrainer):
                 loss=LossSection(kind="forward_kl"),
             )
         return divergence.loss.sum() / num_items_in_batch
+
+    def _base_states(self, causal_lm, rows: list[Example]) -> torch.Tensor:
+        """Return base's hidden states at the answers of replayed rows, `(N, H)`."""
+        if all(id(row) in self.base_states for row in rows):
+            return torch.cat([self.base_states[id(row)] for row in rows])
+        # A context of its own: autocast reuses its copies of weights, and these have no gradients.
+        with self.compute_loss_context_manager(), torch.no_grad(), self.backbone.state("base"):
+            return answer_states(causal_lm, rows)
 
 
 def _pieces(rows: list[Example], count: int) -> list[list[Example]]:

@@ -211,7 +211,7 @@ def trainer_of(backbone, model, rows, folder) -> AnswerTrainer:
     """Return a trainer whose only step has all rows."""
     config = FinetuneConfig(data="d", batch_size=len(rows), learning_rate=1e-3, replay=ReplaySection(share=0))
     args = SFTConfig(**trainer_arguments(config, backbone, StageDir(folder), steps=1))
-    return AnswerTrainer(backbone, Schedule(1, 0, "cosine"), [rows], model=model, args=args)
+    return AnswerTrainer(backbone, Schedule(1, 0, "cosine"), [rows], {}, model=model, args=args)
 
 
 @pytest.mark.parametrize("is_replayed", [False, True])
@@ -474,6 +474,14 @@ def test_dropout_of_the_base_makes_no_distance_to_it(backbone, tmp_path):
     assert float(trainer.compute_loss(model, batch, num_items_in_batch=3).detach()) == pytest.approx(
         0, abs=1e-6
     )
+
+
+def test_base_reads_each_replayed_row_once_and_the_loss_stays_the_same(learn, replay, tmp_path, monkeypatch):
+    kept, steps = learn("kept", batch_size=4, epochs=3, replay=replay)
+    monkeypatch.setattr("opdcl.stages.finetune.KEPT_STATES", 0)
+    anew, steps_anew = learn("anew", batch_size=4, epochs=3, replay=replay)
+    assert [loss for loss, _ in steps] == pytest.approx([loss for loss, _ in steps_anew], rel=1e-4, abs=1e-6)
+    assert relative_error(flat(kept.values()), flat(anew[name] for name in kept)) < 10 * ROUNDING
 
 
 @pytest.mark.parametrize("stop", [1, 5])
