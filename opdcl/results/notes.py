@@ -207,10 +207,12 @@ def start_notes(rows: Rows) -> list[str]:
             f"On held-out prompts the start alone, {scaled}, is about as near to the teachers: "
             "`--set recover.method=interpolate` gives it without training."
         )
-    share = validations[kept].get("domain_kept", 1.0)
+    # Earlier versions called this share `domain_kept`.
+    share = validations[kept].get("domain_gap_closed", validations[kept].get("domain_kept", 1.0))
     if share < DOMAIN_BACK:
         notes.append(
-            f"The domain did not come back from the start: on held-out questions {share:.0%} of it is kept. "
+            "The domain did not come back from the start: on held-out questions only "
+            f"{100 * max(share, 0):.0f} % of the gap in KL between base and tuned is closed. "
             "Start nearer to tuned with `recover.start`, or take more `recover.steps`."
         )
     return notes
