@@ -163,9 +163,20 @@ def _reward_note(rows: Rows, suite: str) -> str:
 
 def validations_of(rows: Rows) -> tuple[dict[int, dict[str, Any]], int | None]:
     """Return step -> held-out numbers, and the step whose adapter was kept; None without one."""
-    validations = {row["step"]: row["validation"] for row in rows if row.get("validation")}
+    validations = {row["step"]: of_the_student(row) for row in rows if row.get("validation")}
     kept = [step for step, validation in validations.items() if validation.get("best")]
     return validations, max(kept, default=None)
+
+
+def of_the_student(row: dict[str, Any]) -> dict[str, Any]:
+    """Return what a validation measured of the student; that of step 0 has tuned's numbers and its start's."""
+    measured: dict[str, Any] = row["validation"] | row.get("start", {}).get("validation", {})
+    return measured
+
+
+def started_elsewhere(row: dict[str, Any]) -> bool:
+    """Return whether a row says that the student did not start as tuned."""
+    return bool(row.get("start", {}).get("alpha", 1) != 1)
 
 
 def _validation_notes(rows: Rows) -> list[str]:
@@ -191,7 +202,7 @@ def start_notes(rows: Rows) -> list[str]:
     """Say where a recovery started, and what that start did for it, from the rows of its metrics."""
     chosen = next((row["start"] for row in rows if "start" in row), None)
     validations, kept = validations_of(rows)
-    is_scaled = chosen is not None and chosen["alpha"] != 1
+    is_scaled = any(map(started_elsewhere, rows))
     scaled = f"the tuned adapter times {chosen['alpha']:g}" if is_scaled else "the tuned adapter"
     if kept == 0:
         return [f"Recovered is {scaled}: no training step came nearer to the teachers on held-out prompts."]

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from opdcl.hub import HUB_IDS
 from opdcl.results import format, report_tables
 from opdcl.results.intervals import Estimate
-from opdcl.results.notes import validations_of
+from opdcl.results.notes import of_the_student, started_elsewhere, validations_of
 from opdcl.results.result_types import Summary
 from opdcl.results.samples import RULE, pick_examples, sort_samples, worst_samples
 from opdcl.results.scores import Suite, section
@@ -171,7 +171,6 @@ def _context(results: Results) -> dict[str, Any]:
     base_model, tuned = _public(name), run.stage_record("finetune").get("tuned_model")
     adapters = manifest.get("adapters") or {}
     recovery = _metrics(run, "recover")
-    validations = [row for row in recovery if row.get("validation")]
     samples = {suite.name: groups for suite in results.suites if (groups := sort_samples(suite))}
     heading, sentence = split(summary.verdict)
     to_do = [line for line in summary.further if line == advice(summary)]
@@ -197,7 +196,7 @@ def _context(results: Results) -> dict[str, Any]:
         "examples": pick_examples({suite.name: samples.get(suite.name, []) for suite in headline.values()}),
         "samples": samples,
         "recovery": recovery,
-        "validations": validations,
+        "validations": _validations(recovery),
         "best_step": validations_of(recovery)[1],
         "manifest": manifest,
         "base": base,
@@ -210,6 +209,17 @@ def _context(results: Results) -> dict[str, Any]:
         "quantized": QUANTIZED.format(base_model, base["quantization"]) if base["quantization"] else "",
         "adapter_path": adapter_path,
     }
+
+
+def _validations(recovery: list[dict]) -> list[dict[str, Any]]:
+    """Return the held-out numbers of the student by step; before them tuned's, if it started elsewhere."""
+    rows: list[dict[str, Any]] = []
+    for row in recovery:
+        if row.get("validation"):
+            if started_elsewhere(row):
+                rows.append({"step": "tuned", "validation": row["validation"]})
+            rows.append({"step": row["step"], "validation": of_the_student(row)})
+    return rows
 
 
 def _public(model: str) -> str:

@@ -187,7 +187,11 @@ def test_before_recovery_base_and_tuned_are_shown_without_a_verdict(run):
         (
             [
                 {"step": 0, "validation": {"best": True}, "start": {"alpha": 0.3, "score": 4.0}},
-                {"step": 1, "loss": 1.0, "validation": {"best": True, "score": 1.0, "domain_gap_closed": 0.61}},
+                {
+                    "step": 1,
+                    "loss": 1.0,
+                    "validation": {"best": True, "score": 1.0, "domain_gap_closed": 0.61},
+                },
             ],
             "on held-out questions only 61 % of the gap in KL between base and tuned is closed.",
         ),
