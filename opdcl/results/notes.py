@@ -169,7 +169,7 @@ def validations_of(rows: Rows) -> tuple[dict[int, dict[str, Any]], int | None]:
 
 
 def of_the_student(row: dict[str, Any]) -> dict[str, Any]:
-    """Return what a validation measured of the student; that of step 0 has tuned's numbers and its start's."""
+    """Return what a validation measured of the student; at step 0, where tuned comes first, of its start."""
     measured: dict[str, Any] = row["validation"] | row.get("start", {}).get("validation", {})
     return measured
 
