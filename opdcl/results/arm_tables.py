@@ -129,7 +129,7 @@ def _closeness_table(arms: list[ArmRow]) -> Table:
     caption = (
         "The distance of each state from base, in nats per token, on answers at temperature 1; base's own is "
         "noise. C is the share of the distance that is gone, counted from tuned or from base's answers to "
-        "other prompts, whichever is nearer."
+        "unrelated prompts, whichever is nearer."
     )
     return Table("Closeness to base", ["arm", *STATES, "C"], rows, caption)
 

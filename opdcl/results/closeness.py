@@ -64,7 +64,7 @@ class Closeness:
         tuned = self.states["tuned"]["distance"].value
         if self.floor is None or self.floor >= tuned:
             return f"tuned, {tuned:.2f} nats"
-        return f"base on other prompts, {self.floor:.2f} nats"
+        return f"base's answers to unrelated prompts, {self.floor:.2f} nats"
 
     @property
     def status(self) -> RetentionStatus | None:

@@ -51,7 +51,7 @@ def faults_of(run: RunDir, suites: Sequence[Suite]) -> list[str]:
     hint = "the results here are those of the adapter that the run recorded, not of this file"
     faults = [f"{problem}: {hint}." for problem in damage]
     faults += _changed_files(run, " ".join(damage))
-    again = "the state counts as not measured there; repeat it with opdcl eval RUN --force"
+    again = f"the state counts as not measured there; repeat it with opdcl eval {run.path} --force"
     for suite in suites:
         faults += [f"{fault}; {again}." for fault in suite.faults]
     manifest = run.read_manifest()
@@ -77,7 +77,7 @@ def _changed_files(run: RunDir, said: str) -> list[str]:
         changed = changes(run)
     except UsageError as fault:
         return [] if fault.message in said else [f"{fault.message}."]
-    hint = "opdcl verify RUN lists all; what is shown here may be wrong"
+    hint = f"opdcl verify {run.path} lists all; what is shown here may be wrong"
     found = []
     for name, problem in changed.items():
         place = run.path / name
@@ -213,11 +213,6 @@ def start_notes(rows: Rows) -> list[str]:
     if not is_scaled:
         return []
     notes = [f"The recovery started from {scaled}."]
-    if chosen["score"] <= NO_WORSE * validations[kept]["score"]:
-        notes.append(
-            f"On held-out prompts the start alone, {scaled}, is about as near to the teachers: "
-            "`--set recover.method=interpolate` gives it without training."
-        )
     # Earlier versions called this share `domain_kept`.
     share = validations[kept].get("domain_gap_closed", validations[kept].get("domain_kept", 1.0))
     if share < DOMAIN_BACK:
@@ -225,5 +220,10 @@ def start_notes(rows: Rows) -> list[str]:
             "The domain did not come back from the start: on held-out questions only "
             f"{100 * max(share, 0):.0f} % of the gap in KL between base and tuned is closed. "
             "Start nearer to tuned with `recover.start`, or take more `recover.steps`."
+        )
+    elif chosen["score"] <= NO_WORSE * validations[kept]["score"]:
+        notes.append(
+            f"On held-out prompts the start alone, {scaled}, is about as near to the teachers: "
+            "`--set recover.method=interpolate` gives it without training."
         )
     return notes

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 RELATIVE = Unit("{:+.0f}", 100, " %")
 MARGIN = f"{100 * NON_INFERIORITY_MARGIN:g}"
 DOMAIN_MANNER_LABEL = "requests answered in the domain's manner\nmore than 1 nat from base"
+WHAT_C_IS = (
+    "C is 1 for base, and 0 for a model as far from it as what it is compared with: tuned, or base's answers "
+    "to unrelated prompts, whichever is nearer."
+)
 GROUP_NOTE = "Seen: types of constraints that also occur in the recovery prompts. Unseen: types that do not."
 # Where the axis of a pair of bars may end.
 AXES = (0.05, 0.1, 0.25, 0.5, 1.0)
@@ -82,16 +86,13 @@ def terminal_rows(summary: Summary) -> list[list[str]]:
             if suite.role == "retention":
                 for label, *cells in writing_rows(suite.writing, suite.n):
                     rows.append([label, "", "", *cells])
-    ratios: dict[str, str] = {}
     if near := summary.closeness:
         floor = "" if near.floor is None else f"{near.floor:.3f}"
         rows.append(["distance to base\nnats per token", str(near.n), floor, *distances(near)])
         rows.append([DOMAIN_MANNER_LABEL, "", "", *by_state(domain_manner(near), SHARE, near.n)])
-        if near.c:
-            ratios[f"C\nfrom {near.start}"] = cell(near.c, n=near.n)
     found = summary.findings
     general, domain = summary.prompts_of("retention"), summary.prompts_of("domain")
-    ratios["R"] = cell(found.recovery, n=general)
+    ratios = {"R": cell(found.recovery, n=general)}
     if different_raw(found.recovery, found.recovery_raw, general):
         ratios["R from tuned"] = cell(found.recovery_raw, n=general)
     ratios["D"] = cell(found.domain_retention, n=domain)
@@ -152,11 +153,14 @@ def closeness_table(near: Closeness) -> Table:
         ["reverse KL\non the state's own answers", *distances(near, "reverse")],
         *writing_rows(near.how_written, near.n),
     ]
+    if near.c:
+        rows.append([f"C\ncompared with {near.start}", "", "", cell(near.c, n=near.n)])
     caption = (
         f"{near.n} prompts that no stage has learned from, answered at temperature 1. "
         "Both models give their distributions at every token of base's answers and of the state's own. The "
-        "distance is the larger divergence; base's own is the noise of 16-bit arithmetic."
+        "distance is the larger divergence; base's own is the noise of 16-bit arithmetic. "
     )
+    caption += f"There is no C: {near.why}." if near.why else WHAT_C_IS
     return Table("Closeness to base", ["", *STATES], rows, caption)
 
 

@@ -114,8 +114,7 @@ def test_there_is_no_c_without_recovered_or_where_tuned_is_base(tmp_path, change
     found = summary["closeness"]
     assert (found["value"], found["low"], found["high"], found["why"]) == (None, None, None, why)
     assert found["tuned"]["distance"]["value"] >= 0
-    assert not [row[0] for row in terminal_rows(Results(run).summary) if row[0].startswith("C\n")]
-    assert f"Closeness C: none, {why}." in pages(run)["report.md"]
+    assert f"There is no C: {why}." in pages(run)["report.md"]
 
 
 def test_a_chain_has_the_distance_after_each_step(tmp_path):
@@ -123,6 +122,13 @@ def test_a_chain_has_the_distance_after_each_step(tmp_path):
     alter(runs[1].config, workflow={"start": str(runs[0].path)})
     distances = [summarise(run)["closeness"]["recovered"]["distance"] for run in runs]
     assert [step["distance"] for step in compared(runs)["steps"]] == distances
+
+
+@pytest.fixture
+def run_with_floor(tmp_path):
+    run = make(tmp_path / "run", tuned=4.0, recovered=0.2)
+    store(run, "base", [0.0] * N, floor=lambda i: 1.0 + 0.01 * (i % 5))
+    return run
 
 
 def test_c_counts_from_the_floor_where_that_is_nearer_than_tuned(tmp_path):
@@ -135,9 +141,7 @@ def test_c_counts_from_the_floor_where_that_is_nearer_than_tuned(tmp_path):
     assert found["raw"]["value"] == pytest.approx(1 - recovered / tuned, abs=1e-5)
     store(run, "recovered", [1.02] * N)
     assert summarise(run)["closeness"]["value"] == pytest.approx(0.0, abs=1e-6)
-    assert "C\nfrom base on other prompts, 1.02 nats" in [
-        row[0] for row in terminal_rows(Results(run).summary)
-    ]
+    assert "C (compared with base's answers to unrelated prompts, 1.02 nats)" in pages(run)["report.md"]
     near = make(tmp_path / "near", tuned=0.8)
     store(near, "base", [0.0] * N, floor=lambda i: 1.0)
     found = summarise(near)["closeness"]
@@ -164,6 +168,18 @@ def test_the_share_in_the_domains_manner_is_that_of_answers_over_one_nat(tmp_pat
     assert "requests answered in the domain's manner" in pages(run)["report.md"]
 
 
+def test_what_is_gone_of_the_distance_and_c_never_stand_under_one_name(run_with_floor):
+    """C counts from base's answers to other prompts; the sentence below the verdict counts from tuned."""
+    summary = Results(run_with_floor).summary
+    texts = pages(run_with_floor)
+    head = texts["report.html"].split('id="scores"')[0]
+    assert "0.80, 95 % gone" not in head
+    assert "95 % gone" in head
+    assert "<dt>Closeness" not in head
+    assert [row for row in terminal_rows(summary) if row[0].startswith("C")] == []
+    assert texts["report.md"].count("distance to base that is gone") == 0
+
+
 def test_prompts_on_one_text_count_as_one(tmp_path):
     run = make(tmp_path / "run")
     widths = []
@@ -181,15 +197,13 @@ def test_it_is_a_row_of_the_table_the_report_and_the_json_and_no_suite(tmp_path)
     summary = summarise(run)
     assert list(summary["suites"]) == ["instructions", "handbook"]
     rows = {row[0]: row for row in terminal_rows(Results(run).summary)}
-    assert rows[f"C\nfrom tuned, {summary['closeness']['tuned']['distance']['value']:.2f} nats"][
-        -1
-    ].startswith(f"{summary['closeness']['value']:.2f}\n[")
     distances = rows["distance to base\nnats per token"]
     assert (distances[1], distances[3]) == (str(N), "0.000\n[0.000, 0.000]")
     assert summary["cost"]["eval"]["seconds"] == 75
     texts = pages(run)
+    tuned = f"{summary['closeness']['tuned']['distance']['value']:.2f}"
+    assert f"| C (compared with tuned, {tuned} nats) |" in texts["report.md"]
     for name in ("report.md", "report.html"):
-        assert "Closeness C" in texts[name]
         assert "Closeness to base" in texts[name]
     json.dumps(summary, allow_nan=False)
 
