@@ -239,9 +239,10 @@ def _distance(near: Closeness | None) -> str:
     moved = " -> ".join(f"{distance:.2f}" for distance in distances) + " nats a token"
     if len(states) > 1 and distances[0]:
         moved += f", {max(100 * (1 - distances[1] / distances[0]), 0):.0f} % gone"
-    manner = " -> ".join(f"{100 * state['domain_manner'].value:.0f}" for state in states)
-    manner = f"Answered in the domain's manner: {manner} % of {near.n} requests."
-    return f"Distance to base: {moved} (base against itself: {near.noise:.3f}). {manner}"
+    shares = [f"{100 * state['domain_manner'].value:.0f} %" for state in states]
+    changed = f"{shares[0]} before, {shares[1]} after" if len(shares) > 1 else shares[0]
+    style = f"Unrelated requests answered in domain style: {changed} ({near.n} requests)."
+    return f"{style} Distance to base: {moved} (base against itself: {near.noise:.3f})."
 
 
 def _neighbours(summary: Summary) -> str:

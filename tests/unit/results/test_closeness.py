@@ -8,6 +8,7 @@ from helpers.synthetic import alter, change, compared, measure_states, pages, wo
 
 from opdcl.results import closeness
 from opdcl.results.arms import load_arms, split_seeds
+from opdcl.results.compare import compare, view
 from opdcl.results.report_tables import terminal_rows
 from opdcl.results.summary import Results, summarise
 from opdcl.rundir.layout import RunDir
@@ -146,9 +147,9 @@ def test_c_counts_from_the_floor_where_that_is_nearer_than_tuned(tmp_path):
     store(near, "base", [0.0] * N, floor=lambda i: 1.0)
     found = summarise(near)["closeness"]
     assert found["value"] == found["raw"]["value"]
-    assert {row[0]: row for row in terminal_rows(Results(near).summary)}["distance to base\nnats per token"][
-        2
-    ] == "1.000"
+    assert {row[0]: row for row in terminal_rows(Results(near).summary)}[
+        "distance to base, mean\nnats per token"
+    ][2] == "1.000"
 
 
 def test_the_share_in_the_domains_manner_is_that_of_answers_over_one_nat(tmp_path):
@@ -163,9 +164,33 @@ def test_the_share_in_the_domains_manner_is_that_of_answers_over_one_nat(tmp_pat
         "recovered": 0.05,
     }
     assert shares["recovered"]["low"] < 0.05 < shares["recovered"]["high"]
-    sentence = f"Answered in the domain's manner: 90 -> 5 % of {N} requests."
-    assert summary["further"][0].endswith(sentence)
-    assert "requests answered in the domain's manner" in pages(run)["report.md"]
+    sentence = f"Unrelated requests answered in domain style: 90 % before, 5 % after ({N} requests)."
+    assert summary["further"][0].startswith(sentence)
+    assert "| answered in domain style (above 1 nat per token) | 0 %" in pages(run)["report.md"]
+
+
+def test_a_distance_is_told_by_its_mean_and_its_median_everywhere(tmp_path):
+    """A few answers in domain style make most of a mean, and none of a median."""
+    run = make(tmp_path / "run")
+    store(run, "recovered", [4.0] * 4 + [0.1] * (N - 4))
+    found = summarise(run)["closeness"]["recovered"]
+    assert found["distance"]["value"] == pytest.approx(0.49)
+    assert found["median"]["value"] == found["median"]["low"] == found["median"]["high"] == 0.1
+    shown = {row[0]: row[-1] for row in terminal_rows(Results(run).summary)}
+    assert shown["distance to base, mean\nnats per token"].startswith("0.490")
+    assert shown["distance to base, median\nnats per token"] == "0.100\n[0.100, 0.100]"
+    assert "| distance to base, median (nats per token) |" in pages(run)["report.md"]
+    other = make(tmp_path / "other", steps=9)
+    arm = compared([run, other])["arms"][0]
+    assert arm["closeness"]["recovered"]["median"] == found["median"]
+    table = next(t for t in view(compare([run, other])).tables if t.title == "Closeness to base")
+    assert [column.split("\n")[0] for column in table.columns[4:]] == [
+        "median",
+        "answered in domain style",
+        "C",
+    ]
+    assert table.rows[0][4].startswith("0.100")
+    assert table.rows[0][5].startswith("10 %")
 
 
 def test_what_is_gone_of_the_distance_and_c_never_stand_under_one_name(run_with_floor):
@@ -197,7 +222,7 @@ def test_it_is_a_row_of_the_table_the_report_and_the_json_and_no_suite(tmp_path)
     summary = summarise(run)
     assert list(summary["suites"]) == ["instructions", "handbook"]
     rows = {row[0]: row for row in terminal_rows(Results(run).summary)}
-    distances = rows["distance to base\nnats per token"]
+    distances = rows["distance to base, mean\nnats per token"]
     assert (distances[1], distances[3]) == (str(N), "0.000\n[0.000, 0.000]")
     assert summary["cost"]["eval"]["seconds"] == 75
     texts = pages(run)
