@@ -131,8 +131,9 @@ def _closeness_table(arms: list[ArmRow]) -> Table:
             rows.append([_label(arm), *tables.distances(near), *shown, cell(near.c)])
     caption = (
         "The mean distance of each state from base, in nats per token, on answers at temperature 1; that of "
-        "base is noise. Median and share in domain style are of the last model. C is the share of the distance "
-        "that is gone, counted from tuned or from base's answers to unrelated prompts, whichever is nearer."
+        "base is noise. Median and share in domain style are the last model's. C is the share of the "
+        "distance that is gone, counted from tuned or from base's answers to unrelated prompts, whichever is "
+        "nearer."
     )
     return Table("Closeness to base", ["arm", *STATES, "median", IN_DOMAIN_STYLE, "C"], rows, caption)
 

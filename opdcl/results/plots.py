@@ -81,7 +81,7 @@ def recovery_kl(rows: list[dict], teachers: dict[str, str]) -> list[Markup]:
     held_out = [row for row in rows if row.get("validation")]
     best = max((row["step"] for row in held_out if row["validation"].get("best")), default=None)
     measured = [(row["step"], of_the_student(row)) for row in held_out]
-    tuned = next((row["validation"] for row in held_out if started_elsewhere(row)), {})
+    tuned: dict[str, float] = next((row["validation"] for row in held_out if started_elsewhere(row)), {})
     figures = []
     for stream, teacher in teachers.items():
         curves = Curves(
