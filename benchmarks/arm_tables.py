@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from statistics import fmean
+import re
+from statistics import fmean, median
 from typing import Any
 
 from page_cells import NOT_MEASURED, end_of, of_seeds, ratio, read, rows_of, seeds_of, unbroken
@@ -26,6 +27,11 @@ STREAMS = {
     "often-64": "64 steps, of 8 or 12",
 }
 
+# Rows and epochs of the quickstart's fine-tune, and the general rows of one step of its recovery.
+ROWS, EPOCHS, GENERAL_ROWS = 210, 4, 8
+# How many of a fine-tune's rows are replayed, in percent, where the name of the arm does not say it.
+REPLAY_SHARES = {"mix-kl": 30, "mix-kl-then": 30, "mix-70": 70, "mix-70-then": 70}
+
 # What recoveries are compared by: shares, or the scores themselves where a fine-tune has no recovery.
 SHARES = ("R", "D")
 SCORES = ("instructions, %", "handbook, %")
@@ -33,9 +39,9 @@ SCORES = ("instructions, %", "handbook, %")
 # Those of benchmarks/replay.yaml and replay_more.yaml, beside the recovery alone.
 REPLAYED = {
     "half": "a plain fine-tune, then the recovery",
-    "mix-kl": "three tenths replayed, base's distribution learned there; no recovery",
+    "mix-kl": "a fine-tune with 30 % replay, no recovery",
     "mix-kl-then": "the same, then the recovery",
-    "mix-70": "seven tenths replayed, base's distribution learned there; no recovery",
+    "mix-70": "a fine-tune with 70 % replay, the default; no recovery",
     "mix-70-then": "the same, then the recovery",
 }
 
@@ -44,19 +50,19 @@ DECIDED = {
     "half": "**a plain fine-tune, then the recovery**",
     "before": "the same, by the recovery until then: from tuned, with a falling rate",
     "start-alone": "the recovery's starting point, a scaled adapter, without training",
-    "mix-kl": "a fine-tune with three tenths replayed, no recovery",
+    "mix-kl": "a fine-tune with 30 % replay, no recovery",
     "mix-kl-then": "**the same, then the recovery**",
 }
 DECIDED_PAIRS = {
     "recovery - the one before": ("half", "before"),
-    "recovery - replay alone": ("half", "mix-kl"),
-    "replay, then recovery - recovery": ("mix-kl-then", "half"),
-    "replay, then recovery - replay alone": ("mix-kl-then", "mix-kl"),
+    "recovery - 30 % replay alone": ("half", "mix-kl"),
+    "30 % replay, then recovery - recovery": ("mix-kl-then", "half"),
+    "30 % replay, then recovery - replay alone": ("mix-kl-then", "mix-kl"),
 }
 REPLAY_PAIRS = {
-    "seven tenths, no recovery - recovery": ("mix-70", "half"),
-    "seven tenths, then recovery - recovery": ("mix-70-then", "half"),
-    "seven tenths, then recovery - no recovery": ("mix-70-then", "mix-70"),
+    "70 % replay, no recovery - recovery": ("mix-70", "half"),
+    "70 % replay, then recovery - recovery": ("mix-70-then", "half"),
+    "70 % replay, then recovery - no recovery": ("mix-70-then", "mix-70"),
 }
 START_PAIRS = {
     "half - none": ("half", "off"),
@@ -115,7 +121,7 @@ def decided() -> str:
     table = reached_by(rows, DECIDED, SCORES).splitlines()
     plain = [row for row in rows if row["arm"] == "half"]
     for place, (state, words) in enumerate({"base": "base", "tuned": "a plain fine-tune"}.items(), start=2):
-        cells = cells_of([figures(row, SCORES, state) for row in plain], SCORES)
+        cells = [*effort(plain, state), *cells_of([figures(row, SCORES, state) for row in plain], SCORES)]
         table.insert(
             place, rows_of([], [[words, str(len(plain)), *unbroken([cells], 0)[0]]]).splitlines()[-1]
         )
@@ -135,13 +141,38 @@ def reached_by(
     found = [row for row in rows_of_arms if row["arm"] in names]
     table = []
     for arm, words in names.items():
-        rows = [figures(row, columns) for row in found if row["arm"] == arm]
+        rows = [row for row in found if row["arm"] == arm]
         if rows:
-            table.append([words, str(len(rows)), *cells_of(rows, columns)])
+            cells = cells_of([figures(row, columns) for row in rows], columns)
+            table.append([words, str(len(rows)), *(effort(rows) if columns != SHARES else []), *cells])
     lengths, ends = zip(*[written_by(row, "base") for row in found], strict=True)
     writing = [f"tokens, base {fmean(lengths):.0f}", f"answers that end, %, base {fmean(ends):.0f}"]
-    head = ["recovery", "seeds", "distance, nats", *columns, "short questions, %", *writing]
+    efforts = ["general answers", "training"] if columns != SHARES else []
+    head = ["recovery", "seeds", *efforts, "distance, nats", *columns, "short questions, %", *writing]
     return rows_of(head, unbroken(table, 1))
+
+
+def effort(rows: list[dict[str, Any]], state: str = "") -> list[str]:
+    """Return on how many general answers an arm saw base's distribution, and how long it trained.
+
+    `state` is base or tuned where these are meant instead of the model at the runs' end. The time is the
+    median over the seeds, because runs shared their machines.
+    """
+    if state == "base":
+        return ["0", ""]
+    stages = ("finetune",) if state == "tuned" else ("finetune", "recover")
+    seconds = median(sum(row["stages"].get(stage, 0) for stage in stages) for row in rows)
+    answers = 0 if state == "tuned" else general_answers(rows[0])
+    return [f"{answers:,}", f"{seconds / 60:.0f} min" if seconds > 120 else f"{seconds:.0f} s"]
+
+
+def general_answers(row: dict[str, Any]) -> int:
+    """Return how many times a run saw base's distribution of an answer: replayed in each epoch, or graded."""
+    share, epochs = REPLAY_SHARES.get(row["arm"], 0), EPOCHS
+    if named := re.fullmatch(r"mix-(\d+)-(\d+)", row["arm"]):
+        share, epochs = int(named[1]), int(named[2])
+    steps = sum(count for author, count in row["written_by"].items() if author.startswith("general"))
+    return round(ROWS * share / (100 - share)) * epochs + GENERAL_ROWS * steps
 
 
 def pairs(records: list[str], named: dict[str, tuple[str, str]], columns: tuple[str, ...] = SHARES) -> str:
@@ -171,15 +202,17 @@ def compared(row: dict[str, Any], columns: tuple[str, ...]) -> list[float]:
 def reached() -> str:
     """Return what the default recovery reaches, beside its rivals: means over the seeds."""
     arms: dict[str, list[dict[str, Any]]] = {}
-    for row in read("decided")["rows"]:
+    default = [row for row in read("replay")["rows"] if row["arm"] == "mix-70"]
+    for row in read("decided")["rows"] + default:
         arms.setdefault(row["arm"], []).append(row)
     models = {
         "base": ("half", "base"),
         "tuned, plain": ("half", "tuned"),
         "tuned at partial strength": ("start-alone", "recovered"),
         "**recovered**": ("half", "recovered"),
-        "tuned with replay, three tenths": ("mix-kl", "tuned"),
-        "**that, recovered**": ("mix-kl-then", "recovered"),
+        "tuned with 30 % replay": ("mix-kl", "tuned"),
+        "**30 % replay, then recovered**": ("mix-kl-then", "recovered"),
+        "**tuned with 70 % replay, the default**; 4 seeds, CPU, 100 prompts": ("mix-70", "tuned"),
     }
     table = []
     for name, (arm, state) in models.items():
@@ -188,9 +221,11 @@ def reached() -> str:
         skill, domain = (
             fmean(scores(rows, suite, state)) for suite in ("instructions_quick", "handbook_quick")
         )
-        table.append([name, f"{skill:.0f} %", f"{domain:.0f} %", f"{near:.2f}"])
+        end = "" if state == end_of(rows[0]) else state
+        table.append([name, f"{skill:.0f} %", f"{domain:.0f} %", f"{near:.2f}", *effort(rows, end)])
     columns = [f"model, {seeds_of(len(arms['half']))}", "instructions followed", "handbook known"]
-    return rows_of([*columns, "distance to base, nats"], table)
+    columns += ["distance to base, nats", "general answers graded", "training"]
+    return rows_of(columns, table)
 
 
 def written_by(row: dict[str, Any], state: str) -> tuple[float, float]:

@@ -31,7 +31,7 @@ CONTRADICTIONS = {
     "then": "a plain fine-tune, then the recovery",
     "near": "the same, half of its general prompts near the domain, of both kinds",
     "elsewhere": "the same, half of its general prompts about elsewhere",
-    "mix-70": "seven tenths replayed, no recovery",
+    "mix-70": "70 % replay, no recovery",
     "mix-70-then": "the same, then the recovery",
 }
 

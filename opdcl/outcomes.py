@@ -99,14 +99,16 @@ class Result(Outcome):
     def __init__(self, path: Path, results: Summary, gates: Sequence[dict[str, str]] = ()):
         from opdcl.results.plain import as_json
         from opdcl.results.report_tables import terminal_tables
-        from opdcl.results.verdict import next_command
+        from opdcl.results.verdict import at_place, next_command
 
+        place = shlex.quote(str(path))
+        results = at_place(results, place)
         self.path, self.gates = path, [*gates]
         self._results = results
         self.summary: dict[str, Any] = as_json(results)
         if gates:
             self.summary["gates"] = self.gates
-        lead_on = next_command(RunDir(path), results, shlex.quote(str(path)))
+        lead_on = next_command(RunDir(path), results, place)
         notes = [f"report: {self.report}", f"next: {lead_on}"]
         super().__init__(
             sentence="\n".join([results.verdict, *results.further]),

@@ -30,8 +30,8 @@ from opdcl.training import StageLog, counted, save_adapter
 
 SAMPLES_PER_MEASUREMENT = 8
 
-# A KL as a share: of tuned's general KL the part recovered, of the domain the part kept (base keeps none).
-SHARES = {"general_kl": "general_recovered", "domain_kl": "domain_kept"}
+# How much of a gap in KL is closed: on general prompts from tuned to base, on the domain from base to tuned.
+SHARES = {"general_kl": "general_gap_closed", "domain_kl": "domain_gap_closed"}
 
 # Measures a stream's progress where its own teacher changes from step to step.
 FROZEN: dict[Stream, State] = {"general": "base", "domain": "tuned"}
@@ -69,7 +69,7 @@ class Measurements:
         self.lowest_score = min(self.lowest_score, score)
 
     def shares(self, kl: KL) -> KL:
-        """Return what share of the general KL is recovered, and of the domain kept, where one can be told."""
+        """Return what share of each stream's gap is closed, where there is one."""
         whole = {"general_kl": self.tuned, "domain_kl": self.base}
         shares = {}
         for name, value in stream_kl(kl).items():
@@ -292,17 +292,15 @@ class Validation:
         )
 
     def _described(self, kl: KL) -> str:
-        """Say how far the student is from base, beside tuned, and what share of the domain it has kept."""
+        """Say how far the student is from base, beside tuned, and on the domain from tuned, beside base."""
         parts = []
         if "general_kl" in kl:
             before, now = general_score(self.measurements.tuned), general_score(kl)
             change = f"{before:.2f}" if kl is self.measurements.tuned else f"{before:.2f} -> {now:.2f}"
             parts.append(f"distance to {self._name_of('general')} {change} nats")
-        kept = self.measurements.shares(kl).get("domain_kept")
-        if kept is not None:
-            parts.append(f"domain kept {100 * max(kept, 0):.0f} %")
-        elif "domain_kl" in kl:
-            parts.append(f"distance to {self._name_of('domain')} {kl['domain_kl']:.2f} nats")
+        if "domain_kl" in kl:
+            now, farthest = kl["domain_kl"], self.measurements.base["domain_kl"]
+            parts.append(f"domain {now:.2f} nats from {self._name_of('domain')} (base {farthest:.2f})")
         return ", ".join(parts)
 
     def _show_answers(self) -> None:

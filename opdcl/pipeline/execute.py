@@ -233,7 +233,6 @@ class Session:
     def _train(self, task: Task) -> None:
         """Train one stage, showing its progress on the console and in the trackers."""
         from opdcl.model.adapters import find_adapter
-        from opdcl.results.notes import start_notes
         from opdcl.stages.finetune import finetune
         from opdcl.stages.recover import recover
         from opdcl.training import dose, peak_memory, reset_peak_memory
@@ -279,9 +278,6 @@ class Session:
             write_json(stage.record, record)
         record |= {"status": "done", "finished": now(), "adapter_sha256": adapter_hash(stage.adapter)}
         write_json(stage.record, record)
-        if task.name == "recover":
-            for note in start_notes(read_metrics(stage.metrics)):
-                self.output.note(f"{task.label}: {note}")
 
     def _measure(self, task: Task) -> None:
         """Measure one state on one suite."""

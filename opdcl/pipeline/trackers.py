@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from opdcl.errors import EnvironmentFault
+from opdcl.results.notes import of_the_student, started_elsewhere
 from opdcl.results.status import STATES
 from opdcl.rundir.files import read_json, read_new_rows, write_json
 from opdcl.rundir.layout import RunDir, StageDir
@@ -146,10 +147,14 @@ def _log(tracker: Any, values: dict[str, Any], step: int) -> None:
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of a row of metrics, with those of its validation and, at step 0, of base."""
+    """Return the numbers of a row of metrics and of its validation, and at step 0 those of tuned and base."""
+    parts = {"": row, "base": row.get("base", {})}
+    if row.get("validation"):
+        parts["validation"] = of_the_student(row)
+        parts["tuned"] = row["validation"] if started_elsewhere(row) else {}
     numbers = {}
-    for part in ("", "validation", "base"):
-        for key, value in (row.get(part, {}) if part else row).items():
+    for part, values in parts.items():
+        for key, value in values.items():
             if isinstance(value, int | float) and key != "step":
                 numbers[f"{part}/{key}".lstrip("/")] = float(value)
     return numbers

@@ -7,11 +7,11 @@ from typing import Any
 
 from opdcl.results import tables
 from opdcl.results.arm_scores import ArmRow, Comparison, Further, Reference
-from opdcl.results.format import CHANGE, SCORE, Unit, cell, interval, metric_words
+from opdcl.results.format import CHANGE, NATS, SCORE, SHARE, Unit, cell, interval, metric_words
 from opdcl.results.intervals import Estimate
 from opdcl.results.plain import ByRole
 from opdcl.results.status import HEADLINE_ROLES, STATES
-from opdcl.results.tables import MISSING, Table, View
+from opdcl.results.tables import IN_DOMAIN_STYLE, MISSING, Table, View
 
 WHERE = {"retention": " in retention", "domain": " on the domain"}
 
@@ -125,13 +125,17 @@ def _closeness_table(arms: list[ArmRow]) -> Table:
     rows = []
     for arm in arms:
         if arm.closeness:
-            rows.append([_label(arm), *tables.distances(arm.closeness), cell(arm.closeness.c)])
+            near = arm.closeness
+            last = next(state for state in reversed(STATES) if near.states.get(state))
+            shown = [cell(near.states[last]["median"], NATS), cell(near.states[last]["domain_manner"], SHARE)]
+            rows.append([_label(arm), *tables.distances(near), *shown, cell(near.c)])
     caption = (
-        "The distance of each state from base, in nats per token, on answers at temperature 1; base's own is "
-        "noise. C is the share of the distance that is gone, counted from tuned or from base's answers to "
-        "other prompts, whichever is nearer."
+        "The mean distance of each state from base, in nats per token, on answers at temperature 1; that of "
+        "base is noise. Median and share in domain style are the last model's. C is the share of the "
+        "distance that is gone, counted from tuned or from base's answers to unrelated prompts, whichever is "
+        "nearer."
     )
-    return Table("Closeness to base", ["arm", *STATES, "C"], rows, caption)
+    return Table("Closeness to base", ["arm", *STATES, "median", IN_DOMAIN_STYLE, "C"], rows, caption)
 
 
 def _rivals_table(comparison: Comparison) -> Table:

@@ -13,15 +13,12 @@ import numpy as np
 
 from opdcl.config.evaluate import CLOSENESS
 from opdcl.results import writing
-from opdcl.results.intervals import Clusters, Estimate, mean, ratio, total
+from opdcl.results.intervals import Clusters, Estimate, mean, median, ratio, total
 from opdcl.results.plain import Spread
 from opdcl.results.scores import Suite, floors_of, load_suite, stacked
-from opdcl.results.status import MOST_OF_THE_GAIN, STATES, RetentionStatus
+from opdcl.results.status import DOMAIN_STYLE, MOST_OF_THE_GAIN, STATES, RetentionStatus
 from opdcl.results.writing import WritingTests
 from opdcl.rundir.layout import RunDir
-
-# An answer further from base than this, in nats per token, is written in the manner of the domain.
-DOMAIN_MANNER = 1.0
 
 # What is told of how a state writes, and its name among the measures of `writing`.
 MEASURES = {"length": "tokens", "ended": "ended", "repetition": "repetition"}
@@ -47,8 +44,8 @@ class Closeness:
     floor: float | None
     noise: float
     states: StateDistances
-    """State -> `distance`, its two directions `forward` and `reverse`, how the state writes, and
-    `domain_manner`, the share of requests that it answers in the domain's manner."""
+    """State -> `distance`, the mean over requests, its two directions `forward` and `reverse`, its `median`,
+    `domain_manner`, the share of requests answered in domain style, and how the state writes."""
     writing: WritingTests
     seconds: float
 
@@ -64,7 +61,7 @@ class Closeness:
         tuned = self.states["tuned"]["distance"].value
         if self.floor is None or self.floor >= tuned:
             return f"tuned, {tuned:.2f} nats"
-        return f"base on other prompts, {self.floor:.2f} nats"
+        return f"base's answers to unrelated prompts, {self.floor:.2f} nats"
 
     @property
     def status(self) -> RetentionStatus | None:
@@ -134,13 +131,14 @@ def values(suites: Sequence[Suite], state: str, name: str = "distance") -> np.nd
 
 
 def _estimates(suites: Sequence[Suite], state: str) -> dict[str, Estimate]:
-    """Return the estimates of a state's distance in both directions, of its manner, and of how it writes."""
+    """Return a state's distance: mean, both directions, median, share in domain style; and how it writes."""
     clusters = suites[0].clusters
     found = {}
     for name in ("distance", "forward", "reverse"):
         found[name] = total([([values(suites, state, name)], clusters)]).rounded()
-    in_domain_manner = values(suites, state) > DOMAIN_MANNER
-    found["domain_manner"] = mean(in_domain_manner.astype(float), clusters).rounded()
+    distances = values(suites, state)
+    found["median"] = median(distances, clusters).rounded()
+    found["domain_manner"] = mean((distances > DOMAIN_STYLE).astype(float), clusters).rounded()
     written = writing.measures(suites, state)
     for name, measure in MEASURES.items():
         if measure in written:

@@ -183,7 +183,7 @@ def judge_again(run: RunDir, file: Path) -> tuple[Summary, list[Record]]:
     for check in verify(run):
         if not check.ok:
             message = f"{run.path}: {check.what}: {check.finding}; scores of something else prove nothing"
-            hint = f"opdcl verify {run.path}  # lists all; opdcl eval RUN --force measures again"
+            hint = f"opdcl verify {run.path}  # lists all; opdcl eval {run.path} --force measures again"
             raise OpdclError(message, hint)
     results = Results(run)
     return results.summary, judge(required, results)

@@ -16,6 +16,7 @@ scores between 0 and 1, passes and fractions alike, count two imagined answers m
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -74,6 +75,26 @@ def mean(scores: np.ndarray, clusters: Clusters = None) -> Estimate:
     # Rounding would exclude 0 and 1 themselves.
     low, high = max(min(centre - half, value), 0.0), min(max(centre + half, value), 1.0)
     return Estimate(value, float(low), float(high))
+
+
+def median(numbers: np.ndarray, clusters: Clusters = None) -> Estimate:
+    """Estimate the median of one number per prompt.
+
+    Its interval holds each number below which half of the prompts may lie, by the interval of that share.
+    """
+    numbers = np.asarray(numbers, float)
+    ordered = np.unique(numbers)
+
+    def may_be_half(place: int) -> bool:
+        return mean((numbers <= ordered[place]).astype(float), clusters).high >= 0.5
+
+    def more_than_half(place: int) -> bool:
+        return mean((numbers < ordered[place]).astype(float), clusters).low > 0.5
+
+    places = range(len(ordered))
+    lowest = bisect_left(places, True, key=may_be_half)
+    highest = bisect_left(places, True, key=more_than_half) - 1
+    return Estimate(float(np.median(numbers)), float(ordered[lowest]), float(ordered[highest]))
 
 
 def mean_over(suites: Sequence[np.ndarray], clusters: Sequence[Clusters] | None = None) -> Estimate:

@@ -51,7 +51,7 @@ def faults_of(run: RunDir, suites: Sequence[Suite]) -> list[str]:
     hint = "the results here are those of the adapter that the run recorded, not of this file"
     faults = [f"{problem}: {hint}." for problem in damage]
     faults += _changed_files(run, " ".join(damage))
-    again = "the state counts as not measured there; repeat it with opdcl eval RUN --force"
+    again = f"the state counts as not measured there; repeat it with opdcl eval {run.path} --force"
     for suite in suites:
         faults += [f"{fault}; {again}." for fault in suite.faults]
     manifest = run.read_manifest()
@@ -77,7 +77,7 @@ def _changed_files(run: RunDir, said: str) -> list[str]:
         changed = changes(run)
     except UsageError as fault:
         return [] if fault.message in said else [f"{fault.message}."]
-    hint = "opdcl verify RUN lists all; what is shown here may be wrong"
+    hint = f"opdcl verify {run.path} lists all; what is shown here may be wrong"
     found = []
     for name, problem in changed.items():
         place = run.path / name
@@ -163,9 +163,20 @@ def _reward_note(rows: Rows, suite: str) -> str:
 
 def validations_of(rows: Rows) -> tuple[dict[int, dict[str, Any]], int | None]:
     """Return step -> held-out numbers, and the step whose adapter was kept; None without one."""
-    validations = {row["step"]: row["validation"] for row in rows if row.get("validation")}
+    validations = {row["step"]: of_the_student(row) for row in rows if row.get("validation")}
     kept = [step for step, validation in validations.items() if validation.get("best")]
     return validations, max(kept, default=None)
+
+
+def of_the_student(row: dict[str, Any]) -> dict[str, Any]:
+    """Return what a validation measured of the student; at step 0, where tuned comes first, of its start."""
+    measured: dict[str, Any] = row["validation"] | row.get("start", {}).get("validation", {})
+    return measured
+
+
+def started_elsewhere(row: dict[str, Any]) -> bool:
+    """Return whether a row says that the student did not start as tuned."""
+    return bool(row.get("start", {}).get("alpha", 1) != 1)
 
 
 def _validation_notes(rows: Rows) -> list[str]:
@@ -191,7 +202,7 @@ def start_notes(rows: Rows) -> list[str]:
     """Say where a recovery started, and what that start did for it, from the rows of its metrics."""
     chosen = next((row["start"] for row in rows if "start" in row), None)
     validations, kept = validations_of(rows)
-    is_scaled = chosen is not None and chosen["alpha"] != 1
+    is_scaled = any(map(started_elsewhere, rows))
     scaled = f"the tuned adapter times {chosen['alpha']:g}" if is_scaled else "the tuned adapter"
     if kept == 0:
         return [f"Recovered is {scaled}: no training step came nearer to the teachers on held-out prompts."]
@@ -202,15 +213,17 @@ def start_notes(rows: Rows) -> list[str]:
     if not is_scaled:
         return []
     notes = [f"The recovery started from {scaled}."]
-    if chosen["score"] <= NO_WORSE * validations[kept]["score"]:
+    # Earlier versions called this share `domain_kept`.
+    share = validations[kept].get("domain_gap_closed", validations[kept].get("domain_kept", 1.0))
+    if share < DOMAIN_BACK:
+        notes.append(
+            "The domain did not come back from the start: on held-out questions only "
+            f"{100 * max(share, 0):.0f} % of the gap in KL between base and tuned is closed. "
+            "Start nearer to tuned with `recover.start`, or take more `recover.steps`."
+        )
+    elif chosen["score"] <= NO_WORSE * validations[kept]["score"]:
         notes.append(
             f"On held-out prompts the start alone, {scaled}, is about as near to the teachers: "
             "`--set recover.method=interpolate` gives it without training."
-        )
-    share = validations[kept].get("domain_kept", 1.0)
-    if share < DOMAIN_BACK:
-        notes.append(
-            f"The domain did not come back from the start: on held-out questions {share:.0%} of it is kept. "
-            "Start nearer to tuned with `recover.start`, or take more `recover.steps`."
         )
     return notes

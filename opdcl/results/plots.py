@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from opdcl.results.intervals import Estimate
+from opdcl.results.notes import of_the_student, started_elsewhere
 from opdcl.results.result_types import Summary
 
 STYLE = Path(__file__).parent / "templates" / "figure.mplstyle"
@@ -72,18 +73,22 @@ def recovery_kl(rows: list[dict], teachers: dict[str, str]) -> list[Markup]:
     """Plot KL(student, teacher) over the steps, one figure for each stream that has points.
 
     A faint line is training, a strong one the teacher's held-out answers, a dotted one the student's own.
-    The axis is logarithmic: what matters at the end is small beside the beginning.
+    They begin where the student started; a dashed level is tuned, if it started elsewhere. The axis is
+    logarithmic: what matters at the end is small beside the beginning.
 
     `teachers` maps each stream to the name of its teacher.
     """
     held_out = [row for row in rows if row.get("validation")]
     best = max((row["step"] for row in held_out if row["validation"].get("best")), default=None)
+    measured = [(row["step"], of_the_student(row)) for row in held_out]
+    tuned: dict[str, float] = next((row["validation"] for row in held_out if started_elsewhere(row)), {})
     figures = []
     for stream, teacher in teachers.items():
         curves = Curves(
             training=[(row["step"], row["kl"]) for row in rows if _is_training(row, stream)],
-            held_out=_held_out_points(held_out, f"{stream}_kl"),
-            own=_held_out_points(held_out, "own_kl") if stream == "general" else [],
+            held_out=_held_out_points(measured, f"{stream}_kl"),
+            own=_held_out_points(measured, "own_kl") if stream == "general" else [],
+            tuned=tuned.get(f"{stream}_kl"),
         )
         if not curves.points:
             continue
@@ -104,6 +109,8 @@ class Curves:
     training: list[tuple[float, float]]
     held_out: list[tuple[float, float]]
     own: list[tuple[float, float]]
+    tuned: float | None
+    """The KL of the tuned adapter; None if the student started as tuned."""
 
     @property
     def points(self) -> list[tuple[float, float]]:
@@ -116,6 +123,8 @@ def _is_training(row: dict[str, Any], stream: str) -> bool:
 
 def _plot_curves(axes: Axes, colour: str, curves: Curves, best: int | None) -> None:
     values = [value for _, value in curves.points]
+    if curves.tuned is not None:
+        values.append(curves.tuned)
     lowest = max(min(values), SMALLEST_KL)
     highest = max(*values, 2 * lowest)
     training, held_out, own = (
@@ -125,6 +134,9 @@ def _plot_curves(axes: Axes, colour: str, curves: Curves, best: int | None) -> N
     _line(axes, training, "training batches", color=colour, **faint)
     _line(axes, held_out, "held-out answers", color=colour, marker="o", markersize=4)
     _line(axes, own, "the student's own", color=colour, linestyle=":")
+    if curves.tuned is not None:
+        level = max(curves.tuned, lowest)
+        axes.axhline(level, label="tuned", color=PAINT["muted"], linestyle="--", linewidth=0.9)
     kept = [(step, value) for step, value in held_out if step == best]
     ring = {"linestyle": "none", "marker": "o", "markersize": 10, "markerfacecolor": "none"}
     _line(axes, kept, "adapter kept", color=PAINT["ink"], **ring)
@@ -150,9 +162,8 @@ def _line(axes: Axes, points: list[tuple[float, float]], label: str, **style: An
         axes.plot([x for x, _ in points], [y for _, y in points], label=label, **style)
 
 
-def _held_out_points(held_out: list[dict], key: str) -> list[tuple[float, float]]:
-    points = [(row["step"], row["validation"].get(key)) for row in held_out]
-    return [point for point in points if point[1] is not None]
+def _held_out_points(measured: list[tuple[int, dict[str, float]]], key: str) -> list[tuple[float, float]]:
+    return [(step, values[key]) for step, values in measured if values.get(key) is not None]
 
 
 def tradeoff(summary: Summary) -> Markup | None:

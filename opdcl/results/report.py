@@ -14,14 +14,14 @@ from markupsafe import Markup
 from opdcl.hub import HUB_IDS
 from opdcl.results import format, report_tables
 from opdcl.results.intervals import Estimate
-from opdcl.results.notes import validations_of
+from opdcl.results.notes import of_the_student, started_elsewhere, validations_of
 from opdcl.results.result_types import Summary
 from opdcl.results.samples import RULE, pick_examples, sort_samples, worst_samples
 from opdcl.results.scores import Suite, section
 from opdcl.results.status import STATES
 from opdcl.results.summary import Results, further_teachers
 from opdcl.results.tables import MISSING, different_raw
-from opdcl.results.verdict import advice, next_command, split, tone, why_no_domain_retention, why_no_recovery
+from opdcl.results.verdict import next_command, split, tone, why_no_domain_retention, why_no_recovery
 from opdcl.rundir.files import write_atomic
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.records import read_metrics
@@ -81,8 +81,11 @@ def write(results: Results) -> list[Path]:
 def pull_request(run: RunDir, summary: Summary, gates: Sequence[Mapping[str, str]]) -> str:
     """Return the results as Markdown of about thirty lines, with the worst three prompts."""
     retention = Results(run).headline.get("retention")
+    heading, sentence = split(summary.verdict)
     page = {
         "summary": summary,
+        "heading": heading,
+        "sentence": sentence,
         "gates": gates,
         "tables": report_tables.main_tables(summary),
         "worst": worst_samples(retention, WORST_PROMPTS) if retention else None,
@@ -171,10 +174,8 @@ def _context(results: Results) -> dict[str, Any]:
     base_model, tuned = _public(name), run.stage_record("finetune").get("tuned_model")
     adapters = manifest.get("adapters") or {}
     recovery = _metrics(run, "recover")
-    validations = [row for row in recovery if row.get("validation")]
     samples = {suite.name: groups for suite in results.suites if (groups := sort_samples(suite))}
     heading, sentence = split(summary.verdict)
-    to_do = [line for line in summary.further if line == advice(summary)]
     latest = adapter_path = None
     for state in STATES[1:]:
         if any(state in suite.rows for suite in results.suites):
@@ -185,8 +186,7 @@ def _context(results: Results) -> dict[str, Any]:
         "summary": summary,
         "heading": heading,
         "sentence": sentence,
-        "differs": [line for line in summary.further if line not in to_do],
-        "to_do": to_do,
+        "differs": [line for line in summary.further if line != summary.to_do],
         "next": next_command(run, summary, "RUN"),
         "tone": tone(summary),
         "made": report_tables.made(run, manifest, base_model),
@@ -197,7 +197,7 @@ def _context(results: Results) -> dict[str, Any]:
         "examples": pick_examples({suite.name: samples.get(suite.name, []) for suite in headline.values()}),
         "samples": samples,
         "recovery": recovery,
-        "validations": validations,
+        "validations": _validations(recovery),
         "best_step": validations_of(recovery)[1],
         "manifest": manifest,
         "base": base,
@@ -212,6 +212,17 @@ def _context(results: Results) -> dict[str, Any]:
     }
 
 
+def _validations(recovery: list[dict]) -> list[dict[str, Any]]:
+    """Return the held-out numbers of the student by step; before them tuned's, if it started elsewhere."""
+    rows: list[dict[str, Any]] = []
+    for row in recovery:
+        if row.get("validation"):
+            if started_elsewhere(row):
+                rows.append({"step": "tuned", "validation": row["validation"]})
+            rows.append({"step": row["step"], "validation": of_the_student(row)})
+    return rows
+
+
 def _public(model: str) -> str:
     """Return a model's Hub id, or its folder's name: a path means nothing to readers, and may be private."""
     return HUB_IDS.get(model, Path(model).name if Path(model).is_absolute() else model)
@@ -219,7 +230,7 @@ def _public(model: str) -> str:
 
 @dataclass(frozen=True)
 class Ratio:
-    """R, D or C as the report's head shows it."""
+    """R or D as the report's head shows it."""
 
     name: str
     meaning: str
@@ -236,8 +247,8 @@ class Ratio:
 
 
 def _ratios(summary: Summary, domain: Suite | None) -> list[Ratio]:
-    """Return R, D and C with what they mean, or why there is none; of base alone, nothing."""
-    findings, near = summary.findings, summary.closeness
+    """Return R and D with what they mean, or why there is none; of base alone, nothing."""
+    findings = summary.findings
     if summary.alone:
         return []
     general, of_domain = summary.prompts_of("retention"), summary.prompts_of("domain")
@@ -247,18 +258,12 @@ def _ratios(summary: Summary, domain: Suite | None) -> list[Ratio]:
     kept = "the share of the domain gain that was kept, counted from base or the floor, the higher one"
     if raw := different_raw(findings.domain_retention, findings.domain_retention_raw, of_domain):
         kept += f"; from base alone, {raw}"
-    ratios = [
+    return [
         Ratio("Recovery R", recovered, findings.recovery, why_no_recovery(summary), general),
         Ratio(
             "Domain retention D", kept, findings.domain_retention, why_no_domain_retention(domain), of_domain
         ),
     ]
-    if near:
-        gone = "the share of the distance to base that is gone, token by token"
-        if near.c:
-            gone += f", counted from {near.start}"
-        ratios.append(Ratio("Closeness C", gone, near.c, near.why or "", near.n))
-    return ratios
 
 
 def _facts(run: RunDir, manifest: dict, base: dict, adapters: dict) -> dict[str, str]:

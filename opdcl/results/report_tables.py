@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from opdcl.config.shipped import SHIPPED_DATA
 from opdcl.results import format
-from opdcl.results.format import CHANGE, SHARE, Unit, cell, metric_words
+from opdcl.results.format import CHANGE, Unit, cell, metric_words
 from opdcl.results.scores import section
 from opdcl.results.status import HEADLINE_ROLES, NON_INFERIORITY_MARGIN, STATES
 from opdcl.results.tables import (
@@ -16,6 +16,7 @@ from opdcl.results.tables import (
     Table,
     by_state,
     different_raw,
+    distance_rows,
     distances,
     of_base_alone,
     with_rows,
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
 
 RELATIVE = Unit("{:+.0f}", 100, " %")
 MARGIN = f"{100 * NON_INFERIORITY_MARGIN:g}"
-DOMAIN_MANNER_LABEL = "requests answered in the domain's manner\nmore than 1 nat from base"
+WHAT_C_IS = (
+    "C is 1 for base, and 0 for a model as far from it as what it is compared with: tuned, or base's answers "
+    "to unrelated prompts, whichever is nearer."
+)
 GROUP_NOTE = "Seen: types of constraints that also occur in the recovery prompts. Unseen: types that do not."
 # Where the axis of a pair of bars may end.
 AXES = (0.05, 0.1, 0.25, 0.5, 1.0)
@@ -82,16 +86,14 @@ def terminal_rows(summary: Summary) -> list[list[str]]:
             if suite.role == "retention":
                 for label, *cells in writing_rows(suite.writing, suite.n):
                     rows.append([label, "", "", *cells])
-    ratios: dict[str, str] = {}
     if near := summary.closeness:
         floor = "" if near.floor is None else f"{near.floor:.3f}"
-        rows.append(["distance to base\nnats per token", str(near.n), floor, *distances(near)])
-        rows.append([DOMAIN_MANNER_LABEL, "", "", *by_state(domain_manner(near), SHARE, near.n)])
-        if near.c:
-            ratios[f"C\nfrom {near.start}"] = cell(near.c, n=near.n)
+        (label, *means), *others = distance_rows(near)
+        rows.append([label, str(near.n), floor, *means])
+        rows += [[label, "", "", *cells] for label, *cells in others]
     found = summary.findings
     general, domain = summary.prompts_of("retention"), summary.prompts_of("domain")
-    ratios["R"] = cell(found.recovery, n=general)
+    ratios = {"R": cell(found.recovery, n=general)}
     if different_raw(found.recovery, found.recovery_raw, general):
         ratios["R from tuned"] = cell(found.recovery_raw, n=general)
     ratios["D"] = cell(found.domain_retention, n=domain)
@@ -138,25 +140,22 @@ def _groups_table(summary: Summary) -> Table:
     return Table("Scores by group of prompts", columns, rows, note)
 
 
-def domain_manner(near: Closeness) -> dict[str, Estimate | None]:
-    """Return each state's share of requests that it answers in the domain's manner."""
-    return {state: found.get("domain_manner") for state, found in near.states.items()}
-
-
 def closeness_table(near: Closeness) -> Table:
     """Return the distances of the states from base, and how their sampled answers are written."""
     rows = [
-        ["distance to base\nnats per token", *distances(near)],
-        [DOMAIN_MANNER_LABEL, *by_state(domain_manner(near), SHARE, near.n)],
+        *distance_rows(near),
         ["forward KL\non base's answers", *distances(near, "forward")],
         ["reverse KL\non the state's own answers", *distances(near, "reverse")],
         *writing_rows(near.how_written, near.n),
     ]
+    if near.c:
+        rows.append([f"C\ncompared with {near.start}", "", "", cell(near.c, n=near.n)])
     caption = (
         f"{near.n} prompts that no stage has learned from, answered at temperature 1. "
         "Both models give their distributions at every token of base's answers and of the state's own. The "
-        "distance is the larger divergence; base's own is the noise of 16-bit arithmetic."
+        "distance of a request is the larger divergence; base's own is the noise of 16-bit arithmetic. "
     )
+    caption += f"There is no C: {near.why}." if near.why else WHAT_C_IS
     return Table("Closeness to base", ["", *STATES], rows, caption)
 
 

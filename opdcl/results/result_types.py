@@ -77,6 +77,8 @@ class Summary:
     verdict: str
     further: list[str]
     """The sentences after the verdict: distance to base, how the answers differ, what to do."""
+    to_do: str
+    """What to do next, which is also the last of `further`; empty where nothing is missing."""
     name: str
     alone: bool
     """Whether the run is of a base alone, so that nothing is compared."""

@@ -22,6 +22,9 @@ LARGEST_FLOOR = 0.5
 # first is also the share of the distance to base that is shown to be gone if closeness says "recovered".
 MOST_OF_THE_GAIN, HALF_OF_THE_GAIN = 0.9, 0.5
 
+# A request whose answer is further from base than this, in nats per token, is answered in domain style.
+DOMAIN_STYLE = 1.0
+
 # Why base's distance to the floor gives no R: by its value, or only by its interval.
 FLOOR_REASONS = {
     "no headroom": "base is not well above the floor",

@@ -75,6 +75,7 @@ def _summarise(results: Results) -> Summary:
     summary = Summary(
         verdict="",
         further=[],
+        to_do="",
         name=run.settings().get("name") or run.path.name,
         alone=results.alone,
         headline={role: suite.name if suite else None for role, suite in headline.items()},
@@ -92,7 +93,7 @@ def _summarise(results: Results) -> Summary:
         faults=faults,
         notes=remarks + notes.recovery_notes(run),
     )
-    return verdict.conclude(summary, retention, domain, inert)
+    return verdict.conclude(summary, retention, domain, run.settings(), inert)
 
 
 def _is_alone(run: RunDir) -> bool:

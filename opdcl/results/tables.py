@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from opdcl.results.format import LENGTH, NATS, SCORE, Unit, cell, interval
-from opdcl.results.status import STATES
+from opdcl.results.format import LENGTH, NATS, SCORE, SHARE, Unit, cell, interval
+from opdcl.results.status import DOMAIN_STYLE, STATES
 
 if TYPE_CHECKING:
     from opdcl.results.closeness import Closeness
     from opdcl.results.intervals import Estimate
+
+# How a share of requests is named, with its definition.
+IN_DOMAIN_STYLE = f"answered in domain style\nabove {DOMAIN_STYLE:g} nat per token"
 
 MISSING = "\N{EN DASH}"
 
@@ -68,6 +71,16 @@ def by_state(estimates: Mapping[str, Estimate | None], unit: Unit = SCORE, n: in
 def distances(near: Closeness, name: str = "distance") -> list[str]:
     """Return each state's distance to base, or one direction of it, in nats."""
     return by_state({state: found.get(name) for state, found in near.states.items()}, NATS, near.n)
+
+
+def distance_rows(near: Closeness) -> list[list[str]]:
+    """Return label and cell of each state for its distance: mean, median, and share in domain style."""
+    shares = {state: found.get("domain_manner") for state, found in near.states.items()}
+    return [
+        ["distance to base, mean\nnats per token", *distances(near)],
+        ["distance to base, median\nnats per token", *distances(near, "median")],
+        [IN_DOMAIN_STYLE, *by_state(shares, SHARE, near.n)],
+    ]
 
 
 def writing_rows(writing: Mapping[str, Mapping[str, Estimate]], n: int) -> list[list[str]]:

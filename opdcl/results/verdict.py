@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from opdcl.results import writing
 from opdcl.results.format import POINTS, SCORE, SHARE, interval, is_few, percent, points
@@ -57,15 +58,22 @@ FAULTS = {
     "repetition": "{} of their 4-grams are repetitions (base {})",
 }
 
+# The place of the run in a command. A page says RUN, since it may be moved.
+PLACE = re.compile(r"(opdcl [a-z]+ |-o )RUN\b")
+
 NOTHING_COMPARED = "No other model is compared with it: opdcl eval OTHER --base MODEL does that."
 
 
 def conclude(
-    summary: Summary, retention: Suite | None, domain: Suite | None, faults: Sequence[str] = ()
+    summary: Summary,
+    retention: Suite | None,
+    domain: Suite | None,
+    settings: Mapping[str, Any],
+    faults: Sequence[str] = (),
 ) -> Summary:
     """Return the summary with its verdict, and with the statuses that follow from closeness and faults.
 
-    `faults` are those of the run; a headline suite has its own.
+    `settings` and `faults` are those of the run; a headline suite has faults of its own.
     """
     findings, closeness = summary.findings, summary.closeness
     if findings.retention_status == "no headroom" and closeness and closeness.status:
@@ -87,9 +95,18 @@ def conclude(
         scores = _scores_of_base(summary)
         return replace(summary, findings=findings, verdict=scores, further=[NOTHING_COMPARED])
     further = [_distance(summary.closeness), _neighbours(summary), writing_sentence(summary.writing_tests)]
-    further.append(advice(summary))
-    words = _verdict(summary, retention, domain)
-    return replace(summary, verdict=words, further=[sentence for sentence in further if sentence])
+    to_do = _advice(summary, settings)
+    further = [sentence for sentence in [*further, to_do] if sentence]
+    return replace(summary, verdict=_verdict(summary, retention, domain), further=further, to_do=to_do)
+
+
+def at_place(summary: Summary, place: str) -> Summary:
+    """Return the summary with `place`, where the run lies, in its commands."""
+
+    def placed(text: str) -> str:
+        return PLACE.sub(lambda found: f"{found[1]}{place}", text)
+
+    return replace(summary, to_do=placed(summary.to_do), further=[placed(text) for text in summary.further])
 
 
 def _scores_of_base(summary: Summary) -> str:
@@ -195,8 +212,9 @@ def _retention_clause(summary: Summary, retention: Suite, scores: dict[str, str]
     levels = f"{retention.plain} is {base} for base, {tuned} for tuned and {recovered} for recovered"
     closeness = _deciding_closeness(summary)
     if closeness and closeness.c:
-        gone = f"{interval(closeness.c, SHARE, n=closeness.n)} of tuned's distance to base is gone"
-        return f"{gone}, on {closeness.n} prompts ({levels}: no measure here, see the note)"
+        gone = f"{interval(closeness.c, SHARE, n=closeness.n)} of the distance to base is gone, counted from"
+        where = f"{closeness.start}, on {closeness.n} prompts"
+        return f"{gone} {where} ({levels}: no measure here, see the note)"
     status = findings.retention_status
     if status == "no headroom":
         floor = summary.suites[retention.name].floor or 0.0
@@ -221,9 +239,10 @@ def _distance(near: Closeness | None) -> str:
     moved = " -> ".join(f"{distance:.2f}" for distance in distances) + " nats a token"
     if len(states) > 1 and distances[0]:
         moved += f", {max(100 * (1 - distances[1] / distances[0]), 0):.0f} % gone"
-    manner = " -> ".join(f"{100 * state['domain_manner'].value:.0f}" for state in states)
-    manner = f"Answered in the domain's manner: {manner} % of {near.n} requests."
-    return f"Distance to base: {moved} (base against itself: {near.noise:.3f}). {manner}"
+    shares = [f"{100 * state['domain_manner'].value:.0f} %" for state in states]
+    changed = f"{shares[0]} before, {shares[1]} after" if len(shares) > 1 else shares[0]
+    style = f"Unrelated requests answered in domain style: {changed} ({near.n} requests)."
+    return f"{style} Distance to base: {moved} (base against itself: {near.noise:.3f})."
 
 
 def _neighbours(summary: Summary) -> str:
@@ -235,23 +254,48 @@ def _neighbours(summary: Summary) -> str:
     return ""
 
 
-def advice(summary: Summary) -> str:
-    """Say what to do next; empty where nothing is missing, or nothing is measured yet."""
-    findings = summary.findings
+def _advice(summary: Summary, settings: Mapping[str, Any]) -> str:
+    """Say what to do next, with the command; empty where nothing is missing, or nothing is measured yet."""
+    findings, recover = summary.findings, settings.get("recover") or {}
     found, recovery, kept = findings.retention_status, findings.recovery, findings.domain_retention
-    more_prompts = "measure on more prompts: opdcl eval RUN --set eval.limit=N."
+    more_steps = f"opdcl recover RUN --steps {_twice(recover.get('steps'))} -o RUN-2"
     if kept and kept.value < MOST_OF_THE_GAIN:
-        return "To keep more of the domain: raise recover.domain_rollouts, or recover.start towards 1, tuned."
+        rows = _twice(recover.get("domain_rollouts") or recover.get("rollouts"))
+        command = f"opdcl recover RUN --set recover.domain_rollouts={rows} -o RUN-2"
+        return f"To keep more of the domain, learn from more of its rows in each step: {command}"
     if found == "too few prompts":
-        return f"To tell, {more_prompts}"
+        return f"To tell, {_more_prompts(summary, settings)}"
     if found == "not shown":
-        return f"If the held-out KL fell, {more_prompts} If not, take more steps."
+        first = f"If the held-out KL fell, {_more_prompts(summary, settings)}"
+        return f"{first}; if not, take more steps: {more_steps}"
     if found != "partly recovered":
         return ""
     almost_all = recovery and recovery.value >= MOST_OF_THE_GAIN and writing.alike(summary.writing_tests)
     if almost_all or _first_look(summary):
-        return f"To show more, {more_prompts}"
-    return "More steps bring more back: opdcl recover RUN --steps N -o RUN-2."
+        return f"To show more, {_more_prompts(summary, settings)}"
+    return f"More steps bring more back: {more_steps}"
+
+
+def _twice(number: int | None) -> str:
+    return str(2 * number) if number else "N"
+
+
+def _more_prompts(summary: Summary, settings: Mapping[str, Any]) -> str:
+    """Say how to measure on more prompts: on enough of them if that is known, else on four times as many."""
+    limit, measured = (settings.get("eval") or {}).get("limit"), summary.prompts_of("retention")
+    if not limit or measured < limit:
+        return "measure on a suite with more prompts: opdcl suites ls"
+    detectable, unfit = summary.tests.detectable_drop, summary.findings.no_recovery_because
+    # Four times as many prompts have intervals half as wide.
+    enough = 4 * measured
+    if summary.findings.retention_status == "too few prompts" and unfit not in FLOOR_REASONS.values():
+        enough = _prompts_to_tell(measured, detectable or 0.0)
+    return f"measure on more prompts: opdcl eval RUN --limit {enough}"
+
+
+def _prompts_to_tell(prompts: int, detectable: float) -> int:
+    """Return about how many prompts show the smallest drop that counts, if so many show this one."""
+    return _rounded_up(prompts * (detectable / SMALLEST_DROP) ** 2)
 
 
 def next_command(run: RunDir, summary: Summary, place: str) -> str:
@@ -323,7 +367,7 @@ def why_no_recovery(summary: Summary) -> str:
         drop += f" [{low}, {high}]"
     needed, detectable = 100 * SMALLEST_DROP, 100 * tests.detectable_drop
     if findings.retention_status == "too few prompts":
-        enough = _rounded_up(suite.n * (detectable / needed) ** 2)
+        enough = _prompts_to_tell(suite.n, tests.detectable_drop)
         seen = f"{suite.n} prompts show a drop from {detectable:.0f} points on"
         return f"{drop}: {seen}, one of {needed:.0f} points takes about {enough}"
     if findings.retention_status == "no measurable forgetting":

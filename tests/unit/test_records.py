@@ -229,23 +229,26 @@ def test_arms_are_compared_by_means_over_the_same_seeds(tables, tmp_path, monkey
         writing[end] = {"length": 70, "ended": ended}
         distance = {"base": {"value": 0.0}, "tuned": {"value": 4.0}, end: {"value": 0.5}}
         near = {"written": writing, "distance": distance}
-        return {"arm": arm, "seed": seed, "suites": suites, "closeness": near}
+        training = {"stages": {"finetune": 20.0, "eval": 9.0}, "written_by": {"domain teacher": 16}}
+        if end == "recovered":
+            training["stages"]["recover"] = 20.0 + 10 * seed
+            training["written_by"] |= {"general teacher": 8, "general student": 8}
+        return {"arm": arm, "seed": seed, "suites": suites, "closeness": near, **training}
 
     rows = [row("half", seed, followed, 0.35, "recovered") for seed, followed in enumerate((0.2, 0.3, 0.4))]
     rows += [row("mix-kl", seed, 0.26, 0.15, "tuned") for seed in range(2)]
     write(tmp_path / "decided.json", {"rows": rows})
     _, _, base, tuned, ours, mixed = tables.TABLES["decided"]().replace("\u00a0", " ").splitlines()
-    assert base == "| base | 3 | 0.00 | 50 | 50 | 50.0 | 80 | 25 |"
-    assert tuned.startswith("| a plain fine-tune | 3 | 4.00 | 10 |")
+    assert base == "| base | 3 | 0 |  | 0.00 | 50 | 50 | 50.0 | 80 | 25 |"
+    assert tuned.startswith("| a plain fine-tune | 3 | 0 | 20 s | 4.00 | 10 |")
     # t of two degrees of freedom is 4.303, and 10 / sqrt(3) the standard error.
-    assert "| 3 | 0.50 | 30 [5, 55] |" in ours
-    assert (
-        mixed
-        == "| a fine-tune with three tenths replayed, no recovery | 2 | 0.50 | 26 | 26 | 26.0 | 70 | 15 |"
-    )
+    assert "| 3 | 128 | 50 s | 0.50 | 30 [5, 55] |" in ours
+    # 90 of 300 rows, 30 %, in each of four epochs.
+    start = "| a fine-tune with 30 % replay, no recovery | 2 | 360 | 20 s |"
+    assert mixed == f"{start} 0.50 | 26 | 26 | 26.0 | 70 | 15 |"
     # Of the two seeds that both have: 20 - 26 and 30 - 26; both ends lie ten points from base's.
     (pair,) = tables.TABLES["decided-pairs"]().replace("\u00a0", " ").splitlines()[2:]
-    assert pair.startswith("| recovery - replay alone | 2 | 0.00 | -1 [-65, 63] |")
+    assert pair.startswith("| recovery - 30 % replay alone | 2 | 0.00 | -1 [-65, 63] |")
     assert pair.endswith("| 0 | 0 |")
 
 

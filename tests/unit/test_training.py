@@ -47,7 +47,9 @@ def test_a_validation_says_two_numbers_and_shows_an_answer_of_each_model(backbon
     backbone.drop_adapters()
     first, *_, last = [row["validation"] for row in read_jsonl(out.metrics) if "validation" in row]
     before, now = (max(row["general_kl"], row["own_kl"]) for row in (first, last))
-    said = f"distance to base {before:.2f} -> {now:.2f} nats, domain kept {100 * last['domain_kept']:.0f} %"
+    said = f"distance to base {before:.2f} -> {now:.2f} nats"
+    base_kl = read_jsonl(out.metrics)[0]["base"]["domain_kl"]
+    said += f", domain {last['domain_kl']:.2f} nats from tuned (base {base_kl:.2f})"
     assert f"step 6: {said}" in report.notes[-1]
     assert [*report.shown[-1]] == ["prompt", "base", "tuned", "student"]
     assert report.shown[-1]["prompt"] == load_rows(config.general[0])[0].shown()

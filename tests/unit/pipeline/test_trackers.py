@@ -57,14 +57,18 @@ def test_a_run_that_resumes_from_an_older_checkpoint_sends_each_step_once(run):
 def test_what_is_sent_is_numbers_with_those_of_base_from_the_start(run):
     trackers = Tracking(["tensorboard"], run, pytest.fail)
     start = {"step": 0, "validation": {"general_kl": 0.5}, "base": {"general_kl": 0.0, "tokens": 80}}
-    row = start | {"start": {"scale": 0.5}, "author": "base"}
+    row = start | {"start": {"alpha": 0.4, "validation": {"general_kl": 0.2}}, "author": "base"}
     stage = run.stage(2, "recover")
     write_atomic(stage.metrics, json.dumps(row) + "\n")
     trackers.follow(stage, 100)
     trackers.close()
     found = events(run.path / "tracking" / "tensorboard")
-    names = ("validation/general_kl", "base/general_kl", "base/tokens")
+    names = ("validation/general_kl", "tuned/general_kl", "base/general_kl", "base/tokens")
     assert {*found.Tags()["scalars"]} == {f"train/recover/{name}" for name in names}
+    sent = {}
+    for name in ("validation", "tuned"):
+        sent[name] = found.Scalars(f"train/recover/{name}/general_kl")[0].value
+    assert sent == {"validation": pytest.approx(0.2), "tuned": pytest.approx(0.5)}
     assert found.Tags()["tensors"] == []
     assert [(e.step, e.value) for e in found.Scalars("train/recover/base/tokens")] == [(100, 80)]
 

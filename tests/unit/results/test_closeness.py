@@ -8,6 +8,7 @@ from helpers.synthetic import alter, change, compared, measure_states, pages, wo
 
 from opdcl.results import closeness
 from opdcl.results.arms import load_arms, split_seeds
+from opdcl.results.compare import compare, view
 from opdcl.results.report_tables import terminal_rows
 from opdcl.results.summary import Results, summarise
 from opdcl.rundir.layout import RunDir
@@ -114,8 +115,7 @@ def test_there_is_no_c_without_recovered_or_where_tuned_is_base(tmp_path, change
     found = summary["closeness"]
     assert (found["value"], found["low"], found["high"], found["why"]) == (None, None, None, why)
     assert found["tuned"]["distance"]["value"] >= 0
-    assert not [row[0] for row in terminal_rows(Results(run).summary) if row[0].startswith("C\n")]
-    assert f"Closeness C: none, {why}." in pages(run)["report.md"]
+    assert f"There is no C: {why}." in pages(run)["report.md"]
 
 
 def test_a_chain_has_the_distance_after_each_step(tmp_path):
@@ -123,6 +123,13 @@ def test_a_chain_has_the_distance_after_each_step(tmp_path):
     alter(runs[1].config, workflow={"start": str(runs[0].path)})
     distances = [summarise(run)["closeness"]["recovered"]["distance"] for run in runs]
     assert [step["distance"] for step in compared(runs)["steps"]] == distances
+
+
+@pytest.fixture
+def run_with_floor(tmp_path):
+    run = make(tmp_path / "run", tuned=4.0, recovered=0.2)
+    store(run, "base", [0.0] * N, floor=lambda i: 1.0 + 0.01 * (i % 5))
+    return run
 
 
 def test_c_counts_from_the_floor_where_that_is_nearer_than_tuned(tmp_path):
@@ -135,16 +142,14 @@ def test_c_counts_from_the_floor_where_that_is_nearer_than_tuned(tmp_path):
     assert found["raw"]["value"] == pytest.approx(1 - recovered / tuned, abs=1e-5)
     store(run, "recovered", [1.02] * N)
     assert summarise(run)["closeness"]["value"] == pytest.approx(0.0, abs=1e-6)
-    assert "C\nfrom base on other prompts, 1.02 nats" in [
-        row[0] for row in terminal_rows(Results(run).summary)
-    ]
+    assert "C (compared with base's answers to unrelated prompts, 1.02 nats)" in pages(run)["report.md"]
     near = make(tmp_path / "near", tuned=0.8)
     store(near, "base", [0.0] * N, floor=lambda i: 1.0)
     found = summarise(near)["closeness"]
     assert found["value"] == found["raw"]["value"]
-    assert {row[0]: row for row in terminal_rows(Results(near).summary)}["distance to base\nnats per token"][
-        2
-    ] == "1.000"
+    assert {row[0]: row for row in terminal_rows(Results(near).summary)}[
+        "distance to base, mean\nnats per token"
+    ][2] == "1.000"
 
 
 def test_the_share_in_the_domains_manner_is_that_of_answers_over_one_nat(tmp_path):
@@ -159,9 +164,44 @@ def test_the_share_in_the_domains_manner_is_that_of_answers_over_one_nat(tmp_pat
         "recovered": 0.05,
     }
     assert shares["recovered"]["low"] < 0.05 < shares["recovered"]["high"]
-    sentence = f"Answered in the domain's manner: 90 -> 5 % of {N} requests."
-    assert summary["further"][0].endswith(sentence)
-    assert "requests answered in the domain's manner" in pages(run)["report.md"]
+    sentence = f"Unrelated requests answered in domain style: 90 % before, 5 % after ({N} requests)."
+    assert summary["further"][0].startswith(sentence)
+    assert "| answered in domain style (above 1 nat per token) | 0 %" in pages(run)["report.md"]
+
+
+def test_a_distance_is_told_by_its_mean_and_its_median_everywhere(tmp_path):
+    """A few answers in domain style make most of a mean, and none of a median."""
+    run = make(tmp_path / "run")
+    store(run, "recovered", [4.0] * 4 + [0.1] * (N - 4))
+    found = summarise(run)["closeness"]["recovered"]
+    assert found["distance"]["value"] == pytest.approx(0.49)
+    assert found["median"]["value"] == found["median"]["low"] == found["median"]["high"] == 0.1
+    shown = {row[0]: row[-1] for row in terminal_rows(Results(run).summary)}
+    assert shown["distance to base, mean\nnats per token"].startswith("0.490")
+    assert shown["distance to base, median\nnats per token"] == "0.100\n[0.100, 0.100]"
+    assert "| distance to base, median (nats per token) |" in pages(run)["report.md"]
+    other = make(tmp_path / "other", steps=9)
+    arm = compared([run, other])["arms"][0]
+    assert arm["closeness"]["recovered"]["median"] == found["median"]
+    table = next(t for t in view(compare([run, other])).tables if t.title == "Closeness to base")
+    assert [column.split("\n")[0] for column in table.columns[4:]] == [
+        "median",
+        "answered in domain style",
+        "C",
+    ]
+    assert table.rows[0][4].startswith("0.100")
+    assert table.rows[0][5].startswith("10 %")
+
+
+def test_what_is_gone_of_the_distance_and_c_never_stand_under_one_name(run_with_floor):
+    """C counts from base's answers to other prompts; the sentence below the verdict counts from tuned."""
+    summary = Results(run_with_floor).summary
+    texts = pages(run_with_floor)
+    head = texts["report.html"].split('id="scores"')[0].replace("\N{NO-BREAK SPACE}", " ")
+    assert " % gone" in head
+    assert "<dt>Closeness" not in head
+    assert [row for row in terminal_rows(summary) if row[0].startswith("C")] == []
+    assert texts["report.md"].count("distance to base that is gone") == 0
 
 
 def test_prompts_on_one_text_count_as_one(tmp_path):
@@ -181,15 +221,13 @@ def test_it_is_a_row_of_the_table_the_report_and_the_json_and_no_suite(tmp_path)
     summary = summarise(run)
     assert list(summary["suites"]) == ["instructions", "handbook"]
     rows = {row[0]: row for row in terminal_rows(Results(run).summary)}
-    assert rows[f"C\nfrom tuned, {summary['closeness']['tuned']['distance']['value']:.2f} nats"][
-        -1
-    ].startswith(f"{summary['closeness']['value']:.2f}\n[")
-    distances = rows["distance to base\nnats per token"]
+    distances = rows["distance to base, mean\nnats per token"]
     assert (distances[1], distances[3]) == (str(N), "0.000\n[0.000, 0.000]")
     assert summary["cost"]["eval"]["seconds"] == 75
     texts = pages(run)
+    tuned = f"{summary['closeness']['tuned']['distance']['value']:.2f}"
+    assert f"| C (compared with tuned, {tuned} nats) |" in texts["report.md"]
     for name in ("report.md", "report.html"):
-        assert "Closeness C" in texts[name]
         assert "Closeness to base" in texts[name]
     json.dumps(summary, allow_nan=False)
 

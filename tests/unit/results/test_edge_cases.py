@@ -9,6 +9,7 @@ from helpers.synthetic import STRICT, compared, measure_fully, pages, write
 
 from opdcl.results import stats
 from opdcl.results.closeness import Closeness, StateDistances
+from opdcl.results.intervals import Estimate
 from opdcl.results.plain import as_json
 from opdcl.results.report_tables import terminal_rows
 from opdcl.results.stats import States
@@ -139,7 +140,7 @@ def closeness(value, half=0.04, **tests):
         why=None,
         floor=None,
         noise=0.02,
-        states=StateDistances(),
+        states=StateDistances(tuned=dict.fromkeys(("distance", "domain_manner"), Estimate(0.9, 0.8, 1.0))),
         writing=tests,
         seconds=0.0,
     )
@@ -149,7 +150,8 @@ def concluded(run, near):
     """Return the summary with the verdict that follows from its numbers and this closeness."""
     results = Results(run)
     summary = replace(results.summary, closeness=near)
-    return as_json(conclude(summary, results.headline["retention"], results.headline["domain"]))
+    headline = results.headline
+    return as_json(conclude(summary, headline["retention"], headline["domain"], run.settings()))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +169,9 @@ def test_where_the_suite_is_unfit_closeness_carries_the_verdict(run, told, block
     assert split(summary["verdict"])[0] == heading
     assert summary["retention_status"] == status
     assert summary["recovery"] is None
-    told_share = "of tuned's distance to base is gone, on 300 prompts" in summary["verdict"]
+    told_share = (
+        "of the distance to base is gone, counted from tuned, 0.90 nats, on 300" in summary["verdict"]
+    )
     assert told_share == (block.value is not None)
 
 

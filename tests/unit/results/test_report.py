@@ -422,6 +422,36 @@ def test_the_plot_of_training_has_a_legend_and_a_logarithmic_axis():
     assert heights[1] - heights[0] == pytest.approx(heights[2] - heights[1], abs=0.01)
 
 
+def started_at(alpha):
+    """Return a recovery's metrics whose student started at the scaled adapter: tuned, start, end."""
+    tuned = {"general_kl": 2.0, "own_kl": 4.0, "domain_kl": 0.0, "best": False}
+    start = {"general_kl": 0.5, "own_kl": 1.0, "domain_kl": 1.6}
+    end = {"general_kl": 0.25, "own_kl": 0.5, "domain_kl": 0.1, "best": True}
+    first = {"step": 0, "validation": tuned, "start": {"alpha": alpha, "validation": start, "score": 2.6}}
+    return [first, {"step": 8, "validation": end}]
+
+
+def test_the_plot_of_training_begins_where_the_student_started_and_names_tuned_s_level():
+    teachers = {"general": "base", "domain": "tuned"}
+    scaled, whole = (plots.recovery_kl(started_at(alpha), teachers) for alpha in (0.4, 1))
+    for figure in scaled:
+        assert ">tuned<" in figure
+    assert not any(">tuned<" in figure for figure in whole)
+    _, domain = scaled
+    lines = re.findall(r'd="M ([\d. LM\n]+)" clip-path', domain)
+    heights = [[float(y) for _, y in re.findall(r"([\d.]+) ([\d.]+)", line)] for line in lines]
+    first, last = next(line for line in heights if len(line) == 2 and line[0] != line[1])
+    assert first < last  # of an SVG, y grows downwards: from 1.6 the domain's KL falls to 0.1
+
+
+def test_the_table_of_training_has_tuned_and_the_start_apart(run):
+    write(run.stage(2, "recover").metrics, started_at(0.4))
+    text = pages(run)["report.md"]
+    assert "| tuned | 2.000 | 0.000 | 4.000 |" in text
+    assert "| 0 | 0.500 | 1.600 | 1.000 |" in text
+    assert "| 8 | 0.250 | 0.100 | 0.500 |" in text
+
+
 @pytest.mark.parametrize(
     ("stream", "cells"), [("general", ["0.500", MISSING]), ("domain", [MISSING, "0.500"])]
 )

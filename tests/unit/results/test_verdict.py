@@ -1,11 +1,15 @@
 """The words of the verdict claim what the numbers show, and no more."""
 
 import re
+import shlex
 
 import pytest
+import typer
 from helpers.page import Page
-from helpers.synthetic import measure_fully, pages
+from helpers.synthetic import change, measure_fully, measure_states, pages
 
+from opdcl import api
+from opdcl.cli import app
 from opdcl.results import plots
 from opdcl.results.report_tables import terminal_rows
 from opdcl.results.status import STATES
@@ -65,7 +69,76 @@ def test_few_prompts_are_a_first_look_and_change_no_status(measured):
 @pytest.mark.parametrize("recovered", [280, 80])
 def test_what_to_do_next_is_said(measured, recovered):
     # D is 0.88.
-    assert "keep more of the domain" in "\n".join(measured(320, 80, recovered)["further"])
+    assert "keep more of the domain" in measured(320, 80, recovered)["to_do"]
+
+
+def domain_kept(run):
+    measure_states(run, "handbook", (0, 400, 398), n=400)
+
+
+@pytest.mark.parametrize(
+    ("passed", "n", "limit", "command"),
+    [
+        ((48, 12, 40), 60, 60, "opdcl eval PLACE --limit 240"),
+        ((48, 12, 40), 60, None, "opdcl suites ls"),
+        ((48, 12, 40), 60, 300, "opdcl suites ls"),
+        ((320, 80, 200), 400, None, "opdcl recover PLACE --steps 96 -o PLACE-2"),
+        ((320, 80, 80), 400, 400, "opdcl eval PLACE --limit 1600; if not, take more steps: opdcl recover"),
+    ],
+)
+def test_the_advice_is_a_command_without_holes(run, measured, passed, n, limit, command):
+    domain_kept(run)
+    change(run, "recover", steps=48)
+    change(run, "eval", limit=limit)
+    assert command.replace("PLACE", "RUN") in measured(*passed, n=n)["to_do"]
+    result = api.report(run.path)
+    assert command.replace("PLACE", str(run.path)) in result.sentence
+    assert result.summary["further"][-1] == result.summary["to_do"]
+    assert not re.search(r"\b(RUN|N)\b", result.sentence)
+
+
+def test_too_few_prompts_are_as_many_in_the_advice_as_in_the_verdict(run, measured):
+    domain_kept(run)
+    change(run, "eval", limit=40)
+    summary = measured({*range(0, 40, 2)}, {*range(0, 40, 3)}, 20, n=40)
+    (told,) = re.findall(r"one of 10 points takes about (\d+);", summary["verdict"])
+    assert summary["to_do"].endswith(f"opdcl eval RUN --limit {told}")
+
+
+@pytest.mark.parametrize("passed", [(48, 12, 40), (320, 80, 320), (320, 318, 320), (80, 20, 20)])
+def test_every_command_of_the_pages_is_one_that_opdcl_takes(run, measured, passed):
+    measured(*passed, n=max(60, passed[0]))
+    texts = pages(run) | {"terminal": api.report(run.path).sentence}
+    commands = set()
+    for name, text in texts.items():
+        if name != "README.md":
+            commands |= {*re.findall(r"opdcl [a-z]+ [^<>`()\n;“”]*", Page(text).text.split("Reproduce")[0])}
+    assert any(command.startswith("opdcl export") for command in commands)
+    for command in commands:
+        parse(command)
+
+
+def parse(command):
+    """Parse a command as opdcl does, and run nothing."""
+    name, *arguments = shlex.split(command)[1:]
+    found = typer.main.get_command(app).commands[name]
+    if not hasattr(found, "commands"):
+        found.make_context(name, arguments)
+
+
+def test_the_same_heading_stands_in_the_terminal_the_page_its_tab_the_pull_request_and_the_card(
+    run, measured
+):
+    measured(48, 12, 40, n=60)
+    result, texts = api.report(run.path), pages(run)
+    heading = result.sentence.split(": ")[0]
+    assert heading.endswith("(60 prompts, a first look)")
+    page = texts["report.html"]
+    assert re.search(r"<title>(.*?)</title>", page)[1].endswith(f": {heading}")
+    assert re.search(r"<h1[^>]*>(.*?)</h1>", page)[1].replace("\N{NO-BREAK SPACE}", " ") == heading
+    for text in (result.pull_request(), texts["README.md"], texts["report.md"]):
+        assert text.count(heading) == 1
+        assert result.summary["status"] not in text
 
 
 def test_without_a_gain_over_tuned_no_recovery_is_found(measured):

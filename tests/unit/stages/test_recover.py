@@ -102,8 +102,8 @@ def test_the_student_starts_as_the_scaled_adapter_and_every_share_counts_from_tu
     tuned_row, end = [row["validation"] for row in rows if "validation" in row]
     assert tuned_row["general_kl"] == pytest.approx(whole["general_kl"], rel=1e-5)
     assert end["general_kl"] == pytest.approx(rows[0]["start"]["validation"]["general_kl"], rel=1e-4)
-    assert end["general_recovered"] == pytest.approx(1 - end["general_kl"] / tuned_row["general_kl"])
-    assert end["domain_kept"] == pytest.approx(1 - end["domain_kl"] / rows[0]["base"]["domain_kl"])
+    assert end["general_gap_closed"] == pytest.approx(1 - end["general_kl"] / tuned_row["general_kl"])
+    assert end["domain_gap_closed"] == pytest.approx(1 - end["domain_kl"] / rows[0]["base"]["domain_kl"])
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_the_shares_of_held_out_kl_are_none_at_tuned_and_all_at_base(backbone, t
     out = StageDir(tuned / "out")
     recover_rows(config, backbone, tuned / "tuned", out, Shrinking())
     measured = [r["validation"] for r in read_jsonl(out.metrics) if "validation" in r][-1]
-    assert (measured["general_recovered"], measured["domain_kept"]) == (
+    assert (measured["general_gap_closed"], measured["domain_gap_closed"]) == (
         pytest.approx(recovered, abs=1e-3),
         pytest.approx(kept, abs=1e-3),
     )
@@ -165,7 +165,7 @@ def test_without_a_distance_between_base_and_teacher_there_is_no_share(backbone,
     rows = run(backbone, tuned, steps=2, validate_every=2, domain_teacher="base")
     measured = [r["validation"] for r in rows if "validation" in r][-1]
     assert measured["domain_kl"] > 0
-    assert "domain_kept" not in measured
+    assert "domain_gap_closed" not in measured
 
 
 def test_method_general_is_measured_by_the_general_stream_alone(backbone, tuned):
