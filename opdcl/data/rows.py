@@ -1,7 +1,7 @@
 """Load rows and check them one by one; every error names the file and line.
 
 They come from a shipped set, a file, a folder of files of one kind, or a Hub dataset, in any of the formats
-of `opdcl.data.formats`. `opdcl.data.files` reads the files.
+of `opdcl.data.formats`. `opdcl.data.files` reads the files, `opdcl.data.folders` lists those of a folder.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from opdcl.config.own_tasks import is_task_file
-from opdcl.config.shipped import SHIPPED_DATA, package_folder
-from opdcl.data.files import list_folder, read_file
+from opdcl.config.shipped import SHIPPED_DATA, package_folder, split_part
+from opdcl.data.files import read_file
+from opdcl.data.folders import list_folder
 from opdcl.data.formats import DECIDING, Row, check_row
 from opdcl.data.messages import FIELDS_HINT, kind_of
 from opdcl.data.own_tasks import task_files
@@ -166,16 +167,16 @@ def source_files(source: str) -> list[Path]:
         return [_shipped_file(source)]
     if is_task_file(source) and os.path.isfile(source):
         return task_files(Path(source))
-    if os.path.isdir(source):
-        return list_folder(Path(source)).files
+    if os.path.isdir(split_part(source)[0]):
+        return list_folder(source).files
     return [Path(source)] if os.path.isfile(source) else []
 
 
 def left_out(source: str) -> str:
     """Name what lies in a folder of rows or documents and is not read; "" without anything."""
-    if source in SHIPPED_DATA or not os.path.isdir(source):
+    if source in SHIPPED_DATA or not os.path.isdir(split_part(source)[0]):
         return ""
-    names = list_folder(Path(source)).left_out
+    names = list_folder(source).left_out
     return f"{source}: {len(names)} left out: {listed(names)}" if names else ""
 
 
@@ -187,7 +188,11 @@ def pinned(source: str) -> str:
 
 def on_hub(source: str) -> Repository | None:
     """Return the Hub dataset that a source names. A name with a file ending is one only with a revision."""
-    if source in SHIPPED_DATA or os.path.exists(source) or (Path(source).suffix and "@" not in source):
+    if (
+        source in SHIPPED_DATA
+        or os.path.exists(split_part(source)[0])
+        or (Path(source).suffix and "@" not in source)
+    ):
         return None
     return parse("dataset", source)
 
@@ -213,7 +218,7 @@ def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
     """Yield the rows of a source as they are written, each with its place."""
     if source in SHIPPED_DATA:
         yield from _shipped(source, split)
-    elif os.path.isdir(source):
+    elif os.path.isdir(split_part(source)[0]):
         for file in source_files(source):
             yield from read_file(file)
     elif os.path.exists(source):
