@@ -166,9 +166,8 @@ def _control_notes(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[
     control = control_tokens(tokenizer)
     held = []
     for row in rows:
-        token = find_control(row, control)
-        if token:
-            held.append(f"{row.where} with {token}")
+        if tokens := find_control(row, control):
+            held.append(f"{row.where} with {', '.join(tokens)}")
     if not held:
         return []
     found = _counted(held, "hold", "control tokens in the text")

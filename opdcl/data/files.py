@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import os
+import re
 import stat
 import zlib
 from collections import Counter
@@ -225,6 +226,8 @@ def _refuse_columns(value: Any, path: Path) -> None:
 def _is_list_of_rows(value: Any) -> bool:
     if not isinstance(value, list) or not value or are_messages(value):
         return False
+    if all(isinstance(entry, dict) and "role" in entry for entry in value):
+        return False  # turns of one conversation, in whatever form
     return all(isinstance(entry, dict) or are_messages(entry) for entry in value)
 
 
@@ -249,13 +252,16 @@ def _line(text: str, position: int) -> int:
 def _csv(path: Path) -> Rows:
     csv.field_size_limit(MAX_ROW_CHARS + 1)
     text = read_text(path)
-    # The separator is the one that the header has most of.
-    separator = max(",;\t", key=text.partition("\n")[0].count)
+    first, _, rest = text.partition("\n")
+    # Excel reads and writes a line before the header that names the separator.
+    named = re.fullmatch("(?i)sep=(.)", first)
+    text = rest if named else text
+    separator = named[1] if named else _separator(text, ending(path))
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator)
     try:
-        _refuse_repeated(reader.fieldnames or [], f"{path}:{reader.line_num}")
+        _refuse_repeated(reader.fieldnames or [], f"{path}:{reader.line_num + bool(named)}")
         for row in reader:
-            where = f"{path}:{reader.line_num}"
+            where = f"{path}:{reader.line_num + bool(named)}"
             if None in row:
                 hint = f"quote fields that hold a {separator!r}"
                 yield UsageError(f"{where} has more fields than the header", hint), where
@@ -263,7 +269,17 @@ def _csv(path: Path) -> Rows:
                 yield row, where
     except csv.Error as fault:
         hint = f"a field has at most {MAX_ROW_CHARS} characters"
-        raise UsageError(f"{path}:{reader.line_num + 1}: {fault}", hint) from fault
+        raise UsageError(f"{path}:{reader.line_num + bool(named) + 1}: {fault}", hint) from fault
+
+
+def _separator(text: str, form: str) -> str:
+    """Return what the header has most of outside quotes; a tab in a .tsv file that has one."""
+    header = re.match(r'(?:"[^"]*"|[^"\n])*', text)
+    bare = re.sub('"[^"]*"', "", header[0] if header else "")
+    if form == ".tsv" and "\t" in bare:
+        return "\t"
+    counted = bare if re.search("[,;\t]", bare) else text.partition("\n")[0]
+    return max(",;\t", key=counted.count)
 
 
 def _table(path: Path) -> Rows:

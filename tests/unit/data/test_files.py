@@ -211,6 +211,31 @@ def test_test_rows_are_known_by_any_word_of_a_name(tmp_path, learned, tested):
         load_rows(f"{tmp_path}@tset")
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("sep.csv", "sep=;\nquestion;answer;a,b,c\nWho?;Ada, née B.;x"),
+        ("bar.csv", "\ufeffSEP=|\r\nquestion|answer\r\nWho?|Ada, née B."),
+        ("quoted.csv", '"a, b, c\nand d";question;answer\nx;Who?;Ada, née B.'),
+        ("tabs.tsv", "a, b, c\tquestion\tanswer\nx\tWho?\tAda, née B."),
+        ("inch.csv", '5" pipe;question;answer\nx;Who?;Ada, née B.'),
+        ("commas.tsv", 'question,answer\nWho?,"Ada, née B."'),
+    ],
+)
+def test_the_separator_is_what_the_file_says_it_is(tmp_path, name, text):
+    write(tmp_path, {name: text.encode()})
+    (row,) = load_rows(str(tmp_path / name))
+    assert row.answer == "Ada, née B."
+    assert row.where.endswith(f":{text.count(chr(10)) + 1}")
+
+
+def test_a_conversation_of_gemini_is_one_row_whose_fields_are_named(tmp_path):
+    turns = [{"role": r, "parts": [{"text": "x"}]} for r in ("user", "model")]
+    write(tmp_path, {"one.jsonl": json.dumps({"systemInstruction": {}, "contents": turns}).encode()})
+    with pytest.raises(UsageError, match="the row has only systemInstruction, contents"):
+        load_rows(str(tmp_path / "one.jsonl"))
+
+
 def test_names_that_only_hold_the_letters_of_a_part_name_none(tmp_path):
     write(tmp_path, dict.fromkeys(("latest.jsonl", "retrain.jsonl", "devices.jsonl"), lines(ROWS)))
     assert len(load_rows(str(tmp_path))) == 3 * len(ROWS)
