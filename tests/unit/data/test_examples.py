@@ -23,9 +23,9 @@ ROWS = [row(1, "Seven"), row(2, "word " * 300), row(3, "Eight"), row(4, "word " 
 def read(loaded):
     tokenizer = copy.deepcopy(loaded.tokenizer)
 
-    def read(rows: list[Row], **settings):
-        config = FinetuneConfig(data="rows.jsonl", max_length=100, **settings)
-        return read_examples(with_answers(rows, config), config, tokenizer)
+    def read(rows: list[Row], replay=(), max_length=100, **settings):
+        config = FinetuneConfig(data="rows.jsonl", max_length=max_length, **settings)
+        return read_examples(with_answers(rows, config), config, tokenizer, replay)
 
     read.tokenizer = tokenizer
     return read
@@ -41,6 +41,27 @@ def test_long_rows_are_refused_together_with_their_number_the_first_and_the_long
         assert word in caught.value.hint
     with pytest.raises(UsageError, match="1 row is longer"):
         read(ROWS[:2])
+
+
+def test_prompts_to_replay_that_leave_no_room_for_an_answer_are_counted(read):
+    replay = [row(1, None), row(2, None, "word " * 40)]
+    assert len(read(ROWS[:1], replay, 400).replay) == 2
+    examples = read(ROWS[:1], replay, 190)
+    assert len(examples.replay) == 1
+    assert examples.notes[0].startswith("1 of 2 prompts to replay leave no room for an answer; left out")
+    with pytest.raises(UsageError, match="2 of 2 prompts to replay") as caught:
+        read(ROWS[:1], replay, 128)
+    assert "finetune.replay.share=0" in caught.value.hint
+
+
+def test_an_answer_whose_indent_the_template_takes_off_is_named(read):
+    indented, plain = [row(1, "    x = 1\n    y = 2\n")], [row(1, "x = 1\n    y = 2\n")]
+    assert read(indented).notes == read(plain).notes == []
+    template = read.tokenizer.chat_template
+    read.tokenizer.chat_template = template.replace("message['content']", "message['content'] | trim")
+    assert read(plain).notes == []
+    (note,) = read(indented).notes
+    assert note.startswith("1 row has an answer without the blanks that it begins with (first: rows.jsonl:1)")
 
 
 def test_long_rows_can_be_left_out(read):

@@ -13,7 +13,7 @@ import pytest
 from opdcl.data import files
 from opdcl.data.files import READERS
 from opdcl.data.formats import Row
-from opdcl.data.rows import left_out, load_rows, source_files
+from opdcl.data.rows import front_matter, left_out, load_rows, source_files
 from opdcl.errors import UsageError
 
 ROWS = [
@@ -180,6 +180,9 @@ def test_folders_that_programs_made_and_files_about_rows_are_left_out_by_name(tm
     write(tmp_path, dict.fromkeys(names, b"text"))
     assert len(load_rows(str(tmp_path))) == 1
     assert left_out(str(tmp_path)).endswith(": 2 left out: _build/, node_modules/")
+    write(tmp_path, {"b.md": b"---\ntitle: B\n---\nText.", "c.md": b"---\nText with a rule above."})
+    note = front_matter(str(tmp_path), load_rows(str(tmp_path)))
+    assert note.startswith(f"{tmp_path}: 1 document begins with front matter (first: {tmp_path}/b.md)")
     write(tmp_path / "rows", {"train.jsonl": lines(ROWS), "dataset_infos.json": b"{}"})
     assert len(load_rows(str(tmp_path / "rows"))) == len(ROWS)
 
