@@ -16,7 +16,7 @@ from opdcl.data.chat import check_rendered, encode_prompt, has_thought, render, 
 from opdcl.data.control import control_tokens, find_control, markup
 from opdcl.data.formats import Row, did_you_mean
 from opdcl.data.messages import Message
-from opdcl.data.rows import check_prompts
+from opdcl.data.rows import Tell, check_prompts, counted
 from opdcl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -109,9 +109,15 @@ def bad_rows(errors: Sequence[UsageError]) -> list[str]:
 
 
 def read_examples(
-    rows: TrainingRows, config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase, replay: Sequence[Row] = ()
+    rows: TrainingRows,
+    config: FinetuneConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    replay: Sequence[Row] = (),
+    tell: Tell | None = None,
 ) -> Examples:
     """Encode the rows of a fine-tune and its prompts to replay; treat long rows as `long_rows` says.
+
+    `tell` is told every few seconds how many rows are encoded.
 
     Raises:
         UsageError: A row is too long and `long_rows` is `refuse`, the chat template refuses a row and
@@ -123,7 +129,7 @@ def read_examples(
     long: list[tuple[int, str]] = []
     errors, unasked, trimmed = [*rows.errors], [], []
     longest, cut_to_nothing = (0, ""), 0
-    for row in rows.usable:
+    for row in counted(rows.usable, f"of {rows.count:,} rows, encoded", tell):
         try:
             examples, whole = encode_example(row, tokenizer, limit)
         except UsageError as fault:

@@ -11,11 +11,12 @@ import itertools
 import json
 import os
 import re
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from opdcl.config.own_tasks import is_task_file
 from opdcl.config.shipped import SHIPPED_DATA, package_folder, split_part
@@ -28,6 +29,12 @@ from opdcl.data.values import is_missing
 from opdcl.errors import UsageError, listed, nearest, nearest_path
 from opdcl.hub import Repository, parse, snapshot
 
+# Seconds after which a reader of many rows says how many there have been.
+EVERY = 10.0
+
+Tell = Callable[[str], None]
+T = TypeVar("T")
+
 
 class RowError(UsageError):
     """One row of a source cannot be used; others may be."""
@@ -38,8 +45,11 @@ def load_rows(
     split: str = "train",
     columns: Mapping[str, str] | None = None,
     bad: list[UsageError] | None = None,
+    tell: Tell | None = None,
 ) -> list[Row]:
     """Load and check all rows of `source`; `split` picks a part of a shipped or Hub set.
+
+    `tell` is told every few seconds how many rows have been read.
 
     `columns` names the source's columns where they are not ours: `{"question": "Frage"}`. A row that cannot
     be used is left out if there is a list `bad`, which takes its error.
@@ -47,11 +57,22 @@ def load_rows(
     Raises:
         UsageError: A source cannot be read, it has no rows, or a row is refused and there is no list `bad`.
     """
-    rows = _check_all(_raw(source, split), source, columns, bad)
+    raw = counted(_raw(source, split), f"{source}: read", tell)
+    rows = _check_all(raw, source, columns, bad)
     if not rows:
         others = left_out(source).removeprefix(source)
         raise UsageError(f"{source} has no rows{others}", FIELDS_HINT)
     return rows
+
+
+def counted(items: Iterable[T], done: str, tell: Tell | None) -> Iterator[T]:
+    """Yield the items; every few seconds, tell how many are done."""
+    due = time.monotonic() + EVERY
+    for number, item in enumerate(items):
+        if tell and time.monotonic() >= due:
+            tell(f"{done} {number:,} rows so far")
+            due = time.monotonic() + EVERY
+        yield item
 
 
 def check_lines(

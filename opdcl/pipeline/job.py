@@ -144,7 +144,7 @@ class Job:
 
         def encode() -> Examples:
             replay = self.rows(config.replay.prompts) if config.replays else []
-            return read_examples(rows, config, self.tokenizer, replay)
+            return read_examples(rows, config, self.tokenizer, replay, self.sources.tell)
 
         model = self.workflow.model.model_dump_json()
         return self.sources.once(("examples", config.model_dump_json(include=ENCODING), model), encode)

@@ -6,9 +6,10 @@ import pytest
 from helpers.learning import encode_example
 
 from opdcl.config.finetune import FinetuneConfig
+from opdcl.data import rows
 from opdcl.data.examples import read_examples, with_answers
 from opdcl.data.formats import check_row
-from opdcl.data.rows import Row
+from opdcl.data.rows import Row, load_rows
 from opdcl.errors import UsageError
 
 
@@ -23,9 +24,9 @@ ROWS = [row(1, "Seven"), row(2, "word " * 300), row(3, "Eight"), row(4, "word " 
 def read(loaded):
     tokenizer = copy.deepcopy(loaded.tokenizer)
 
-    def read(rows: list[Row], replay=(), max_length=100, **settings):
+    def read(rows: list[Row], replay=(), max_length=100, tell=None, **settings):
         config = FinetuneConfig(data="rows.jsonl", max_length=max_length, **settings)
-        return read_examples(with_answers(rows, config), config, tokenizer, replay)
+        return read_examples(with_answers(rows, config), config, tokenizer, replay, tell)
 
     read.tokenizer = tokenizer
     return read
@@ -62,6 +63,16 @@ def test_an_answer_whose_indent_the_template_takes_off_is_named(read):
     assert read(plain).notes == []
     (note,) = read(indented).notes
     assert note.startswith("1 row has an answer without the blanks that it begins with (first: rows.jsonl:1)")
+
+
+def test_who_waits_for_many_rows_is_told_how_many_are_done(read, monkeypatch, tmp_path):
+    monkeypatch.setattr(rows, "EVERY", 0.0)
+    (tmp_path / "r.jsonl").write_text('{"text": "a"}\n' * 2)
+    told = []
+    load_rows(str(tmp_path / "r.jsonl"), tell=told.append)
+    read([ROWS[0]] * 2, tell=told.append)
+    read_rows, encoded = f"{tmp_path}/r.jsonl: read", "of 2 rows, encoded"
+    assert told == [f"{what} {done} rows so far" for what in (read_rows, encoded) for done in (0, 1)]
 
 
 def test_long_rows_can_be_left_out(read):
