@@ -86,8 +86,8 @@ def _carry_out(
         for key in texts:
             flags[key] = str((path / "data" / flags[key]).resolve())
         flow, origins, path = read(overrides, flags)
-    sources = Sources({flags[key]: text for key, text in texts.items()})
     output = Output("quiet" if quiet else "human")
+    sources = Sources({flags[key]: text for key, text in texts.items()}, output.note)
     several = flow.arms or flow.seeds
     if not several:  # what is wrong here is found before the libraries are imported
         refuse_foreign(RunDir(path))

@@ -1,8 +1,18 @@
-"""How much a text repeats itself: one definition for sampled tokens and for the words of an answer."""
+"""How much a text repeats itself, in sampled tokens or in words; and what a word is in every script."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Sequence
+
+# The letters of scripts that put no spaces between words, for an expression's brackets: Thai and Lao;
+# Burmese, Khmer, Javanese and their neighbours; Kana; Han.
+UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u1950-\u19ff\u1a20-\u1aaf\ua980-\ua9ff\uaa60-\uaadf"
+    "\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+)
+# A word; in these scripts, a letter.
+WORD = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]+")
 
 
 def repetition(sequences: Sequence[Sequence[Hashable]], n: int = 4) -> float:

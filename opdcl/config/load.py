@@ -17,7 +17,7 @@ from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from opdcl.config.own_tasks import ENDINGS, ROLES, is_task_file, is_task_path, name_own_tasks
 from opdcl.config.recover import split_share
 from opdcl.config.reference import error_key, explain
-from opdcl.config.shipped import SHIPPED_DATA, find_workflow
+from opdcl.config.shipped import SHIPPED_DATA, find_workflow, split_part
 from opdcl.config.workflow import MACHINE, WITHOUT_MEANING, Workflow
 from opdcl.errors import UsageError
 from opdcl.sanitize import redact
@@ -322,7 +322,7 @@ def _resolved(value: Any, resolve: Callable[[str], str]) -> Any:
 
 def _existing(value: str) -> str:
     resolved = _from_folder(value, Path())
-    return resolved if os.path.exists(resolved) else value
+    return resolved if os.path.exists(split_part(resolved)[0]) else value
 
 
 def _from_folder(value: str, folder: Path) -> str:
@@ -330,7 +330,11 @@ def _from_folder(value: str, folder: Path) -> str:
     if value in ALIASES:
         return value
     try:
-        path = folder / os.path.expanduser(value)  # Path.expanduser raises for unknown users
+        whole = str(folder / os.path.expanduser(value))  # Path.expanduser raises for unknown users
+        name, part = split_part(whole)
+        if part:
+            return f"{Path(name).resolve()}@{part}"
+        path = Path(whole)
         looks_like_file = value.startswith((".", "~", "/")) or path.suffix.lower() in FILE_ENDINGS
         return str(path.resolve()) if looks_like_file or os.path.exists(path) else value
     except ValueError:

@@ -62,6 +62,12 @@ def described_suites() -> dict[str, tuple[str, str]]:
     return dict(sorted(described.items(), key=lambda item: roles.index(item[1][0])))
 
 
+def split_part(source: str) -> tuple[str, str]:
+    """Split `FOLDER@PART`, a part of the data set in a folder; of any other source, all is the name."""
+    folder, mark, part = source.rpartition("@")
+    return (folder, part) if mark and os.path.isdir(folder) and not os.path.exists(source) else (source, "")
+
+
 def find_workflow(source: str) -> Path:
     path = Path(source)
     if os.path.isfile(path):  # Path.is_file raises on names that no file can have

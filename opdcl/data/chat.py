@@ -11,14 +11,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from opdcl.data.formats import PACKED_ROW, Row
-from opdcl.data.messages import THOUGHT, Message
+from opdcl.data.messages import THOUGHT, THOUGHTS, Message, split_thought
 from opdcl.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# What opens a thought -> what ends it: Qwen3, DeepSeek R1 and others; gpt-oss, whose answer is a channel.
-THOUGHTS = {"<think>": "</think>", "<|channel|>": "<|channel|>final<|message|>"}
 
 # How a template begins that `with_variables` returns, and its line on thinking.
 DEFAULTS = "{#- defaults from model.chat_template_kwargs #}\n"
@@ -139,18 +136,17 @@ def answer_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], compl
 
     A template may open the thought itself, at the end of the prompt.
     """
-    prompt, text = tokenizer.decode(prompt_ids[-8:]).rstrip(), tokenizer.decode(completion_ids).lstrip()
-    begin = 0
-    for opening, end in THOUGHTS.items():
-        if text.startswith(opening) or prompt.endswith(opening):
-            counts = range(len(completion_ids) + 1)
-            # The smallest number of tokens that contain the end of the thought.
-            begin = bisect.bisect_left(
-                counts, True, key=lambda n: end in tokenizer.decode(completion_ids[:n])
-            )
-            break
-    answer = str(tokenizer.decode(completion_ids[begin:], skip_special_tokens=True))
-    return answer.lstrip() if begin else answer
+    prompt, text = tokenizer.decode(prompt_ids[-8:]).rstrip(), tokenizer.decode(completion_ids)
+    opened = next((opening for opening in THOUGHTS if prompt.endswith(opening)), "")
+    thought, end, _ = split_thought(opened + text)
+    if thought is None:
+        return str(tokenizer.decode(completion_ids, skip_special_tokens=True))
+    if not end:
+        return ""
+    counts = range(len(completion_ids) + 1)
+    # The smallest number of tokens that contain the end of the thought.
+    begin = bisect.bisect_left(counts, True, key=lambda n: end in tokenizer.decode(completion_ids[:n]))
+    return str(tokenizer.decode(completion_ids[begin:], skip_special_tokens=True)).lstrip()
 
 
 def check_rendered(row: Row, tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> None:
@@ -167,7 +163,7 @@ def check_rendered(row: Row, tokenizer: PreTrainedTokenizerBase, messages: list[
     if THOUGHT[0] in last:
         parts.append(("the thought", row, [*messages[:-1], _without(last, *THOUGHT)]))
     elif has_thought(last):
-        answer = last["content"].rpartition("</think>")[2]
+        *_, answer = split_thought(last["content"])
         parts.append(("the thought", row, [*messages[:-1], {**last, "content": answer}]))
     for what, other, shorter in parts:
         try:
@@ -190,7 +186,9 @@ def same_length(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 def has_thought(message: Message) -> bool:
     """Return whether an answer comes with a thought, in a field of its own or in its text."""
-    return message["role"] == "assistant" and (THOUGHT[0] in message or "</think>" in message["content"])
+    if message["role"] != "assistant":
+        return False
+    return THOUGHT[0] in message or split_thought(message["content"])[0] is not None
 
 
 def _without(message: Message, *keys: str) -> Message:

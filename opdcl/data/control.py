@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from opdcl.data.formats import Row
-from opdcl.data.messages import THOUGHT
+from opdcl.data.messages import THOUGHT, split_thought
 
 BLANKS = " \t\n\u2581"
 
@@ -26,7 +26,7 @@ def markup(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """Return an expression for the tokens that a model reads as structure wherever a text holds them.
 
-    They are the special ones, and other added ones that the chat template writes; thoughts are told by `Row`.
+    They are the special ones, and other added ones that the chat template writes.
     """
     names = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     template = str(tokenizer.chat_template)
@@ -35,12 +35,14 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
-def find_control(row: Row, control: re.Pattern[str]) -> str:
-    """Return the first control token in the texts of a row, or ""; a thought's own marks are none."""
+def find_control(row: Row, control: re.Pattern[str]) -> list[str]:
+    """Return the control tokens in the texts of a row, each once; a thought's own marks are none."""
     answer = {"role": "assistant", "content": row.answer or "", **row.reply}
+    found: list[str] = []
     for message in [*row.prompt, answer, {"role": "text", "content": row.text or ""}]:
-        allowed = ("<think>", "</think>") if message["role"] == "assistant" else ()
-        for found in control.findall(f"{message['content']}\0{message.get(THOUGHT[0], '')}"):
-            if found not in allowed:
-                return str(found)
-    return ""
+        texts = [message["content"], message.get(THOUGHT[0], "")]
+        if message["role"] == "assistant":
+            thought, _, texts[0] = split_thought(message["content"])
+            texts.append(thought or "")
+        found += control.findall("\0".join(texts))
+    return [*dict.fromkeys(found)]

@@ -6,6 +6,7 @@ Rows that cannot be learned, or are too long, are refused, left out or cut.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from opdcl.data.chat import check_rendered, encode_prompt, has_thought, render, 
 from opdcl.data.control import control_tokens, find_control, markup
 from opdcl.data.formats import Row, did_you_mean
 from opdcl.data.messages import Message
-from opdcl.data.rows import check_prompts
+from opdcl.data.rows import Tell, check_prompts, counted
 from opdcl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -108,9 +109,15 @@ def bad_rows(errors: Sequence[UsageError]) -> list[str]:
 
 
 def read_examples(
-    rows: TrainingRows, config: FinetuneConfig, tokenizer: PreTrainedTokenizerBase, replay: Sequence[Row] = ()
+    rows: TrainingRows,
+    config: FinetuneConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    replay: Sequence[Row] = (),
+    tell: Tell | None = None,
 ) -> Examples:
     """Encode the rows of a fine-tune and its prompts to replay; treat long rows as `long_rows` says.
+
+    `tell` is told every few seconds how many rows are encoded.
 
     Raises:
         UsageError: A row is too long and `long_rows` is `refuse`, the chat template refuses a row and
@@ -120,9 +127,9 @@ def read_examples(
     used: list[Row] = []
     encoded: list[Example] = []
     long: list[tuple[int, str]] = []
-    errors, unasked = [*rows.errors], []
+    errors, unasked, trimmed = [*rows.errors], [], []
     longest, cut_to_nothing = (0, ""), 0
-    for row in rows.usable:
+    for row in counted(rows.usable, f"of {rows.count:,} rows, encoded", tell):
         try:
             examples, whole = encode_example(row, tokenizer, limit)
         except UsageError as fault:
@@ -132,6 +139,8 @@ def read_examples(
             continue
         if not whole:
             unasked.append(row.where)
+        if _loses_blanks(row, examples, tokenizer):
+            trimmed.append(row.where)
         lengths = [len(example.ids) for example in examples]
         size = max(lengths) if row.text is None else sum(lengths)
         longest = max(longest, (size, row.where), key=lambda pair: pair[0])
@@ -147,12 +156,40 @@ def read_examples(
         found = _counted(unasked, "have", "answers that are not learned")
         notes.append(f"{found}: with this chat template no prompt leads to them")
     notes += _control_notes(used, tokenizer)
+    if trimmed:
+        found = _counted(trimmed, "have", "an answer without the blanks that it begins with")
+        notes.append(f"{found}: the chat template takes them off, and an indent with them")
     if not encoded:
         reasons = "; ".join(notes)
         raise UsageError(f"{config.data} has no row to learn from: {reasons}", "raise finetune.max_length")
-    room = limit - REPLAYED_TOKENS
-    prompts = [encode_prompt(row, tokenizer, room) for row in check_prompts(list(replay))]
-    return Examples(used, notes, encoded, longest, prompts)
+    return Examples(used, notes, encoded, longest, _replayed(replay, limit, tokenizer, notes))
+
+
+def _replayed(
+    replay: Sequence[Row], limit: int, tokenizer: PreTrainedTokenizerBase, notes: list[str]
+) -> list[list[int]]:
+    """Return the token ids of the prompts to replay that leave room for an answer; note how many do not."""
+    prompts = [encode_prompt(row, tokenizer, sys.maxsize) for row in check_prompts(list(replay))]
+    fitting = [prompt for prompt in prompts if len(prompt) <= limit - REPLAYED_TOKENS]
+    if len(fitting) < len(prompts):
+        most = max(map(len, prompts)) + REPLAYED_TOKENS
+        found = (
+            f"{len(prompts) - len(fitting)} of {len(prompts)} prompts to replay leave no room for an answer"
+        )
+        if not fitting:
+            hint = f"raise finetune.max_length to {most}, or --set finetune.replay.share=0"
+            raise UsageError(f"finetune.max_length is {limit}: {found}", hint)
+        notes.append(f"{found}; left out: all fit with finetune.max_length={most}")
+    return fitting
+
+
+def _loses_blanks(row: Row, examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Tell whether the last answer begins with a blank that the chat template does not write."""
+    answer = (row.answer or "").rstrip()
+    if not answer[:1].isspace():
+        return False
+    learned = [i for i, is_learned in zip(examples[0].ids, examples[0].learned, strict=True) if is_learned]
+    return answer not in tokenizer.decode(learned)
 
 
 def _cut(examples: list[Example], limit: int) -> list[Example]:
@@ -166,9 +203,8 @@ def _control_notes(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[
     control = control_tokens(tokenizer)
     held = []
     for row in rows:
-        token = find_control(row, control)
-        if token:
-            held.append(f"{row.where} with {token}")
+        if tokens := find_control(row, control):
+            held.append(f"{row.where} with {', '.join(tokens)}")
     if not held:
         return []
     found = _counted(held, "hold", "control tokens in the text")

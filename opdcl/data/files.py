@@ -1,4 +1,4 @@
-"""Read files of rows, and folders of them: JSON, JSONL, CSV, Parquet, Arrow or documents, compressed or not.
+"""Read files of rows: JSON, JSONL, CSV, Parquet, Arrow or documents, compressed or not.
 
 Readers yield each row with its file and line. In place of a row that cannot be read they yield its error, so
 that the rows after it can be read; what makes a whole file unreadable is raised.
@@ -16,7 +16,6 @@ import stat
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,9 +34,6 @@ BATCH = 1024
 
 DOCUMENTS = (".md", ".txt", ".markdown", ".rst")
 COMPRESSED = (".gz", ".zst")
-
-# What the files, or folders, of the parts of a data set are called.
-SPLITS = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval")
 
 FILES_HINT = (
     "use .jsonl, .json, .csv, .txt or .md, also with .gz or .zst; .parquet or .arrow; "
@@ -230,6 +226,8 @@ def _refuse_columns(value: Any, path: Path) -> None:
 def _is_list_of_rows(value: Any) -> bool:
     if not isinstance(value, list) or not value or are_messages(value):
         return False
+    if all(isinstance(entry, dict) and "role" in entry for entry in value):
+        return False  # turns of one conversation, in whatever form
     return all(isinstance(entry, dict) or are_messages(entry) for entry in value)
 
 
@@ -254,13 +252,16 @@ def _line(text: str, position: int) -> int:
 def _csv(path: Path) -> Rows:
     csv.field_size_limit(MAX_ROW_CHARS + 1)
     text = read_text(path)
-    # The separator is the one that the header has most of.
-    separator = max(",;\t", key=text.partition("\n")[0].count)
+    first, _, rest = text.partition("\n")
+    # Excel reads and writes a line before the header that names the separator.
+    named = re.fullmatch("(?i)sep=(.)", first)
+    text = rest if named else text
+    separator = named[1] if named else _separator(text, ending(path))
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator)
     try:
-        _refuse_repeated(reader.fieldnames or [], f"{path}:{reader.line_num}")
+        _refuse_repeated(reader.fieldnames or [], f"{path}:{reader.line_num + bool(named)}")
         for row in reader:
-            where = f"{path}:{reader.line_num}"
+            where = f"{path}:{reader.line_num + bool(named)}"
             if None in row:
                 hint = f"quote fields that hold a {separator!r}"
                 yield UsageError(f"{where} has more fields than the header", hint), where
@@ -268,7 +269,17 @@ def _csv(path: Path) -> Rows:
                 yield row, where
     except csv.Error as fault:
         hint = f"a field has at most {MAX_ROW_CHARS} characters"
-        raise UsageError(f"{path}:{reader.line_num + 1}: {fault}", hint) from fault
+        raise UsageError(f"{path}:{reader.line_num + bool(named) + 1}: {fault}", hint) from fault
+
+
+def _separator(text: str, form: str) -> str:
+    """Return what the header has most of outside quotes; a tab in a .tsv file that has one."""
+    header = re.match(r'(?:"[^"]*"|[^"\n])*', text)
+    bare = re.sub('"[^"]*"', "", header[0] if header else "")
+    if form == ".tsv" and "\t" in bare:
+        return "\t"
+    counted = bare if re.search("[,;\t]", bare) else text.partition("\n")[0]
+    return max(",;\t", key=counted.count)
 
 
 def _table(path: Path) -> Rows:
@@ -332,97 +343,3 @@ READERS: dict[str, Callable[[Path], Rows]] = {
     **dict.fromkeys((".parquet", ".arrow"), _table),
     **dict.fromkeys(DOCUMENTS, _document),
 }
-
-
-@dataclass(frozen=True)
-class Folder:
-    """The files of a folder, in order, and the names of what lies there besides."""
-
-    files: list[Path]
-    left_out: list[str]
-
-
-def list_folder(folder: Path) -> Folder:
-    """Return the files to read: all documents, or all files of rows of one format.
-
-    Hidden files and folders are left out, and what is no regular file or has another ending.
-
-    Raises:
-        UsageError: The files are of several kinds, or of several parts of a data set.
-    """
-    if (folder / "dataset_dict.json").is_file():
-        splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
-        if len(splits) != 1:
-            raise _several_parts(folder, splits, splits[0] if splits else "PART")
-        return list_folder(folder / splits[0])
-    if (folder / "state.json").is_file():
-        return Folder(_saved_files(folder), [])
-    files, left_out = _walk(folder)
-    if any(ending(file) not in DOCUMENTS for file in files):
-        for file in [file for file in files if _is_about(file)]:
-            files.remove(file)
-            left_out.append(str(file.relative_to(folder)))
-        _refuse_mixture(folder, files)
-        _refuse_splits(folder, files)
-    return Folder(files, sorted(left_out))
-
-
-def _is_about(file: Path) -> bool:
-    """Tell whether a file is a document about the rows that lie beside it."""
-    return ending(file) in DOCUMENTS and file.stem.lower().startswith(("readme", "license", "licence"))
-
-
-def _walk(folder: Path) -> tuple[list[Path], list[str]]:
-    """Return the files that have a reader, in order, and the names of all others. Hidden ones have none."""
-    files: list[Path] = []
-    left_out: list[str] = []
-    for place, folders, names in os.walk(folder):
-        inside = Path(place).relative_to(folder)
-        left_out += [f"{inside / name}/" for name in folders if name.startswith(".")]
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in names:
-            file = folder / inside / name
-            if name.startswith(".") or ending(file) not in READERS or not is_regular(file):
-                left_out.append(str(inside / name))
-            else:
-                files.append(file)
-    return sorted(files), left_out
-
-
-def _saved_files(folder: Path) -> list[Path]:
-    """Return the files of a folder that `datasets` wrote with `save_to_disk`, in the order of their rows."""
-    try:
-        entries = json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]
-        files = [folder / Path(entry["filename"]).name for entry in entries]
-    except (OSError, ValueError, KeyError, TypeError) as fault:
-        message = f"{folder}/state.json does not list the files of a saved data set"
-        raise UsageError(message, "save it again with save_to_disk, or give its .arrow file") from fault
-    if missing := [file for file in files if not is_regular(file)]:
-        raise UsageError(f"{missing[0]} is missing", "save the data set again with save_to_disk")
-    return files
-
-
-def _refuse_mixture(folder: Path, files: list[Path]) -> None:
-    kinds = Counter("documents" if ending(file) in DOCUMENTS else ending(file) for file in files)
-    if len(kinds) > 1:
-        found = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-        hint = "name one file, or move the others into a folder of their own"
-        raise UsageError(f"{folder} holds files of several kinds: {found}", hint)
-
-
-def _refuse_splits(folder: Path, files: list[Path]) -> None:
-    """Refuse to learn from the test rows that lie beside the rows for training."""
-    splits: dict[str, str] = {}
-    for file in files:
-        place = file.relative_to(folder)
-        for part in place.parts:
-            word = re.split(r"[-_.]", part.lower())[0]
-            if word in SPLITS:
-                splits.setdefault(word, str(place))
-    if len(splits) > 1:
-        raise _several_parts(folder, [*splits], next(iter(splits.values())))
-
-
-def _several_parts(folder: Path, parts: list[str], first: str) -> UsageError:
-    message = f"{folder} holds several parts of a data set: {listed(parts)}"
-    return UsageError(message, f"name one of them: {folder}/{first}")

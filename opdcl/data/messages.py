@@ -6,10 +6,11 @@ What a message holds is kept, refused, or named as unread. The caller adds the r
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from opdcl.data.values import Fields, as_flag, from_json_text, is_missing, number_as_text, without_nulls
-from opdcl.errors import UsageError
+from opdcl.errors import UsageError, listed
 
 MAX_ROW_CHARS = 200_000
 
@@ -30,15 +31,34 @@ AS_OPENAI = "write tool calls as OpenAI does: tool_calls in the assistant's mess
 # Names of the thought before an answer: templates read one of them, so each is given all.
 THOUGHT = ("reasoning_content", "thinking", "reasoning")
 
+# What opens a thought in the text of an answer -> what ends it: Qwen3, DeepSeek R1 and others; gpt-oss, whose
+# answer is a channel; Gemma 4.
+THOUGHTS = {
+    "<think>": "</think>",
+    "<|channel|>": "<|channel|>final<|message|>",
+    "<|channel>thought": "<channel|>",
+}
+
 # Names of what is no text, in a message or beside it.
 PICTURES = ("images", "image", "videos", "video", "audios", "audio")
 ONLY_TEXT = "only text can be learned"
 
 # Whether a turn is learned, as trainers name it; all of the assistant's turns are.
-LEARNED = ("weight", "loss", "train", "trainable", "training")
+LEARNED = ("weight", "loss", "loss_mask", "train", "trainable", "training", "learn", "learned")
+# One that says the contrary.
+MASKED = "mask"
 
 ROLE_KEYS, CONTENT_KEYS = ("role", "from"), ("content", "value")
 RESULT_KEYS = ("name", "tool_call_id")
+RESULT_IN_MARKS = re.compile(
+    r"\s*<tool_response>\s*((?:(?!</?tool_response>).)*?)\s*</tool_response>\s*", re.DOTALL
+)
+# Where other formats than OpenAI's have the arguments of a call, and the schema of a tool.
+IN_PLACE_OF_ARGUMENTS = ("input", "parameters", "args", "kwargs", "params")
+SCHEMAS = {"input_schema": "parameters", "inputSchema": "parameters"}
+TOOLS_HINT = (
+    'a tool is {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}'
+)
 
 # Kinds of values in JSON, in words.
 KINDS = {
@@ -56,6 +76,20 @@ def role_of(turn: Any) -> Any:
     """Return the role of a turn, or what it is called where that is unknown."""
     name = _first(turn, ROLE_KEYS) if isinstance(turn, dict) else None
     return ROLES.get(name, name) if isinstance(name, str) else name
+
+
+def split_thought(text: str) -> tuple[str | None, str, str]:
+    """Return the thought that an answer's text begins with, what ends it, and the answer behind it.
+
+    The thought is None if there is none. The end stands alone, at an edge of its line, where the prompt has
+    opened the thought. It is "" for a thought that never ends; then there is no answer.
+    """
+    for opening, end in THOUGHTS.items():
+        mark = re.escape(end)
+        if text.lstrip().startswith(opening) or re.search(rf"(?m)^[ \t]*{mark}|{mark}[ \t]*\n", text):
+            thought, ending, answer = text.partition(end)
+            return thought.lstrip().removeprefix(opening), ending, answer
+    return None, "", text
 
 
 def are_messages(value: Any) -> bool:
@@ -77,13 +111,16 @@ def read_message(turn: Any, is_last: bool) -> tuple[Message, list[str]]:
     Raises:
         UsageError: It is malformed, or a part of it would be lost.
     """
+    if not isinstance(turn, dict):
+        hint = 'say who speaks: {"role": "user", "content": "..."}'
+        raise UsageError(f"a message is {kind_of(turn)}, not an object", hint)
     role = role_of(turn)
     if role in FOREIGN_TOOLS:
         raise UsageError(f"a message has the role {role!r}", AS_OPENAI)
     if role not in ROLES.values():
         raise UsageError(f"message role {role!r}", f"roles are {', '.join(ROLES)}")
     fields = Fields(turn)
-    fields.read.update(ROLE_KEYS, CONTENT_KEYS, LEARNED)
+    fields.read.update(ROLE_KEYS, CONTENT_KEYS, LEARNED, [MASKED])
     _refuse_lost(fields, role)
     content = content_of(turn)
     more: Message = {}
@@ -91,6 +128,7 @@ def read_message(turn: Any, is_last: bool) -> tuple[Message, list[str]]:
         for key in RESULT_KEYS:
             if fields.has(key):
                 more[key] = checked_text(str(fields.take(key)), key)
+        content = _unwrapped(content)
     calls = read_objects(fields.take("tool_calls"), "tool_calls")
     if calls:
         more["tool_calls"] = [_call(call) for call in calls]
@@ -101,6 +139,11 @@ def read_message(turn: Any, is_last: bool) -> tuple[Message, list[str]]:
     # Whether an answer may be empty is for its use to say.
     may_be_empty = role == "tool" or (role == "assistant" and (is_last or bool(calls)))
     text = checked_text(content, f"{role} content", may_be_empty)
+    found, end, _ = split_thought(text) if role == "assistant" else (None, "", "")
+    if found is not None and not end:
+        raise UsageError(
+            "a thought in an answer never ends", "end it before the answer, or leave out the row"
+        )
     return {"role": role, "content": text, **more}, fields.unread()
 
 
@@ -121,9 +164,9 @@ def _refuse_lost(fields: Fields, role: str) -> None:
     for key in PICTURES:
         if fields.has(key):
             raise UsageError(f"a message has {key}, which is no text", ONLY_TEXT)
-    for key in LEARNED if role == "assistant" else ():
+    for key in (*LEARNED, MASKED) if role == "assistant" else ():
         value = fields.take(key)
-        if fields.has(key) and not as_flag(value):
+        if fields.has(key) and as_flag(value) is not (key != MASKED):
             shown = json.dumps(value) if isinstance(value, str | int | float) else kind_of(value)
             hint = "every assistant turn is learned alike: remove the turn, or this key"
             raise UsageError(f"a message has {key} {shown}", hint)
@@ -153,40 +196,72 @@ def _part(part: Any) -> str:
     return checked_text(part.get("text"), "text")
 
 
+def _unwrapped(content: Any) -> Any:
+    """Return a tool's result without the marks of Hermes, which chat templates put around it themselves."""
+    found = RESULT_IN_MARKS.fullmatch(content) if isinstance(content, str) else None
+    return found[1] if found else content
+
+
 def _call(call: Message) -> Message:
     """Return a tool call with its arguments as an object, which OpenAI writes as JSON text."""
     function = from_json_text(call.get("function", call))
-    name, arguments = None, None
-    if isinstance(function, dict):
-        name, arguments = function.get("name"), from_json_text(function.get("arguments"))
-    if not isinstance(arguments, dict) or not isinstance(name, str) or not name:
-        raise UsageError("a tool call has no name or no object of arguments", AS_OPENAI)
-    (arguments,) = read_objects([arguments], "arguments")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        raise UsageError("a tool call has no name", AS_OPENAI)
+    given = function.get("arguments")
+    if others := [
+        key for key in IN_PLACE_OF_ARGUMENTS if given is None and not is_missing(function.get(key))
+    ]:
+        raise UsageError(f"the call of {name} has {others[0]} in place of arguments", AS_OPENAI)
+    if is_missing(given) or given == "null":
+        given = {}
+    if not isinstance(from_json_text(given), dict):
+        raise UsageError(f"the arguments of {name} are {kind_of(given)}, not an object", AS_OPENAI)
+    (arguments,) = read_objects([given], "arguments")
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
 def read_tools(value: Any) -> list[Message] | None:
-    """Return the tools that a row offers, or None; some files hold them, or parts of them, as JSON text."""
-    tools = read_objects(value, "tools")
-    for tool in tools:
-        part: Any = tool
-        for key in ("function", "parameters", "properties"):
-            if isinstance(part, dict) and key in part:
-                decoded = from_json_text(part[key])
-                part[key] = decoded
-                part = decoded
+    """Return the tools that a row offers, or None, as OpenAI writes them.
+
+    Some files hold them, or parts of them, as JSON text. Functions alone, as OpenAI's older format, its
+    Responses, Anthropic and MCP have them, are converted.
+
+    Raises:
+        UsageError: One is no function with a name.
+    """
+    tools = [_tool(tool) for tool in read_objects(value, "tools")]
     return read_objects(tools, "tools") or None
 
 
+def _tool(given: Message) -> Message:
+    tool = {"type": "function", **given}
+    if "function" not in given:
+        tool["function"] = {SCHEMAS.get(key, key): part for key, part in given.items() if key != "type"}
+        tool = {key: tool[key] for key in ("type", "function")}
+    part: Any = tool
+    for key in ("function", "parameters", "properties"):
+        if isinstance(part, dict) and key in part:
+            decoded = from_json_text(part[key])
+            part[key] = decoded
+            part = decoded
+    function = tool["function"]
+    if tool["type"] != "function" or not isinstance(function, dict) or not function.get("name"):
+        raise UsageError(f"a tool is no function with a name: it has {listed(given)}", TOOLS_HINT)
+    return tool
+
+
 def read_objects(value: Any, field: str) -> list[Message]:
-    """Return a list of objects without nulls, which some files hold as JSON text; an empty one if missing."""
-    entries = [] if is_missing(value) else from_json_text(value)
-    if isinstance(entries, list):
-        entries = [from_json_text(entry) for entry in entries]
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise UsageError(f"{field} is not made of objects", AS_OPENAI)
+    """Return a list of objects, which some files hold as JSON text; an empty one if missing.
+
+    Nulls in what is no text are left out.
+    """
     try:
-        entries = without_nulls(entries)
+        entries = [] if is_missing(value) else from_json_text(without_nulls(value))
+        if isinstance(entries, list):
+            entries = [from_json_text(entry) for entry in entries]
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise UsageError(f"{field} is not made of objects", AS_OPENAI)
         text = json.dumps(entries, ensure_ascii=False, default=str)
     except RecursionError as fault:
         raise UsageError(f"{field} is nested too deeply", AS_OPENAI) from fault

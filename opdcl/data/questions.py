@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from opdcl.data.chat import THOUGHTS
 from opdcl.data.formats import PACKED_ROW, Row
+from opdcl.data.messages import split_thought
 from opdcl.data.scoring import process_results
 from opdcl.errors import UsageError
 
@@ -39,17 +39,10 @@ def document(row: Row) -> dict[str, Any]:
     Raises:
         UsageError: It has no question or no answer in words.
     """
-    answer = _without_thought(row.answer or "")
+    thought, _, answer = split_thought(row.answer or "")
+    answer = answer if thought is None else answer.lstrip()
     if not answer or not row.prompt:
         reason = "its answer is a tool call" if row.reply.get("tool_calls") else "a domain suite needs both"
         raise UsageError(f"{row.where} has no question and answer", reason)
     questions = [message["content"] for message in row.prompt if message["role"] == "user"]
     return {"question": questions[-1], "answers": [answer], "cluster": row.cluster, PACKED_ROW: row.packed()}
-
-
-def _without_thought(answer: str) -> str:
-    """Return an answer as scorers see it, without the thought that it may begin with."""
-    for opening, end in THOUGHTS.items():
-        if answer.lstrip().startswith(opening) and end in answer:
-            return answer.partition(end)[2].lstrip()
-    return answer

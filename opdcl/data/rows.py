@@ -1,7 +1,7 @@
 """Load rows and check them one by one; every error names the file and line.
 
 They come from a shipped set, a file, a folder of files of one kind, or a Hub dataset, in any of the formats
-of `opdcl.data.formats`. `opdcl.data.files` reads the files.
+of `opdcl.data.formats`. `opdcl.data.files` reads the files, `opdcl.data.folders` lists those of a folder.
 """
 
 from __future__ import annotations
@@ -10,21 +10,30 @@ import functools
 import itertools
 import json
 import os
+import re
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from opdcl.config.own_tasks import is_task_file
-from opdcl.config.shipped import SHIPPED_DATA, package_folder
-from opdcl.data.files import list_folder, read_file
+from opdcl.config.shipped import SHIPPED_DATA, package_folder, split_part
+from opdcl.data.files import read_file
+from opdcl.data.folders import list_folder
 from opdcl.data.formats import DECIDING, Row, check_row
 from opdcl.data.messages import FIELDS_HINT, kind_of
 from opdcl.data.own_tasks import task_files
 from opdcl.data.values import is_missing
 from opdcl.errors import UsageError, listed, nearest, nearest_path
 from opdcl.hub import Repository, parse, snapshot
+
+# Seconds after which a reader of many rows says how many there have been.
+EVERY = 10.0
+
+Tell = Callable[[str], None]
+T = TypeVar("T")
 
 
 class RowError(UsageError):
@@ -36,8 +45,11 @@ def load_rows(
     split: str = "train",
     columns: Mapping[str, str] | None = None,
     bad: list[UsageError] | None = None,
+    tell: Tell | None = None,
 ) -> list[Row]:
     """Load and check all rows of `source`; `split` picks a part of a shipped or Hub set.
+
+    `tell` is told every few seconds how many rows have been read.
 
     `columns` names the source's columns where they are not ours: `{"question": "Frage"}`. A row that cannot
     be used is left out if there is a list `bad`, which takes its error.
@@ -45,11 +57,22 @@ def load_rows(
     Raises:
         UsageError: A source cannot be read, it has no rows, or a row is refused and there is no list `bad`.
     """
-    rows = _check_all(_raw(source, split), source, columns, bad)
+    raw = counted(_raw(source, split), f"{source}: read", tell)
+    rows = _check_all(raw, source, columns, bad)
     if not rows:
         others = left_out(source).removeprefix(source)
         raise UsageError(f"{source} has no rows{others}", FIELDS_HINT)
     return rows
+
+
+def counted(items: Iterable[T], done: str, tell: Tell | None) -> Iterator[T]:
+    """Yield the items; every few seconds, tell how many are done."""
+    due = time.monotonic() + EVERY
+    for number, item in enumerate(items):
+        if tell and time.monotonic() >= due:
+            tell(f"{done} {number:,} rows so far")
+            due = time.monotonic() + EVERY
+        yield item
 
 
 def check_lines(
@@ -126,6 +149,15 @@ def unread(source: str, rows: list[Row]) -> str:
     return f"{source}: {fields} not read: {listed(names, 8)}"
 
 
+def front_matter(source: str, rows: list[Row]) -> str:
+    """Say how many documents begin with settings for another program, which are learned as text."""
+    found = [row.where for row in rows if re.match(r"---\n.*?\n---(\n|\Z)", row.text or "", re.DOTALL)]
+    if not found:
+        return ""
+    count = "1 document begins" if len(found) == 1 else f"{len(found)} documents begin"
+    return f"{source}: {count} with front matter (first: {found[0]}), which is learned with the text"
+
+
 def shortened(text: str, limit: int) -> str:
     """Return a text on one line, cut to a length."""
     line = " ".join(text.split())
@@ -166,16 +198,16 @@ def source_files(source: str) -> list[Path]:
         return [_shipped_file(source)]
     if is_task_file(source) and os.path.isfile(source):
         return task_files(Path(source))
-    if os.path.isdir(source):
-        return list_folder(Path(source)).files
+    if os.path.isdir(split_part(source)[0]):
+        return list_folder(source).files
     return [Path(source)] if os.path.isfile(source) else []
 
 
 def left_out(source: str) -> str:
     """Name what lies in a folder of rows or documents and is not read; "" without anything."""
-    if source in SHIPPED_DATA or not os.path.isdir(source):
+    if source in SHIPPED_DATA or not os.path.isdir(split_part(source)[0]):
         return ""
-    names = list_folder(Path(source)).left_out
+    names = list_folder(source).left_out
     return f"{source}: {len(names)} left out: {listed(names)}" if names else ""
 
 
@@ -187,7 +219,11 @@ def pinned(source: str) -> str:
 
 def on_hub(source: str) -> Repository | None:
     """Return the Hub dataset that a source names. A name with a file ending is one only with a revision."""
-    if source in SHIPPED_DATA or os.path.exists(source) or (Path(source).suffix and "@" not in source):
+    if (
+        source in SHIPPED_DATA
+        or os.path.exists(split_part(source)[0])
+        or (Path(source).suffix and "@" not in source)
+    ):
         return None
     return parse("dataset", source)
 
@@ -213,7 +249,7 @@ def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
     """Yield the rows of a source as they are written, each with its place."""
     if source in SHIPPED_DATA:
         yield from _shipped(source, split)
-    elif os.path.isdir(source):
+    elif os.path.isdir(split_part(source)[0]):
         for file in source_files(source):
             yield from read_file(file)
     elif os.path.exists(source):

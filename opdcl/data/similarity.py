@@ -38,7 +38,7 @@ def stem(word: str) -> str:
 
 def request_of(prompt: str) -> str:
     """Return the first sentence of a prompt: the request without the constraints that follow it."""
-    return re.split(r"(?<=[.?!])\s|\n", prompt)[0]
+    return re.split(r"(?<=[.?!\u061f\u06d4\u0964])\s|(?<=[\u3002\uff01\uff1f])|\n", prompt)[0]
 
 
 def content_words(text: str) -> list[str]:

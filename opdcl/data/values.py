@@ -9,7 +9,10 @@ import json
 import math
 from typing import Any
 
-FLAGS = {"true": 1, "yes": 1, "1": 1, "1.0": 1, "false": 0, "no": 0, "0": 0, "0.0": 0}
+FLAGS = {
+    **dict.fromkeys(("true", "yes", "good", "1", "1.0"), 1),
+    **dict.fromkeys(("false", "no", "bad", "rejected", "0", "0.0", "-1", "-1.0"), 0),
+}
 
 
 def is_missing(value: Any) -> bool:
@@ -47,12 +50,9 @@ class Fields:
 
 
 def as_flag(value: Any) -> bool | None:
-    """Return a flag that says true or false, also as 1 or 0, or as text as in a CSV file; None for others."""
-    if isinstance(value, str):
-        value = FLAGS.get(value.strip().lower())
-    if isinstance(value, bool | int | float) and value in (0, 1):
-        return bool(value)
-    return None
+    """Return a flag that says yes or no in some way, also as text as in a CSV file; None for others."""
+    found = FLAGS.get(str(value).strip().lower())
+    return None if found is None else bool(found)
 
 
 def from_json_text(value: Any) -> Any:
@@ -70,7 +70,7 @@ def number_as_text(value: Any) -> Any:
     """Return a finite number as a CSV file would write it, and any other value as it is."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
-    return json.dumps(value) if math.isfinite(value) else value
+    return json.dumps(value) if isinstance(value, int) or math.isfinite(value) else value
 
 
 def without_nulls(value: Any) -> Any:

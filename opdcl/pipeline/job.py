@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from opdcl.config.evaluate import CLOSENESS, EvalConfig
 from opdcl.config.recover import RecoverConfig
-from opdcl.config.shipped import shipped_suites
+from opdcl.config.shipped import shipped_suites, split_part
 from opdcl.config.workflow import Workflow
 from opdcl.data import scoring
 from opdcl.data.chat import encode_prompt
@@ -144,7 +144,7 @@ class Job:
 
         def encode() -> Examples:
             replay = self.rows(config.replay.prompts) if config.replays else []
-            return read_examples(rows, config, self.tokenizer, replay)
+            return read_examples(rows, config, self.tokenizer, replay, self.sources.tell)
 
         model = self.workflow.model.model_dump_json()
         return self.sources.once(("examples", config.model_dump_json(include=ENCODING), model), encode)
@@ -256,7 +256,7 @@ class Job:
         if evaluation := self.workflow.eval:
             _ = self.closeness
             for suite, path in evaluation.data.items():
-                if path not in self.sources.given and not os.path.exists(path):
+                if path not in self.sources.given and not os.path.exists(split_part(path)[0]):
                     hint = f"--data {suite}={nearest_path(path) or 'PATH'}"
                     raise UsageError(f"eval.data.{suite}: {path} does not exist", hint)
 

@@ -14,7 +14,7 @@ from opdcl.config.finetune import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.config.workflow import Workflow
 from opdcl.data.formats import Row
-from opdcl.data.rows import left_out, shortened, unread
+from opdcl.data.rows import front_matter, left_out, shortened, unread
 from opdcl.errors import UsageError
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job, read_records
@@ -73,6 +73,7 @@ def checked_plan(job: Job, force: bool = False) -> tuple[list[Task], list[str]]:
     files = job.sources.files  # those of suites are read by now
     of_files = [left_out(source) for source in files]
     of_files += [unread(source, rows) for source, rows in files.items()]
+    of_files += [front_matter(source, rows) for source, rows in files.items()]
     return tasks, [note for note in dict.fromkeys(of_files + notes) if note]
 
 

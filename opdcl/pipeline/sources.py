@@ -11,7 +11,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.shipped import SHIPPED_DATA, package_folder
 from opdcl.config.workflow import Workflow
 from opdcl.data.examples import TrainingRows, with_answers
-from opdcl.data.rows import Row, RowError, check_lines, load_rows, on_hub, pinned, source_files
+from opdcl.data.rows import Row, RowError, Tell, check_lines, load_rows, on_hub, pinned, source_files
 from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
 from opdcl.rundir.hashes import hash_files
@@ -28,8 +28,12 @@ class Sources:
     A file that is edited during a run is not read again, so the rows are those that were hashed.
     """
 
-    def __init__(self, given: Mapping[str, str] | None = None) -> None:
-        """Take `given`, the contents of JSONL files by path, as files that `save` will write."""
+    def __init__(self, given: Mapping[str, str] | None = None, tell: Tell | None = None) -> None:
+        """Take `given`, the contents of JSONL files by path, as files that `save` will write.
+
+        `tell` is told how many rows have been read, where that takes long.
+        """
+        self.tell = tell
         self.given = dict(given or {})
         self.files: dict[str, list[Row]] = {}
         """The user's files that were read, with their rows."""
@@ -62,7 +66,7 @@ class Sources:
             if text := self.given.get(source):
                 rows = check_lines(text, Path(source).stem, names, errors)
             else:
-                rows = load_rows(source, split, names, errors)
+                rows = load_rows(source, split, names, errors, self.tell)
             return rows, errors or []
 
         rows, errors = self.once(("rows", pinned(source), split, *names.items()), read)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from opdcl.repetition import WORD
 from opdcl.results import format, writing
 from opdcl.results.scores import Suite
 from opdcl.results.status import STATES
@@ -247,7 +248,7 @@ def _readability(suite: Suite) -> list[tuple[bool, bool, int, int]]:
     keys = []
     for i, row in enumerate(suite.rows["base"]):
         answer = str(row.get("response") or "")
-        keys.append((bool(unclean[i]), len(answer.split()) < FEWEST_WORDS, len(answer), i))
+        keys.append((bool(unclean[i]), len(WORD.findall(answer)) < FEWEST_WORDS, len(answer), i))
     return keys
 
 

@@ -6,7 +6,6 @@ good ones, so a model that no longer stops can score like base.
 
 from __future__ import annotations
 
-import re
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from opdcl.repetition import repetition
+from opdcl.repetition import WORD, repetition
 from opdcl.results import stats
 from opdcl.results.scores import Suite, stacked
 from opdcl.results.stats import Clusters, Estimate
@@ -26,9 +25,6 @@ MARGINS = {"ended": 0.05, "repetition": 0.05, "tokens": 0.10}
 
 # Scripts that one language mixes.
 FAMILIES = {"HIRAGANA": "CJK", "KATAKANA": "CJK"}
-
-# A word; in scripts that put no spaces between words, a character.
-WORD = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]|[^\s\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]+")
 
 
 @dataclass(frozen=True)

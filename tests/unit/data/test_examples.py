@@ -6,9 +6,10 @@ import pytest
 from helpers.learning import encode_example
 
 from opdcl.config.finetune import FinetuneConfig
+from opdcl.data import rows
 from opdcl.data.examples import read_examples, with_answers
 from opdcl.data.formats import check_row
-from opdcl.data.rows import Row
+from opdcl.data.rows import Row, load_rows
 from opdcl.errors import UsageError
 
 
@@ -23,9 +24,9 @@ ROWS = [row(1, "Seven"), row(2, "word " * 300), row(3, "Eight"), row(4, "word " 
 def read(loaded):
     tokenizer = copy.deepcopy(loaded.tokenizer)
 
-    def read(rows: list[Row], **settings):
-        config = FinetuneConfig(data="rows.jsonl", max_length=100, **settings)
-        return read_examples(with_answers(rows, config), config, tokenizer)
+    def read(rows: list[Row], replay=(), max_length=100, tell=None, **settings):
+        config = FinetuneConfig(data="rows.jsonl", max_length=max_length, **settings)
+        return read_examples(with_answers(rows, config), config, tokenizer, replay, tell)
 
     read.tokenizer = tokenizer
     return read
@@ -41,6 +42,37 @@ def test_long_rows_are_refused_together_with_their_number_the_first_and_the_long
         assert word in caught.value.hint
     with pytest.raises(UsageError, match="1 row is longer"):
         read(ROWS[:2])
+
+
+def test_prompts_to_replay_that_leave_no_room_for_an_answer_are_counted(read):
+    replay = [row(1, None), row(2, None, "word " * 40)]
+    assert len(read(ROWS[:1], replay, 400).replay) == 2
+    examples = read(ROWS[:1], replay, 190)
+    assert len(examples.replay) == 1
+    assert examples.notes[0].startswith("1 of 2 prompts to replay leave no room for an answer; left out")
+    with pytest.raises(UsageError, match="2 of 2 prompts to replay") as caught:
+        read(ROWS[:1], replay, 128)
+    assert "finetune.replay.share=0" in caught.value.hint
+
+
+def test_an_answer_whose_indent_the_template_takes_off_is_named(read):
+    indented, plain = [row(1, "    x = 1\n    y = 2\n")], [row(1, "x = 1\n    y = 2\n")]
+    assert read(indented).notes == read(plain).notes == []
+    template = read.tokenizer.chat_template
+    read.tokenizer.chat_template = template.replace("message['content']", "message['content'] | trim")
+    assert read(plain).notes == []
+    (note,) = read(indented).notes
+    assert note.startswith("1 row has an answer without the blanks that it begins with (first: rows.jsonl:1)")
+
+
+def test_who_waits_for_many_rows_is_told_how_many_are_done(read, monkeypatch, tmp_path):
+    monkeypatch.setattr(rows, "EVERY", 0.0)
+    (tmp_path / "r.jsonl").write_text('{"text": "a"}\n' * 2)
+    told = []
+    load_rows(str(tmp_path / "r.jsonl"), tell=told.append)
+    read([ROWS[0]] * 2, tell=told.append)
+    read_rows, encoded = f"{tmp_path}/r.jsonl: read", "of 2 rows, encoded"
+    assert told == [f"{what} {done} rows so far" for what in (read_rows, encoded) for done in (0, 1)]
 
 
 def test_long_rows_can_be_left_out(read):

@@ -13,7 +13,7 @@ import pytest
 from opdcl.data import files
 from opdcl.data.files import READERS
 from opdcl.data.formats import Row
-from opdcl.data.rows import left_out, load_rows, source_files
+from opdcl.data.rows import front_matter, left_out, load_rows, source_files
 from opdcl.errors import UsageError
 
 ROWS = [
@@ -148,10 +148,12 @@ def test_what_datasets_saves_to_disk_is_read_shard_by_shard(tmp_path):
     assert [file.suffix for file in source_files(str(tmp_path / "saved"))] == [".arrow"] * 3
     datasets.DatasetDict(train=saved).save_to_disk(tmp_path / "one")
     assert len(load_rows(str(tmp_path / "one"))) == 7
-    datasets.DatasetDict(train=saved, test=saved).save_to_disk(tmp_path / "both")
-    with pytest.raises(UsageError, match="holds several parts of a data set: test, train") as caught:
+    datasets.DatasetDict(test=saved.select([0]), train_sft=saved).save_to_disk(tmp_path / "both")
+    with pytest.raises(UsageError, match="holds several parts of a data set: test ") as caught:
         load_rows(str(tmp_path / "both"))
-    assert caught.value.hint == f"name one of them: {tmp_path / 'both'}/test"
+    assert caught.value.hint == f"name the one that you mean: {tmp_path / 'both'}@train_sft"
+    assert len(load_rows(f"{tmp_path / 'both'}@train_sft")) == 7
+    assert left_out(f"{tmp_path / 'both'}@test") == f"{tmp_path / 'both'}@test: 1 left out: train_sft/"
 
 
 def test_a_document_is_read_alone_and_compressed(tmp_path):
@@ -171,6 +173,115 @@ def test_a_folder_of_documents_skips_hidden_copies_and_names_all_that_it_leaves_
     assert left_out(str(tmp_path)) == f"{tmp_path}: 5 left out: {others}"
     write(tmp_path, {f"{number}.png": b"" for number in range(30)})
     assert left_out(str(tmp_path)).endswith(" and 25 more")
+
+
+def test_folders_that_programs_made_and_files_about_rows_are_left_out_by_name(tmp_path):
+    names = ("a.md", "node_modules/pkg/README.md", "_build/index.txt")
+    write(tmp_path, dict.fromkeys(names, b"text"))
+    assert len(load_rows(str(tmp_path))) == 1
+    assert left_out(str(tmp_path)).endswith(": 2 left out: _build/, node_modules/")
+    write(tmp_path, {"b.md": b"---\ntitle: B\n---\nText.", "c.md": b"---\nText with a rule above."})
+    note = front_matter(str(tmp_path), load_rows(str(tmp_path)))
+    assert note.startswith(f"{tmp_path}: 1 document begins with front matter (first: {tmp_path}/b.md)")
+    write(tmp_path / "rows", {"train.jsonl": lines(ROWS), "dataset_infos.json": b"{}"})
+    assert len(load_rows(str(tmp_path / "rows"))) == len(ROWS)
+
+
+# Names of files to train on and to test with, of which the first row of a folder's test rows says so.
+NAMED_PARTS = [
+    ("keys_train.jsonl", "keys_test.jsonl"),
+    ("my-train.csv", "my-eval.csv"),
+    ("rows.jsonl", "test.jsonl"),
+    ("rows.jsonl", "rows.holdout.jsonl"),
+    ("KeysTrain.jsonl", "KeysTest.jsonl"),
+    ("fit/rows.parquet", "validation/rows.parquet"),
+    ("data/train-00000-of-00002.parquet", "data/test-00000-of-00001.parquet"),
+    ("a/train.json", "a/dev2.json"),
+]
+
+
+@pytest.mark.parametrize(("learned", "tested"), NAMED_PARTS)
+def test_test_rows_are_known_by_any_word_of_a_name(tmp_path, learned, tested):
+    form = {".jsonl": lines, ".csv": csv, ".parquet": parquet, ".json": as_bytes}[os.path.splitext(tested)[1]]
+    write(tmp_path, {learned: form(ROWS[:1]), tested: form(ROWS[1:])})
+    with pytest.raises(UsageError, match="holds several parts of a data set: ") as caught:
+        load_rows(str(tmp_path))
+    assert tested in caught.value.message
+    assert caught.value.hint == f"name the one that you mean: {tmp_path}@train"
+    assert [row.answer for row in load_rows(f"{tmp_path}@train")] == [ROWS[0]["answer"]]
+    assert tested in left_out(f"{tmp_path}@train")
+    with pytest.raises(UsageError, match="has no part 'tset'"):
+        load_rows(f"{tmp_path}@tset")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("sep.csv", "sep=;\nquestion;answer;a,b,c\nWho?;Ada, née B.;x"),
+        ("bar.csv", "\ufeffSEP=|\r\nquestion|answer\r\nWho?|Ada, née B."),
+        ("quoted.csv", '"a, b, c\nand d";question;answer\nx;Who?;Ada, née B.'),
+        ("tabs.tsv", "a, b, c\tquestion\tanswer\nx\tWho?\tAda, née B."),
+        ("inch.csv", '5" pipe;question;answer\nx;Who?;Ada, née B.'),
+        ("commas.tsv", 'question,answer\nWho?,"Ada, née B."'),
+    ],
+)
+def test_the_separator_is_what_the_file_says_it_is(tmp_path, name, text):
+    write(tmp_path, {name: text.encode()})
+    (row,) = load_rows(str(tmp_path / name))
+    assert row.answer == "Ada, née B."
+    assert row.where.endswith(f":{text.count(chr(10)) + 1}")
+
+
+def test_a_conversation_of_gemini_is_one_row_whose_fields_are_named(tmp_path):
+    turns = [{"role": r, "parts": [{"text": "x"}]} for r in ("user", "model")]
+    write(tmp_path, {"one.jsonl": json.dumps({"systemInstruction": {}, "contents": turns}).encode()})
+    with pytest.raises(UsageError, match="the row has only systemInstruction, contents"):
+        load_rows(str(tmp_path / "one.jsonl"))
+
+
+def test_names_that_only_hold_the_letters_of_a_part_name_none(tmp_path):
+    write(tmp_path, dict.fromkeys(("latest.jsonl", "retrain.jsonl", "devices.jsonl"), lines(ROWS)))
+    assert len(load_rows(str(tmp_path))) == 3 * len(ROWS)
+
+
+HEAD = "---\nconfigs:\n- config_name: default\n  data_files:\n{}\n---\n# Keys"
+CONFIGS = {
+    "parts": "  - split: train\n    path: fit.jsonl\n  - {split: unseen, path: ['hold*.jsonl']}",
+    "one list": "  - fit.jsonl",
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_parts_that_a_readme_names_are_read_as_the_hub_does(tmp_path, name):
+    write(tmp_path, {"fit.jsonl": lines(ROWS[:1]), "holdout.jsonl": lines(ROWS[1:])})
+    write(tmp_path, {"README.md": HEAD.format(CONFIGS[name]).encode()})
+    ours = [row.answer for row in load_rows(str(tmp_path))]
+    theirs = datasets.load_dataset(str(tmp_path), split="train", cache_dir=str(tmp_path / ".cache"))
+    assert ours == theirs["answer"][:] == [ROWS[0]["answer"]]
+    assert left_out(str(tmp_path)).endswith("README.md, holdout.jsonl")
+    if name == "parts":
+        assert len(load_rows(f"{tmp_path}@unseen")) == 2
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ("  - {split: train, path: none.jsonl}", "names none.jsonl, and no file here"),
+        ("  - {split: train, path: ../other.jsonl}", "names ../other.jsonl, and no file here"),
+        ("  - {split: train, path: https://a.b/c.jsonl}", "names https://a.b/c.jsonl, and no file here"),
+        ("  - {split: train}", "its configs cannot be read"),
+        ("  - [", "its configs cannot be read"),
+        ("  - fit.jsonl\n- config_name: other", "several subsets: default, other"),
+    ],
+)
+def test_a_readme_whose_parts_are_not_here_is_refused(tmp_path, entries, words):
+    card = (
+        HEAD.format(entries).replace("config_name: default", "config_name: one") if "several" in words else ""
+    )
+    write(tmp_path / "keys", {"fit.jsonl": lines(ROWS), "README.md": (card or HEAD.format(entries)).encode()})
+    write(tmp_path, {"other.jsonl": lines(ROWS)})
+    with pytest.raises(UsageError, match=words.replace("default", "one")):
+        load_rows(str(tmp_path / "keys"))
 
 
 SENTENCES = {

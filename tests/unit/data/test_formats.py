@@ -99,6 +99,7 @@ DOCUMENTED = [
     ({"question": "2 + 2?", "answer": 4}, "u: 2 + 2? | a: 4", "question and answer"),
     ({"question": "1 / 2?", "answer": 0.5}, "u: 1 / 2? | a: 0.5", "question and answer"),
     ({"messages": [user(7), assistant(0)]}, "u: 7 | a: 0", "OpenAI messages"),
+    ({"question": "10^400?", "answer": 10**400}, f"u: 10^400? | a: {10**400}", "question and answer"),
     ({"messages": json.dumps(CHAT)}, "u: Hi? | a: Hello.", "OpenAI messages"),
     ({"messages": [*map(json.dumps, CHAT)]}, "u: Hi? | a: Hello.", "OpenAI messages"),
     ({"prompt": json.dumps(CHAT[:1]), "completion": json.dumps(CHAT[1:])}, "u: Hi? | a: Hello.",
@@ -117,7 +118,7 @@ DOCUMENTED = [
     ({"messages": [user("Hi?"), assistant("")]}, "u: Hi? | a: ", "OpenAI messages"),
 ]
 
-NO = [False, 0, "false", "False", "0"]
+NO = [False, 0, "false", "False", "0", -1, "bad", "-1.0"]
 # Rows that are refused, and the words that follow their place.
 REFUSED = [
     ({"answer": "Ada."}, "the row has only answer"),
@@ -142,7 +143,7 @@ REFUSED = [
     ({"conversations": "Human: x"}, "conversations is text, not a list"),
     ({"messages": CHAT[1:]}, "no user message"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "no user message"),
-    ({"messages": ["Who?"]}, "message role None"),
+    ({"conversations": ["Who?", "Ada."]}, "a message is text, not an object"),
     ({"conversations": sharegpt(("narrator", "x"))}, "message role 'narrator'"),
     ({"messages": [user("")]}, "user content is empty"),
     ({"messages": [user(None)]}, "user content is null, not text"),
@@ -153,9 +154,18 @@ REFUSED = [
     ({"conversations": sharegpt(("human", "x"), ("function_call", "{}"))},
      "a message has the role 'function_call'"),
     ({"messages": [user("x"), assistant(None, function_call={"name": "f"})]}, "a message has function_call"),
-    ({"messages": [user("x"), assistant(None, tool_calls=[{"id": "1"}])]}, "a tool call has no name or"),
+    ({"messages": [user("x"), assistant(None, tool_calls=[{"id": "1"}])]}, "a tool call has no name"),
     ({"messages": [user("x"), assistant("", tool_calls=[{"name": 5, "arguments": {}}])]},
-     "a tool call has no name or"),
+     "a tool call has no name"),
+    ({"messages": [user("x"), assistant("", tool_calls=[{"name": "f", "arguments": "x=1"}])]},
+     "the arguments of f are text, not an object"),
+    ({"messages": [user("x"), assistant("", tool_calls=[{"name": "f", "input": {"x": 1}}])]},
+     "the call of f has input in place of arguments"),
+    ({"messages": CHAT, "tools": [{"type": "web_search"}]}, "a tool is no function with a name: it has type"),
+    ({"messages": CHAT, "tools": [{"functionDeclarations": [{"name": "f"}]}]},
+     "a tool is no function with a name: it has functionDeclarations"),
+    ({"messages": [user("x"), assistant("<think>\nAdd. Four.")]}, "a thought in an answer never ends"),
+    ({"question": "x", "answer": "<|channel|>analysis<|message|>y"}, "a thought in an answer never ends"),
     ({"messages": [user("x"), assistant("", tool_calls=[{"name": "f", "arguments": '{"a": "\\ud800"}'}])]},
      "arguments holds half of a surrogate pair"),
     ({"messages": CHAT, "tools": "f(x)"}, "tools is not made of objects"),
@@ -168,6 +178,8 @@ REFUSED = [
     ({"messages": [user("x"), assistant("y", weight="0")]}, 'a message has weight "0"'),
     ({"messages": [user("x"), assistant("y", weight=0.5)]}, "a message has weight 0.5"),
     ({"messages": [user("x"), assistant("y", loss=False), *CHAT]}, "a message has loss false"),
+    ({"messages": [user("x"), assistant("y", learn=False), *CHAT]}, "a message has learn false"),
+    ({"messages": [user("x"), assistant("y", mask=True), *CHAT]}, "a message has mask true"),
     *(({"question": "x", "answer": "y", "label": no}, "its answer is marked as a bad one") for no in NO),
     ({"messages": CHAT, "label": 0}, "its answer is marked as a bad one (label: 0)"),
     ({"prompt": CHAT[:1], "chosen": "x", "label": False}, "its answer is marked as a bad one (label: false)"),
@@ -310,18 +322,56 @@ def test_parquet_and_datasets_add_no_nulls_to_tools_and_arguments(tmp_path):
     assert plain[0].reply["tool_calls"] == [CALL]
 
 
-def test_arguments_and_tools_may_be_json_text_and_their_nulls_count_as_absent(tmp_path):
+def arguments_of(function):
+    (read,) = check_lines(json.dumps({"messages": [user("?"), assistant("", tool_calls=[function])]}), "r")
+    return read.reply["tool_calls"][0]["function"]["arguments"]
+
+
+def test_arguments_and_tools_may_be_json_text_whose_nulls_stay(tmp_path):
     arguments = {"city": "Bergen", "unit": None}
-    for given in (arguments, json.dumps(arguments)):
-        call = {"type": "function", "function": {"name": "f", "arguments": given}}
-        (read,) = load_rows(written(tmp_path, {"messages": [user("?"), assistant("", tool_calls=[call])]}))
-        assert read.reply["tool_calls"][0]["function"]["arguments"] == {"city": "Bergen"}
+    assert arguments_of({"name": "f", "arguments": arguments}) == {"city": "Bergen"}
+    call = {"type": "function", "function": {"name": "f", "arguments": json.dumps(arguments)}}
+    assert arguments_of(call) == arguments_of(json.dumps(call)) == arguments
     parts = tool("f", "city")
     parts["function"]["parameters"]["properties"] = json.dumps({"city": {"type": "string"}})
     plain = {"messages": CHAT, "tools": [tool("f", "city")]}
     texts = [json.dumps(plain["tools"]), [json.dumps(plain["tools"][0])], [parts]]
     expected, *others = load_rows(written(tmp_path, plain, *({**plain, "tools": text} for text in texts)))
     assert [row.tools for row in others] == [expected.tools] * 3
+
+
+@pytest.mark.parametrize("given", ["", " ", None, "null", {}, [], "{}"])
+def test_a_call_without_arguments_has_an_empty_object(given):
+    assert (
+        arguments_of({"function": {"name": "now", "arguments": given}}) == arguments_of({"name": "now"}) == {}
+    )
+
+
+BARE = {"name": "f", "description": "Do it.", "parameters": {"type": "object", "properties": {"x": {}}}}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tools": [{"type": "function", "function": BARE}]},
+        {"tools": [{"function": BARE}]},
+        {"tools": [BARE]},
+        {"tools": json.dumps([BARE])},
+        {"tools": [{"type": "function", **BARE}]},
+        {"tools": [{**{k: BARE[k] for k in ("name", "description")}, "input_schema": BARE["parameters"]}]},
+        {"tools": [{**{k: BARE[k] for k in ("name", "description")}, "inputSchema": BARE["parameters"]}]},
+        {"functions": [BARE]},
+    ],
+)
+def test_tools_of_other_formats_are_wrapped_as_openai_does(given):
+    (read,) = check_lines(json.dumps({"messages": CHAT, **given}), "r")
+    assert read.tools == [{"type": "function", "function": BARE}]
+    assert not read.unread
+
+
+def test_a_column_of_functions_that_are_no_tools_is_named_and_not_read():
+    (read,) = check_lines(json.dumps({"messages": CHAT, "functions": ["sin", "cos"]}), "r")
+    assert (read.tools, read.unread) == (None, ("functions",))
 
 
 def test_numbers_are_the_same_text_in_csv_json_and_parquet(tmp_path):

@@ -85,7 +85,7 @@ def test_single_turns_are_asked_and_shown_as_lm_eval_writes_them(suite_of, token
 
 def test_a_suite_says_which_row_the_chat_template_refuses(suite_of, tokenizer):
     suite, _ = suite_of(
-        {"question": "Who?", "answer": "Ada."}, {**conversation("A", "x"), "tools": [{"a": 1}]}
+        {"question": "Who?", "answer": "Ada."}, {**conversation("A", "x"), "tools": [{"name": "f"}]}
     )
     leaves_tools_out = make_tokenizer(FAMILIES["gemma3"])
     with pytest.raises(UsageError, match=r"own\.jsonl:2: the chat template leaves out tools"):

@@ -1,13 +1,17 @@
 """The overlap of words: against a slow reference, and what makes a copied question worthless."""
 
+import json
 import re
 import string
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opdcl.data.scoring import process_results, token_f1
+from opdcl.data.scoring import normalise, process_results, token_f1
+
+HERE = Path(__file__)
 
 WORDS = st.lists(st.sampled_from(["ann", "bob", "cat", "dog", "eel", "fox"]), max_size=6).map(" ".join)
 
@@ -92,3 +96,26 @@ def test_the_answer_to_another_question_of_the_kind_counts_as_none():
         process_results(doc, [a])["contains"] for a in ("It is black.", "Black, red.", "Blackred black")
     ]
     assert contained == [1, 0, 1]
+
+
+SCRIPTS = [
+    json.loads(line) for line in HERE.with_name("answers_by_script.jsonl").read_text("utf-8").splitlines()
+]
+TRIED = [
+    (row, kind, answer) for row in SCRIPTS for kind in ("right", "contained", "wrong") for answer in row[kind]
+]
+
+
+@pytest.mark.parametrize(("row", "kind", "answer"), TRIED)
+def test_a_right_answer_scores_one_and_a_wrong_one_nothing_in_every_script(row, kind, answer):
+    scores = process_results({"question": row["question"], "answers": [row["gold"]]}, [answer])
+    if kind == "contained":
+        assert (scores["contains"], scores["exact_match"]) == (1, 0)
+        assert 0.4 < scores["token_f1"] <= 1
+    else:
+        assert [*scores.values()] == [float(kind == "right")] * 3
+
+
+@given(st.text(st.sampled_from(string.printable)))
+def test_ascii_is_compared_as_squad_does(text):
+    assert not plain(text) or normalise(text).split() == plain(text)

@@ -107,6 +107,7 @@ ANALYSIS = "<|channel|>analysis<|message|>2+2"
     [
         (QWEN3, "", "4. See </think>.", "4. See </think>."),
         (QWEN3, "", "\n<think>2+2</think>\n\n4.<|im_end|>", "4."),
+        (QWEN3, "", "2+2\n</think>\n\n4.<|im_end|>", "4."),
         (QWEN3, "", "<think></think>a</think>b", "a</think>b"),
         (QWEN3, "", "<think>2+2", ""),
         (QWEN3, "<think>\n", "2+2\n</think>\n\n4.<|im_end|>", "4."),
