@@ -231,7 +231,7 @@ def serve(
     from opdcl.rundir.layout import open_run
 
     start(json)
-    command, environment = serve_command(open_run(run_dir), vllm, host, port, context.args)
+    command, environment = serve_command(open_run(run_dir), vllm, host, port, context.args, dry_run)
     if not dry_run:
         os.execve(command[0], command, os.environ | environment)
     variables = [f"{name}={value}" for name, value in environment.items() if name != "VLLM_API_KEY"]
