@@ -6,6 +6,7 @@ import contextlib
 import os
 import shlex
 import sys
+import threading
 import webbrowser
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,9 @@ from opdcl.errors import EnvironmentFault, OpdclError, UsageError
 
 if TYPE_CHECKING:
     from opdcl.deploy.browser import ChatServer
+
+
+TEXT_BROWSERS = ("www-browser", "links", "elinks", "lynx", "w3m")
 
 
 def report(
@@ -147,9 +151,18 @@ def _serve_page(server: ChatServer) -> None:
     """Open the page, and answer until Ctrl-C."""
     screen.output.result(server.url, {"url": server.url})
     screen.output.note("Ctrl-C ends.")
-    webbrowser.open(server.url)
+    # Beside the server, which has to answer: some browsers return only when they are closed.
+    threading.Thread(target=_open_page, args=(server.url,), daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt), server:
         server.serve_forever()
+
+
+def _open_page(url: str) -> None:
+    """Open a page in the user's browser; one in the terminal would take that, and runs no script."""
+    with contextlib.suppress(webbrowser.Error):
+        browser = webbrowser.get()
+        if Path(getattr(browser, "name", "")).name not in TEXT_BROWSERS:
+            browser.open(url)
 
 
 def _typed_lines() -> Iterator[str]:
