@@ -31,7 +31,7 @@ PERIOD = 0.2
 LONGEST_REQUEST = 1_000_000
 
 # Seconds after which a client that neither sends nor takes anything is dropped.
-SILENCE = 15.0
+SILENCE = 5.0
 
 
 class ChatServer(ThreadingHTTPServer):
@@ -91,10 +91,7 @@ class ChatServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: ChatServer
-
-    def setup(self) -> None:
-        self.timeout = SILENCE  # of its socket
-        super().setup()
+    timeout = SILENCE  # of its socket
 
     def do_GET(self) -> None:
         if not self._is_asked_for("/"):
@@ -117,6 +114,9 @@ class _Handler(BaseHTTPRequestHandler):
             prompt, system = str(asked["prompt"]), str(asked.get("system", ""))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             self.send_error(HTTPStatus.BAD_REQUEST)
+            return
+        except TimeoutError:
+            self.send_error(HTTPStatus.REQUEST_TIMEOUT)
             return
         self._begin("application/jsonl")
         try:

@@ -11,7 +11,7 @@ import pytest
 
 from opdcl.cli import runs
 from opdcl.config.model import ModelConfig
-from opdcl.deploy.browser import ChatServer
+from opdcl.deploy.browser import ChatServer, _Handler
 from opdcl.deploy.chat import Chat
 
 
@@ -104,8 +104,8 @@ def test_a_length_that_is_none_is_refused_before_anything_is_read(server, capfd,
 
 
 def test_a_client_that_falls_silent_is_dropped_without_a_word(server, monkeypatch, capfd):
-    monkeypatch.setattr("opdcl.deploy.browser.SILENCE", 0.3)
-    assert spoken(server, "Content-Type: application/json", "Content-Length: 9", body=b"{") == b""
+    monkeypatch.setattr(_Handler, "timeout", 0.3)
+    assert b" 408 " in spoken(server, "Content-Type: application/json", "Content-Length: 9", body=b"{")
     before = threading.active_count()
     silent = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(20)]
     for client in silent:
