@@ -104,6 +104,7 @@ def test_a_length_that_is_none_is_refused_before_anything_is_read(server, capfd,
 
 
 def test_a_client_that_falls_silent_is_dropped_without_a_word(server, monkeypatch, capfd):
+    assert 0 < _Handler.timeout < 10
     monkeypatch.setattr(_Handler, "timeout", 0.3)
     assert b" 408 " in spoken(server, "Content-Type: application/json", "Content-Length: 9", body=b"{")
     before = threading.active_count()
