@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import shlex
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,8 @@ def refuse_stored_places(
     if not asked:
         return
     named = ", ".join(f"the {kind} {value} ({key})" for key, value, kind in asked)
-    again = " ".join(f"--set {key}={value}" for key, value, _ in asked)
+    # Quoted: it is there to be copied into a shell.
+    again = " ".join(f"--set {shlex.quote(f'{key}={value}')}" for key, value, _ in asked)
     message = f"a run directory cannot make this command use {named}"
     raise UsageError(message, f"if you trust it, name it yourself: {again}")
 

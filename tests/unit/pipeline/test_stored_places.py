@@ -1,6 +1,7 @@
 """What a run has stored opens no file of the user's and names no server: the command says it anew."""
 
 import json
+import shlex
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -81,6 +82,14 @@ def test_a_server_that_a_run_names_is_asked_for_anew(folder, server, words, stag
     assert done.returncode == 2, done.stderr
     assert f"a run directory cannot make this command use the server {server.url}" in done.stderr
     assert f"--set {stage}.server.url={server.url}" in done.stderr
+
+
+def test_the_hint_can_be_copied_into_a_shell(folder):
+    url = "http://evil.example/$(touch${IFS}hurt);'x"
+    received(folder, eval__server={"url": url})
+    said = opdcl(*COMMANDS["dry"], cwd=folder).stderr
+    words = shlex.split(" ".join(said.split("name it yourself: ")[1].split()))
+    assert words == ["--set", f"eval.server.url={url}"]
 
 
 @pytest.mark.parametrize("given", ["eval.server.url={url}", "eval.server={{url: '{url}'}}"])
