@@ -253,7 +253,7 @@ def ask_a_teacher(engine: Engine) -> None:
     )
     engine.container(
         "the composed run",
-        [*beside, "--env=OPDCL_SERVER_KEY"],
+        [*beside, "--env=OPDCL_SERVER_KEY", "--env=OPDCL_SERVER_URL=http://teacher:8000"],
         words,
         says="report: /runs/taught/report.html",
     )

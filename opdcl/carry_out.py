@@ -12,7 +12,12 @@ from opdcl.config.load import load, load_tree
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
 from opdcl.errors import UsageError
-from opdcl.model.consent import refuse_consent_of_files, refuse_stored_consent, without_consent
+from opdcl.model.consent import (
+    is_stored_file,
+    refuse_consent_of_files,
+    refuse_stored_consent,
+    without_consent,
+)
 from opdcl.outcomes import Comparison, Plan, Result
 from opdcl.pipeline.begin import open_or_begin, refuse_other_finetune, run_beside
 from opdcl.pipeline.execute import execute
@@ -38,7 +43,7 @@ def run_files(
     """Run the workflow of some files, or of none; `chosen` are settings by key."""
 
     def read(overrides: list[str], flags: dict[str, Any]) -> Configured:
-        flow, origins = load(strings(files), overrides, flags)
+        flow, origins = load(strings(files), overrides, flags, is_stored_file)
         refuse_consent_of_files(flow, origins)
         return flow, origins, as_folder(out or Path("runs") / flow.name)
 
@@ -59,7 +64,7 @@ def add_stage(
         stored = saved["workflow"]
         if not options.get("force"):
             _refuse_another_file(RunDir(path), stored, flags)
-        flow, origins = load_tree(without_consent(stored), saved["origins"], overrides, flags, stage)
+        flow, origins = load_tree(*without_consent(saved, path), overrides, flags, stage)
         refuse_stored_consent(stored, flow, path)
         return flow, origins, path
 

@@ -36,9 +36,20 @@ SECRETS = {
     "AWS": r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}",
     "DigitalOcean": r"\bdo[opr]_v1_[a-f0-9]{16,}",
     "SendGrid": r"\bSG\.[A-Za-z0-9_-]{16,}\.[A-Za-z0-9_-]{16,}",
+    "Telegram": r"(?<![0-9])[0-9]{8,10}:AA[A-Za-z0-9_-]{30,}",
+    "Cohere": r"\bco_[A-Za-z0-9]{32,}",
+    "Perplexity": r"\bpplx-[A-Za-z0-9]{16,}",
+    "Fireworks": r"\bfw_[A-Za-z0-9]{22,}",
+    "age": r"\bAGE-SECRET-KEY-1[A-Z0-9]{20,}",
+    "Shopify": r"\bshp(?:at|ca|pa|ss)_[A-Fa-f0-9]{32,}",
+    "Linear": r"\blin_(?:api|oauth)_[A-Za-z0-9]{16,}",
+    "Vault": r"\bhv[bsr]\.[A-Za-z0-9_-]{16,}",
+    "Databricks": r"\bdapi[a-f0-9]{32,}",
     "JSON web token": r"\beyJ[A-Za-z0-9_-]{5,}\.[A-Za-z0-9_-]{5,}(?:\.[A-Za-z0-9_-]*)?",
     "private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     # Places where a secret stands.
+    "webhook": r"(?:hooks\.slack\.com/services/|discord(?:app)?\.com/api/webhooks/)([\w/-]{20,})",
+    "Azure": r"(?i)\b(?:Account|SharedAccess)Key=([A-Za-z0-9+/]{20,}=*)",
     "user and password in a URL": r"://([^/\s:@]*:[^/\s@]+)@",
     "parameter of a URL": r"(?i)[?&](?:[\w.-]*(?:key|sig|signature|credential|token|secret|password))="
     rf"({_VALUE})",
@@ -55,6 +66,9 @@ SECRETS = {
     "hexadecimal key": r"(?i)\b(?:\w*key|\w*token|secret|wandb|login)[\"']?[\s:=]{1,4}[\"']?([0-9a-f]{40})\b",
 }
 _PATTERNS = [re.compile(pattern) for pattern in SECRETS.values()]
+
+# Letters and signs without ink, which make two names look alike: fillers of Hangul, Khmer and Braille.
+BLANK = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"
 
 # Names of environment variables that hold secrets; TOKENIZERS_PARALLELISM and HF_TOKEN_PATH do not.
 _VARIABLE = re.compile(
@@ -117,8 +131,8 @@ def harmless_json(text: str) -> str:
 
 
 def _acts(char: str) -> bool:
-    """Return whether a terminal or a text layout obeys a character instead of showing it."""
+    """Return whether a terminal or a text layout obeys a character, or shows nothing of it."""
     # Emoji and several scripts need zero-width joiners.
     if char in "\n\t\u200c\u200d":
         return False
-    return unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    return unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp") or char in BLANK

@@ -95,10 +95,11 @@ def show_config(
     """Print the settings of a workflow, and where each value comes from. Defaults are left out."""
     from opdcl.config.load import flatten, load
     from opdcl.config.reference import as_yaml
+    from opdcl.model.consent import is_stored_file
     from opdcl.pipeline.defaults import resolve_for_machine
 
     start(json)
-    flow, origins = load(workflow, settings or ())
+    flow, origins = load(workflow, settings or (), is_stored=is_stored_file)
     with contextlib.suppress(OpdclError):  # without the model at hand its automatic settings stay unknown
         flow, automatic = resolve_for_machine(flow)
         origins |= automatic
@@ -132,10 +133,11 @@ def _short_path(value: str) -> str:
 def validate_config(workflow: opt.Workflow, settings: opt.Settings = None, json: opt.Json = False) -> None:
     """Check the keys and values of a workflow. Reads no data and no model."""
     from opdcl.config.load import load
+    from opdcl.model.consent import is_stored_file
     from opdcl.pipeline.sweep import expand
 
     start(json)
-    flow, _ = load(workflow, settings or ())
+    flow, _ = load(workflow, settings or (), is_stored=is_stored_file)
     expand(flow, Path("runs") / flow.name)
     screen.output.result(f"{flow.name}: valid", {"name": flow.name, "valid": True})
     lead("run", *workflow, "--dry-run")

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shlex
 import sys
+import threading
 import webbrowser
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,9 @@ from opdcl.errors import EnvironmentFault, OpdclError, UsageError
 
 if TYPE_CHECKING:
     from opdcl.deploy.browser import ChatServer
+
+
+TEXT_BROWSERS = ("www-browser", "links", "elinks", "lynx", "w3m")
 
 
 def report(
@@ -147,9 +151,18 @@ def _serve_page(server: ChatServer) -> None:
     """Open the page, and answer until Ctrl-C."""
     screen.output.result(server.url, {"url": server.url})
     screen.output.note("Ctrl-C ends.")
-    webbrowser.open(server.url)
+    # Beside the server, which has to answer: some browsers return only when they are closed.
+    threading.Thread(target=_open_page, args=(server.url,), daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt), server:
         server.serve_forever()
+
+
+def _open_page(url: str) -> None:
+    """Open a page in the user's browser; one in the terminal would take that, and runs no script."""
+    with contextlib.suppress(webbrowser.Error):
+        browser = webbrowser.get()
+        if Path(getattr(browser, "name", "")).name not in TEXT_BROWSERS:
+            browser.open(url)
 
 
 def _typed_lines() -> Iterator[str]:
@@ -231,7 +244,7 @@ def serve(
     from opdcl.rundir.layout import open_run
 
     start(json)
-    command, environment = serve_command(open_run(run_dir), vllm, host, port, context.args)
+    command, environment = serve_command(open_run(run_dir), vllm, host, port, context.args, dry_run)
     if not dry_run:
         os.execve(command[0], command, os.environ | environment)
     variables = [f"{name}={value}" for name, value in environment.items() if name != "VLLM_API_KEY"]

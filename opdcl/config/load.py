@@ -16,7 +16,7 @@ from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 
 from opdcl.config.own_tasks import ENDINGS, ROLES, is_task_file, is_task_path, name_own_tasks
 from opdcl.config.recover import split_share
-from opdcl.config.reference import error_key, explain
+from opdcl.config.reference import SCHEMA, error_key, explain
 from opdcl.config.shipped import SHIPPED_DATA, find_workflow, split_part
 from opdcl.config.workflow import MACHINE, WITHOUT_MEANING, Workflow
 from opdcl.errors import UsageError
@@ -45,13 +45,21 @@ PATH_FIELDS = (
     *("recover.teachers.*.model.id", "recover.teachers.*.adapter", "recover.teachers.*.prompts"),
 )
 
+# Settings in whose place a file may be named. Its text is read here, where the user speaks, and nowhere else:
+# in the settings of a run, which may come from somebody else, a name would open files of the user's.
+TEMPLATE_FIELD, SYSTEM_FIELDS = "*model.chat_template", ("*recover.system", "*eval.system")
+
 
 def load(
-    sources: list[str], overrides: Sequence[str] = (), flags: dict[str, Any] | None = None
+    sources: list[str],
+    overrides: Sequence[str] = (),
+    flags: dict[str, Any] | None = None,
+    is_stored: Callable[[Path], bool] = lambda file: False,
 ) -> tuple[Workflow, dict[str, str]]:
     """Return the workflow and the origin of each set value (`"recover.steps" -> "quickstart.yaml:31"`).
 
-    Precedence: defaults < first file < further files < `--set a.b=c` < named arguments.
+    Precedence: defaults < first file < further files < `--set a.b=c` < named arguments. A file that
+    `is_stored` in a run opens no other file: its texts are texts.
     """
     tree: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -59,7 +67,7 @@ def load(
     values = _read_overrides(overrides)
     for source in sources:
         file = find_workflow(source)
-        _merge(tree, origins, _read(file), file)
+        _merge(tree, origins, _read(file), file, not is_stored(file))
     return _override(tree, origins, values, flags or {})
 
 
@@ -115,6 +123,8 @@ def _override(
             if not isinstance(node, dict):
                 raise UsageError(f"{key}: {section} is a value, not a section", "opdcl config schema")
         node[name] = _from_here(value, key)
+        for inner in [known for known in origins if known.startswith(f"{key}.")]:
+            del origins[inner]  # what stood there is replaced
         origins[key] = origin
         own.add(key)
     return validate(tree, origins, own), origins
@@ -255,7 +265,7 @@ def _plain(value: Any) -> Any:
     raise ValueError(f"{value} is a {type(value).__name__}; write it in quotes")
 
 
-def _merge(tree: dict, origins: dict, new: Any, file: Path, prefix: str = "") -> None:
+def _merge(tree: dict, origins: dict, new: Any, file: Path, opens_files: bool, prefix: str = "") -> None:
     for key, value in new.items():
         name = f"{prefix}{key}"
         line = new.lc.key(key)[0] + 1 if hasattr(new, "lc") else 0
@@ -263,7 +273,7 @@ def _merge(tree: dict, origins: dict, new: Any, file: Path, prefix: str = "") ->
             origins.setdefault(name, f"{file}:{line}")
             if not isinstance(tree.get(str(key)), dict):
                 tree[str(key)] = {}
-            _merge(tree[str(key)], origins, value, file, f"{name}.")
+            _merge(tree[str(key)], origins, value, file, opens_files, f"{name}.")
         else:
             try:
                 value = _plain(value)
@@ -273,7 +283,7 @@ def _merge(tree: dict, origins: dict, new: Any, file: Path, prefix: str = "") ->
                 value = _resolved(value, lambda path: _from_folder(path, file.parent))
             elif _is_list_of_suites(name):
                 value = _own_tasks(value, file.parent)
-            tree[str(key)] = value
+            tree[str(key)] = _opened(value, name) if opens_files else value
             origins[name] = f"{file}:{line}"
 
 
@@ -307,7 +317,29 @@ def _from_here(value: Any, key: str) -> Any:
         return {name: _from_here(part, f"{key}.{name}") for name, part in value.items()}
     if _is_list_of_suites(key):
         return _own_tasks(value, Path())
-    return _resolved(value, _existing) if _may_be_path(key) else value
+    return _opened(_resolved(value, _existing) if _may_be_path(key) else value, key)
+
+
+def _opened(value: Any, key: str) -> Any:
+    """Return the text of the file that stands in place of a system prompt, as `@FILE`, or of a template."""
+    if not isinstance(value, str):
+        return value
+    if fnmatch.fnmatchcase(key, TEMPLATE_FIELD) and "{" not in value and os.path.isfile(value):
+        return _text_of(value, key, "Jinja template")
+    if value.startswith("@") and any(fnmatch.fnmatchcase(key, field) for field in SYSTEM_FIELDS):
+        text = _text_of(value[1:], key, "system prompt").strip()
+        if not text or text.startswith("@"):
+            raise UsageError(f"{key}: names a file without a system prompt: {value[1:]}", SCHEMA)
+        return text
+    return value
+
+
+def _text_of(file: str, key: str, kind: str) -> str:
+    try:
+        return Path(os.path.expanduser(file)).read_text(encoding="utf-8")
+    except (OSError, ValueError) as fault:
+        message = f"{key}: names a file that cannot be read: {file}"
+        raise UsageError(message, f"name a text file in UTF-8 that holds the {kind}") from fault
 
 
 def _resolved(value: Any, resolve: Callable[[str], str]) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+import ipaddress
+import re
+import socket
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -15,6 +16,18 @@ SERVED_TOKENS = 20
 
 # In place of a number of tokens: the whole vocabulary, as vLLM calls it.
 WHOLE_VOCABULARY = -1
+
+
+def is_this_machine(host: str) -> bool:
+    """Return whether the name or address of a host is reached from this machine only."""
+    try:
+        # Also the short and numeric forms that the system takes: 127.1, 2130706433.
+        is_short = re.fullmatch(r"[0-9a-fA-FxX.]+", host)
+        address = ipaddress.ip_address(socket.inet_aton(host) if is_short else host.strip("[]"))
+    except (ValueError, OSError):
+        return host.lower() == "localhost"
+    mapped = address.ipv4_mapped if address.version == 6 else None
+    return (mapped or address).is_loopback
 
 
 class TeacherModel(Section):
@@ -72,22 +85,19 @@ class ModelConfig(TeacherModel):
 
     @field_validator("chat_template")
     @classmethod
-    def _read_template(cls, value: str | None) -> str | None:
-        # The text is stored, so a run depends on what the file held and can be continued without it.
-        if value is None or "{" in value:
-            return value
-        try:
-            text = Path(os.path.expanduser(value)).read_text(encoding="utf-8")
-        except (OSError, ValueError) as fault:
-            raise ValueError("is neither a Jinja template nor a file that can be read") from fault
-        if "{" not in text:
-            raise ValueError("the file holds no Jinja template")
-        return text
+    def _is_template(cls, value: str | None) -> str | None:
+        # `config.load` has read the file if a command or a workflow names one. A run stores the text, so it
+        # can be continued without the file, and names none.
+        if value is not None and "{" not in value:
+            raise ValueError("is neither a Jinja template nor a file that can be read")
+        return value
 
 
 class ServerSection(Section):
     """A model server that returns log-probabilities of prompt tokens, such as vLLM. Its API key is read from
-    the environment variable `OPDCL_SERVER_KEY`."""
+    the environment variable `OPDCL_SERVER_KEY`, and sent to the server at `OPDCL_SERVER_URL` only, or without
+    that variable to servers on this machine. What a run directory has stored does not count: a command that
+    reads it must name the server again."""
 
     former = {
         "model": (None, "serve one model, as opdcl serve does: only a teacher's server may hold others")

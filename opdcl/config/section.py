@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -111,18 +108,5 @@ class Section(BaseModel):
         return section is not None and bool(getattr(section, name) != default)
 
 
-def _read_system(value: str) -> str:
-    """Return a system prompt; one that begins with @ names its file. The text is stored, not the name."""
-    if not value.startswith("@"):
-        return value
-    try:
-        text = Path(os.path.expanduser(value[1:])).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as fault:
-        raise ValueError(f"names a file that cannot be read: {value[1:]}") from fault
-    if not text or text.startswith("@"):
-        raise ValueError(f"names a file without a system prompt: {value[1:]}")
-    return text
-
-
-# A system prompt: a text, or `@FILE` in the current folder.
-SystemPrompt = Annotated[str, Field(min_length=1), AfterValidator(_read_system)]
+# The text itself: `config.load` reads the file where a command or a workflow names one.
+SystemPrompt = Annotated[str, Field(min_length=1)]

@@ -5,7 +5,10 @@ opdcl chat runs/mine --browser
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
+import sys
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
@@ -27,6 +30,9 @@ PERIOD = 0.2
 # A longer request is no prompt that somebody typed, in bytes.
 LONGEST_REQUEST = 1_000_000
 
+# Seconds after which a client that neither sends nor takes anything is dropped.
+SILENCE = 5.0
+
 
 class ChatServer(ThreadingHTTPServer):
     """Serves the page and its answers at 127.0.0.1 only; prompts are answered one after the other."""
@@ -39,6 +45,11 @@ class ChatServer(ThreadingHTTPServer):
         self.chat = chat
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         self.one_at_a_time = threading.Lock()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a client that is gone; anything else is a defect, whose traceback helps."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
     @property
     def url(self) -> str:
@@ -80,12 +91,10 @@ class ChatServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: ChatServer
+    timeout = SILENCE  # of its socket
 
     def do_GET(self) -> None:
-        if self._is_from_elsewhere():
-            return
-        if self.path != "/":
-            self.send_error(HTTPStatus.NOT_FOUND)
+        if not self._is_asked_for("/"):
             return
         self._begin("text/html; charset=utf-8")
         names = json.dumps([*self.server.chat.slots])
@@ -93,34 +102,44 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """Answer `{"prompt", "system"}` with lines of JSON: the texts so far, and at the end all of them."""
-        length = int(self.headers.get("Content-Length") or 0)
-        if self._is_from_elsewhere():
+        if not self._is_asked_for("/ask"):
             return
-        if self.headers.get("Content-Type") != "application/json" or length > LONGEST_REQUEST:
+        length = self.headers.get("Content-Length", "")
+        is_length = re.fullmatch("[0-9]{1,7}", length) and int(length) <= LONGEST_REQUEST
+        if self.headers.get("Content-Type") != "application/json" or not is_length:
             self.send_error(HTTPStatus.BAD_REQUEST)
             return
         try:
-            asked = json.loads(self.rfile.read(length))
+            asked = json.loads(self.rfile.read(int(length)))
             prompt, system = str(asked["prompt"]), str(asked.get("system", ""))
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             self.send_error(HTTPStatus.BAD_REQUEST)
+            return
+        except TimeoutError:
+            self.send_error(HTTPStatus.REQUEST_TIMEOUT)
             return
         self._begin("application/jsonl")
         try:
             texts = self.server.answer(prompt, system, lambda texts: self._line({"texts": texts}))
             self._line({"texts": texts, "done": True})
-        except ConnectionError:
-            pass  # the page was closed
+        except OSError:
+            pass  # the page was closed, or takes nothing any more
         except Exception as fault:
-            self._line({"error": translate(fault).message})
+            with contextlib.suppress(OSError):
+                self._line({"error": translate(fault).message})
 
-    def _is_from_elsewhere(self) -> bool:
-        """Refuse a page of another site, whose name leads to this machine."""
+    def _is_asked_for(self, path: str) -> bool:
+        """Refuse a page of another site, whose name leads to this machine, and any other path."""
         port = self.server.server_port
-        if self.headers.get("Host") in (f"127.0.0.1:{port}", f"localhost:{port}"):
-            return False
-        self.send_error(HTTPStatus.FORBIDDEN)
-        return True
+        own = {f"127.0.0.1:{port}", f"localhost:{port}"}
+        origin = self.headers.get("Origin", "").removeprefix("http://")
+        if self.headers.get("Host") not in own or (origin and origin not in own):
+            self.send_error(HTTPStatus.FORBIDDEN)
+        elif self.path != path:
+            self.send_error(HTTPStatus.NOT_FOUND)
+        else:
+            return True
+        return False
 
     def _begin(self, kind: str) -> None:
         self.send_response(HTTPStatus.OK)

@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
-import argparse
-import ipaddress
 import os
 import shutil
 
-from opdcl.config.model import ModelConfig
+from opdcl.config.model import ModelConfig, is_this_machine
 from opdcl.errors import EnvironmentFault, UsageError
 from opdcl.model.adapters import refuse_unserved, stands_on
 from opdcl.model.consent import base_of_run
-from opdcl.rundir.layout import RunDir, adapter_config
+from opdcl.rundir.layout import TEMPLATE, RunDir, adapter_config
 
 # LoRA ranks for which vLLM has kernels; the server is started for the smallest that is large enough.
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 DEFAULT_RANK = 32
 # The option by which vLLM, and opdcl before it, is allowed to run code that comes with the model.
 CONSENT = "--trust-remote-code"
+# Options of vLLM that decide who may reach the server, and what decides it here.
+DECIDED = {
+    "--host": "opdcl serve RUN --host ADDRESS names the address",
+    "--api-key": "OPDCL_SERVER_KEY holds the key, which other users could read on the command line",
+    "--config": "write the options of that file out",
+}
 
 
 def serve_command(
-    run: RunDir, vllm: str, host: str, port: int, arguments: list[str]
+    run: RunDir, vllm: str, host: str, port: int, arguments: list[str], dry_run: bool = False
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command that serves a run's base with its adapters, and the variables it needs.
 
-    The command ends with `arguments`. An `EnvironmentFault` says that `vllm` is not installed.
+    The command ends with `arguments`. Unless this is a `dry_run`, a chat template is written into the run. An
+    `EnvironmentFault` says that `vllm` is not installed.
 
     Raises:
         UsageError: The server would be open to a network, or cannot hold the weights of the run.
     """
     from opdcl.model.load import model_source, pick_dtype, write_template
 
-    _refuse_open_server(host, arguments)
+    key = os.environ.get("OPDCL_SERVER_KEY", "").strip()
+    _refuse_open_server(host, arguments, key)
     program = shutil.which(os.path.expanduser(vllm))
     if program is None:
         raise EnvironmentFault(
@@ -59,8 +65,10 @@ def serve_command(
     }
     if model.revision:
         options["--revision"] = model.revision
-    if template := write_template(model, run.path):
-        options["--chat-template"] = template.resolve()
+    if model.chat_template or model.chat_template_kwargs:
+        options["--chat-template"] = (run.path / TEMPLATE).resolve()
+        if not dry_run:
+            write_template(model, run.path)
     words = [program, "serve", model_source(model)[0], "--enable-lora"]
     words += [str(word) for option in options.items() for word in option]
     if adapters:
@@ -70,33 +78,24 @@ def serve_command(
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
     }
-    if key := os.environ.get("OPDCL_SERVER_KEY"):
+    if key:
         environment["VLLM_API_KEY"] = key  # other users of the machine could read it on the command line
     return [*words, *arguments], environment
 
 
-def _refuse_open_server(host: str, arguments: list[str]) -> None:
+def _refuse_open_server(host: str, arguments: list[str], key: str) -> None:
     """Refuse to listen beyond this machine without a key: every client may load adapters."""
-    parsed, _ = _vllm_options().parse_known_args(arguments)
-    if os.environ.get("OPDCL_SERVER_KEY") or parsed.api_key:
-        return
-    host = parsed.host or host
-    try:
-        local = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        local = host == "localhost"
-    if not local:
+    for word in arguments:
+        # vLLM takes abbreviations, and underscores for hyphens; the last of several options counts.
+        option = word.partition("=")[0].replace("_", "-")
+        ours = next((ours for ours in DECIDED if len(option) > 2 and ours.startswith(option)), "")
+        if ours:
+            message = f"{word} after -- would decide who may reach the server"
+            raise UsageError(message, f"{DECIDED[ours]}; the other options of vLLM may follow --")
+    if not is_this_machine(host) and not key:
         message = f"on {host or 'all addresses'} without a key, anybody on the network could use the server"
         hint = 'export OPDCL_SERVER_KEY="$(openssl rand -hex 16)", or leave --host out and use a tunnel'
         raise UsageError(f"{message} and load adapters into it", hint)
-
-
-def _vllm_options() -> argparse.ArgumentParser:
-    """Return a parser of those options of vLLM that decide who may use the server."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--host")
-    parser.add_argument("--api-key", nargs="*")
-    return parser
 
 
 def _check_base(run: RunDir, model: ModelConfig, hint: str) -> None:

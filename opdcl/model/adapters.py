@@ -12,7 +12,7 @@ from opdcl.config.shipped import ROW_FILES
 from opdcl.errors import UsageError, nearest_path
 from opdcl.hub import HUB_IDS, Repository, holds, parse, snapshot
 from opdcl.model.adapter_files import checked_settings, copied_weights, merge_hint
-from opdcl.model.consent import base_of_run
+from opdcl.model.consent import base_of_run, stored_model
 from opdcl.model.tensors import headers
 from opdcl.rundir.files import read_json
 from opdcl.rundir.hashes import ADAPTER
@@ -101,8 +101,7 @@ def stands_on(run: RunDir) -> ModelConfig | None:
     Its own code is never run.
     """
     record = run.stage_record("finetune").get("tuned_model")
-    # Runs of earlier versions name a device.
-    return ModelConfig(**record | {"trust_remote_code": False, "device": "auto"}) if record else None
+    return stored_model(record | {"trust_remote_code": False}, run.path) if record else None
 
 
 def start_files(start: str, may_be_model: bool = True) -> list[Path]:

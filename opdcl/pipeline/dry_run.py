@@ -32,7 +32,7 @@ def describe(
 
     workflow, made_by = job.workflow, {} if made_by is None else made_by
     tasks = []
-    planned, notes = checked_plan(job, force)
+    planned, notes = checked_plan(job, force, dry_run=True)
     for task in planned:
         origin = made_by.get(task.fingerprint) or (workflow.start if task.name == "finetune" else None)
         if task.action == "run" and origin:

@@ -16,6 +16,7 @@ from opdcl.config.workflow import Workflow
 from opdcl.data.formats import Row
 from opdcl.data.rows import front_matter, left_out, shortened, unread
 from opdcl.errors import UsageError
+from opdcl.model.consent import refuse_stored_places
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job, read_records
 from opdcl.pipeline.plan import Task, stage_folder
@@ -36,10 +37,10 @@ SHAPE = (
 )
 
 
-def checked_plan(job: Job, force: bool = False) -> tuple[list[Task], list[str]]:
+def checked_plan(job: Job, force: bool = False, dry_run: bool = False) -> tuple[list[Task], list[str]]:
     """Check the run directory, the data and what the tasks need; return the tasks, and notes for the user.
 
-    Writes nothing. `force` permits stages that were made with other settings.
+    Writes nothing. `force` permits stages that were made with other settings. A `dry_run` sends no key.
 
     Raises:
         UsageError: The run would refuse it later.
@@ -54,6 +55,7 @@ def checked_plan(job: Job, force: bool = False) -> tuple[list[Task], list[str]]:
         _refuse_stale(tasks, job)
     _refuse_other_dtype(job)
     todo = {task.name for task in tasks if task.unfinished}
+    refuse_stored_places(workflow, job.origins, run, todo)
     _check_machine(workflow)
     _check_gates(workflow, tasks)
     _check_tuned_model(job)
@@ -69,7 +71,7 @@ def checked_plan(job: Job, force: bool = False) -> tuple[list[Task], list[str]]:
     for stage in ("recover", "eval"):
         if stage in todo:
             notes.append(system_note(job, workflow.system_of(stage)))
-    _check_servers(workflow, todo)
+    _check_servers(workflow, todo, sends_key=not dry_run)
     files = job.sources.files  # those of suites are read by now
     of_files = [left_out(source) for source in files]
     of_files += [unread(source, rows) for source, rows in files.items()]
@@ -399,7 +401,7 @@ def _check_suites(job: Job, to_do: bool) -> None:
         encode_prompt(row, job.tokenizer, job.context - config.closeness_tokens)
 
 
-def _check_servers(workflow: Workflow, todo: set[str]) -> None:
+def _check_servers(workflow: Workflow, todo: set[str], sends_key: bool) -> None:
     """Check that every server that the unfinished stages need grants access."""
     from opdcl.model.adapters import refuse_unserved
     from opdcl.model.load import skeleton
@@ -414,11 +416,11 @@ def _check_servers(workflow: Workflow, todo: set[str]) -> None:
         named = workflow.recover.served_tokens
         for teacher in workflow.teachers().values():
             if teacher.server:
-                check_access(teacher.server.url, named, teacher.server.model)
+                check_access(teacher.server.url, named, teacher.server.model, sends_key)
     if any(own) and (adapter := planned_adapter(workflow)):
         refuse_unserved(vars(lora_config(adapter, skeleton(workflow.model))))
     for server in filter(None, own):
-        check_access(server.url)
+        check_access(server.url, sends_key=sends_key)
 
 
 def planned_adapter(workflow: Workflow) -> LoraSection | Path | None:

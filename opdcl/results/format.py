@@ -124,8 +124,14 @@ def cut(text: str, limit: int) -> str:
 
 
 def markdown(text: str) -> str:
-    """Escape `text` so that Markdown shows it literally, on one line."""
-    return re.sub(r"([\\`*_<>|~#$&!]|\](?=[(\[:]))", r"\\\1", " ".join(harmless(text).split()))
+    """Escape `text` so that Markdown shows it literally, on one line: no address is a link, no name is told.
+
+    Where text is shown, GitHub makes a mention of `@name` and a link of `a@b.c` whatever was escaped, so a
+    character without width (U+2060) stands behind that sign.
+    """
+    line = " ".join(harmless(text).split())
+    line = re.sub(r"([\\`*_<>|~#$&!]|\](?=[(\[:])|:(?=//)|(?<=www)\.)", r"\\\1", line, flags=re.IGNORECASE)
+    return re.sub(r"(?<!\w)@(?=\w)|(?<=\w)@(?=[\w-]+\.)", "@\N{WORD JOINER}", line)
 
 
 def code(text: str) -> str:

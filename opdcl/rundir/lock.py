@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import json
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from opdcl.errors import UsageError
-from opdcl.rundir.files import now
+from opdcl.rundir.files import guarded, is_lost, now, taken_over
 from opdcl.rundir.layout import RunDir
 
 # File systems of one machine. The system releases the locks of a process that ends, so a lock that can be
@@ -51,21 +52,33 @@ def locked(run: RunDir, note: Callable[[str], None] = lambda text: None) -> Iter
         owner = _owner(file)
         if owner.get("host", host) != host and not _is_local(run.path):
             _wait_for_silence(run, file, owner, note)
-        mine = {"pid": os.getpid(), "host": host, "since": now()}
-        file.write_text(json.dumps(mine))
+        mine = json.dumps({"pid": os.getpid(), "host": host, "since": now()})
+        file.write_text(mine)
         ended = threading.Event()
-        threading.Thread(target=_beat, args=(file, ended), daemon=True).start()
+        threading.Thread(target=_beat, args=(file, mine, ended), daemon=True).start()
         try:
-            yield owner or None
+            with guarded(file, mine):
+                yield owner or None
+        except KeyboardInterrupt as fault:
+            if is_lost(file, mine):  # then it was the heartbeat that interrupted
+                raise taken_over(run.path) from fault
+            raise
         finally:
             ended.set()
-            if _owner(file) == mine:
+            if file.exists() and not is_lost(file, mine):
                 file.write_text("")
 
 
-def _beat(file: Path, ended: threading.Event) -> None:
-    """Touch the lock file until the lock is released."""
+def _beat(file: Path, mine: str, ended: threading.Event) -> None:
+    """Touch the lock file until the lock is released; interrupt the process if another one has taken it.
+
+    It was then suspended for so long that it counted as dead. Where an interrupt is ignored, the next file
+    that is to appear in the run ends it.
+    """
     while not ended.wait(BEAT):
+        if is_lost(file, mine):
+            _thread.interrupt_main()
+            return
         with contextlib.suppress(OSError):  # the next beat may come through
             os.utime(file)
 
@@ -77,15 +90,16 @@ def _wait_for_silence(run: RunDir, file: Path, owner: dict, note: Callable[[str]
         UsageError: It gave one.
     """
     last = file.stat().st_mtime
-    silent = _clock_of(run.path) - last
-    if silent < SILENCE:
+    # The time stamp may lie ahead, by a clock that went wrong: it only shortens the wait, by our own clock.
+    wait = min(SILENCE, last + SILENCE - _clock_of(run.path))
+    end = time.monotonic() + wait
+    if wait > 0:
         who = f"process {owner.get('pid')} on {owner.get('host')}"
-        note(f"{run.path} was left locked by {who}; waiting {SILENCE - silent:.0f} s for a sign of life")
-    while silent < SILENCE:
-        time.sleep(min(BEAT, SILENCE - silent) / 4)
+        note(f"{run.path} was left locked by {who}; waiting {wait:.0f} s for a sign of life")
+    while (left := end - time.monotonic()) > 0:
+        time.sleep(min(BEAT / 4, left))
         if file.stat().st_mtime != last:
             raise _in_use(run, owner)
-        silent = _clock_of(run.path) - last
 
 
 def _clock_of(folder: Path) -> float:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from opdcl.errors import UsageError
 from opdcl.rundir.files import RESTORE, read_json, read_jsonl
@@ -14,7 +15,7 @@ from opdcl.rundir.files import RESTORE, read_json, read_jsonl
 class _Record(BaseModel):
     """A JSON object that may have further keys."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
 class _Config(_Record):
@@ -41,27 +42,45 @@ class _Stage(_Record):
     inputs: dict[str, Any] = {}
     cost: _Cost = None
     tuned_model: dict[str, Any] | None = None
+    rows: int | None = None
 
 
 class _Weights(_Record):
     sha256: str
+    path: str = ""
 
 
 class _Base(_Record):
     fingerprint_before: str | None = None
     fingerprint_after: str | None = None
+    id: str | None = None
+    revision: str | None = None
+    parameters: int | None = None
 
 
 class _Device(_Record):
     dtype: str | None = None
+    kind: str | None = None
+    name: str | None = None
+    cores: int | None = None
+    memory_bytes: int | None = None
+
+
+def _is_date(value: str) -> str:
+    datetime.fromisoformat(value.replace("Z", "+00:00"))
+    return value
 
 
 class _Manifest(_Record):
     base: _Base | None = None
-    device: _Device = _Device()
+    device: _Device | None = None
     adapters: dict[str, _Weights] | None = None
     commands: list[str] = []
+    command: str = ""  # of earlier versions
     seconds: float = 0
+    created: Annotated[str, AfterValidator(_is_date)] | None = None
+    opdcl: str | None = None
+    versions: dict[str, str | None] | None = None
 
 
 class _Measured(_Record):

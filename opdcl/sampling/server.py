@@ -22,12 +22,13 @@ import httpx2
 import tenacity
 import torch
 
-from opdcl.config.model import SERVED_TOKENS, WHOLE_VOCABULARY
+from opdcl.config.model import SERVED_TOKENS, WHOLE_VOCABULARY, is_this_machine
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.distributions import LogProbs, Served, TopTokens
 from opdcl.sampling.rollout import Prompt, Rollout
 
-KEY = "OPDCL_SERVER_KEY"
+# The key, and the address of the one server that may have it. Without the address, it is one of this machine.
+KEY, OWNER = "OPDCL_SERVER_KEY", "OPDCL_SERVER_URL"
 
 # Attempts at a valid answer: one failure may be an accident, three are how this server answers.
 ATTEMPTS = 3
@@ -332,19 +333,24 @@ class Server:
             raise _InvalidAnswer(message[:200]) from error
 
 
-def check_access(url: str, named: int | None = None, model: str | None = None) -> None:
+def check_access(
+    url: str, named: int | None = None, model: str | None = None, sends_key: bool = True
+) -> None:
     """Request a server's models once, so that a refusal is known before anything is computed.
 
     With `named`, that many of the likeliest tokens are requested too. An unreachable server is accepted: it
     may be started before it is needed. So is 404, because nothing needs the list of models if
-    `server.model` is set.
+    `server.model` is set. Unless this `sends_key`, a server that asks for the key is accepted if it is the
+    one that the run will send it to.
 
     Raises:
         UsageError: The server refuses the key, or to name as many tokens.
     """
-    with _client(url) as client, contextlib.suppress(httpx2.TransportError):
+    with _client(url, sends_key=sends_key) as client, contextlib.suppress(httpx2.TransportError):
         response = client.get("v1/models", timeout=5)
         if response.status_code in (401, 403):
+            if not sends_key and _key_of(client.base_url):
+                return
             raise _refused(url, response)
         if named is not None and model:
             response = client.post("v1/completions", json=_grading(model, [0, 0], named))
@@ -369,20 +375,36 @@ def _names_too_few(response: httpx2.Response) -> bool:
     return response.status_code == 400 and "logprobs" in response.text
 
 
-def _client(url: str, in_flight: int = 1) -> httpx2.Client:
-    key = os.environ.get(KEY)
-    return httpx2.Client(
+def _client(url: str, in_flight: int = 1, sends_key: bool = True) -> httpx2.Client:
+    client = httpx2.Client(
         base_url=url.rstrip("/").removesuffix("/v1") + "/",
-        headers={"Authorization": f"Bearer {key}"} if key else {},
         timeout=httpx2.Timeout(TIMEOUT),
         limits=httpx2.Limits(max_connections=in_flight, max_keepalive_connections=in_flight),
     )
+    if sends_key and (key := _key_of(client.base_url)):
+        client.headers["Authorization"] = f"Bearer {key}"
+    return client
+
+
+def _key_of(server: httpx2.URL) -> str:
+    """Return the key of a server; "" if there is none, or it belongs to another origin."""
+    key, owner = os.environ.get(KEY, "").strip(), os.environ.get(OWNER, "").strip()
+    if not owner:
+        return key if is_this_machine(server.host) else ""
+    try:
+        return key if _origin(httpx2.URL(owner)) == _origin(server) else ""
+    except httpx2.InvalidURL as fault:
+        raise UsageError(f"{OWNER} is no address: {fault}", f"{OWNER}=http://HOST:PORT") from fault
+
+
+def _origin(url: httpx2.URL) -> tuple[str, str, int | None]:
+    return url.scheme, url.host, url.port or {"http": 80, "https": 443}.get(url.scheme)
 
 
 def _refused(url: str, response: httpx2.Response) -> UsageError:
     status, hint = response.status_code, "check server.url, and server.model of a teacher"
     if status in (401, 403):
-        hint = f"set {KEY}"
+        hint = f"set {KEY}, and {OWNER}={url}: the key goes to that server only"
     if _names_too_few(response):
         hint = (
             "start it with --max-logprobs -1, which allows whole distributions; or use recover.loss.kind "

@@ -124,6 +124,9 @@ def test_both_services_share_one_key_and_publish_no_port():
         COMPOSE["opdcl"]["environment"]["OPDCL_SERVER_KEY"],
     )
     assert keys[0] == keys[1]
+    assert f"{COMPOSE['opdcl']['environment']['OPDCL_SERVER_URL']}/v1" in " ".join(
+        COMPOSE["opdcl"]["command"]
+    )
     assert filled(keys[0]) == "given"  # no default key that everybody knows
     assert "ports" not in COMPOSE["teacher"]
 

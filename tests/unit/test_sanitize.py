@@ -44,6 +44,18 @@ SECRETS = [
     '{"api_key": "abcdefgh"}',
     "{'client_secret': 'abcdefgh'}",
     "--api-key abcdefgh12",
+    "DefaultEndpointsProtocol=https;AccountKey=abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGHIJ==",
+    "https://discord.com/api/webhooks/123456789012345678/abcdefghijklmnopqrstuvwxyz",
+    "https://hooks.slack.com/services/T00000000/B00000000/abcdefghijklmnopqrstuvwx",
+    "1234567890:AAabcdefghijklmnopqrstuvwxyz_ABC-12",
+    "co_abcdefghijklmnopqrstuvwxyz0123456789ABCD",
+    "pplx-abcdefghijklmnopqrstuvwxyz0123456789",
+    "fw_abcdefghijklmnopqrstuvwx",
+    "AGE-SECRET-KEY-1QQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQ",
+    "shpat_0123456789abcdef0123456789abcdef",
+    "lin_api_abcdefghijklmnopqrstuvwxyz0123456789",
+    "hvs.abcdefghijklmnopqrstuvwxyz",
+    "dapi0123456789abcdef0123456789abcdef",
     "wandb login 0123456789abcdef0123456789abcdef01234567",
     "wandb_api_key: 0123456789abcdef0123456789abcdef01234567",
 ]
@@ -58,6 +70,10 @@ HARMLESS = [
     "HuggingFaceTB/SmolLM2-135M@0123456789abcdef0123456789abcdef01234567",
     "sketches-of-something-2024.jsonl",
     "sk-learn/notes",
+    "fw_bold, co_author_names and lin_alg_notes",
+    "https://discord.com/channels/123456789012345678",
+    "10:30 AA meeting, 12345678:00",
+    "AccountKey= is missing",
     "pypi-downloads-2024.jsonl",
     "The password is what the guest said at the door.",
     "Token: {answer}",
@@ -72,7 +88,7 @@ HARMLESS = [
 
 # In each of them, what has to go.
 SECRET_PARTS = re.compile(
-    r"abcdef\w*|pa55word|correcthorse|bWU6\w*|0123456789abcdef\w*|abc%2Fdef1234|123456789012|MIIE\w*"
+    r"abcdef\w*|QQQQ\w*|pa55word|correcthorse|bWU6\w*|0123456789abcdef\w*|abc%2Fdef1234|123456789012|MIIE\w*"
 )
 
 

@@ -7,6 +7,7 @@ from helpers.recovering import Silent
 from lm_eval.api.instance import Instance
 
 from opdcl.config.evaluate import EvalConfig
+from opdcl.config.load import load
 from opdcl.config.model import ModelConfig
 from opdcl.data.chat import answer_text, encode_prompt, render
 from opdcl.data.formats import check_row
@@ -184,7 +185,7 @@ def test_what_is_set_holds_for_those_who_load_the_saved_tokenizer(folder, tmp_pa
 
 def test_a_template_of_ones_own_takes_the_place_of_the_models(folder, tmp_path):
     (tmp_path / "mine.jinja").write_text(template("gemma3.jinja"))
-    by_file = ModelConfig(id=str(folder), chat_template=str(tmp_path / "mine.jinja"))
+    by_file = load([], [f"model.id={folder}", f"model.chat_template={tmp_path / 'mine.jinja'}"])[0].model
     assert by_file == ModelConfig(id=str(folder), chat_template=template("gemma3.jinja"))
     assert render(load_tokenizer(by_file), [QUESTION], True, tokenize=False) == (
         "<start_of_turn>user\n2+2?<end_of_turn>\n<start_of_turn>model\n"

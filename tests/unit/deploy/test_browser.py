@@ -3,12 +3,15 @@
 import json
 import socket
 import threading
+import time
+import webbrowser
 
 import httpx2
 import pytest
 
+from opdcl.cli import runs
 from opdcl.config.model import ModelConfig
-from opdcl.deploy.browser import ChatServer
+from opdcl.deploy.browser import ChatServer, _Handler
 from opdcl.deploy.chat import Chat
 
 
@@ -67,8 +70,68 @@ def test_a_page_that_is_closed_does_not_let_the_next_prompt_in_early(server):
         ({"content": b"[]", "headers": {"Content-Type": "application/json"}}, 400),
         ({"content": b"{}", "headers": {"Content-Type": "application/json"}}, 400),
         ({"content": b'{"prompt": "a"}', "headers": {"Content-Type": "text/plain"}}, 400),
+        ({"content": b"[" * 400_000, "headers": {"Content-Type": "application/json"}}, 400),
         ({"json": {"prompt": "a"}, "headers": {"Host": "evil.example"}}, 403),
+        ({"json": {"prompt": "a"}, "headers": {"Origin": "http://evil.example"}}, 403),
+        ({"json": {"prompt": "a"}, "headers": {"Origin": "null"}}, 403),
     ],
 )
 def test_other_sites_and_other_requests_are_refused(server, sent, code):
     assert httpx2.post(server.url + "ask", **sent).status_code == code
+
+
+def test_a_path_that_is_none_of_the_pages_is_not_answered(server):
+    for path in ("", "other", "ask/", "ask?a"):
+        assert httpx2.post(f"{server.url}{path}", json={"prompt": "a"}).status_code == 404
+    assert httpx2.get(f"{server.url}ask").status_code == 404
+
+
+def spoken(server, *headers: str, method: str = "POST /ask", body: bytes = b"") -> bytes:
+    """Send a request word by word, and return all that comes back until the server hangs up."""
+    address = ("127.0.0.1", server.server_port)
+    with socket.create_connection(address, timeout=30) as client:
+        head = "\r\n".join([f"{method} HTTP/1.1", f"Host: 127.0.0.1:{address[1]}", *headers, "", ""])
+        client.sendall(head.encode() + body)
+        return b"".join(iter(lambda: client.recv(65536), b""))
+
+
+@pytest.mark.parametrize("length", ["-1", "abc", "2.0", "", "1_4", "+2", "1000001", "9" * 5000, "²"])
+def test_a_length_that_is_none_is_refused_before_anything_is_read(server, capfd, length):
+    headers = ("Content-Type: application/json", f"Content-Length: {length}")
+    assert b" 400 " in spoken(server, *headers, body=b"{}").splitlines()[0]
+    assert b" 400 " in spoken(server, "Content-Type: application/json").splitlines()[0]
+    assert capfd.readouterr().err == ""
+
+
+def test_a_client_that_falls_silent_is_dropped_without_a_word(server, monkeypatch, capfd):
+    assert 0 < _Handler.timeout < 10
+    monkeypatch.setattr(_Handler, "timeout", 0.3)
+    assert b" 408 " in spoken(server, "Content-Type: application/json", "Content-Length: 9", body=b"{")
+    before = threading.active_count()
+    silent = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(20)]
+    for client in silent:
+        client.sendall(b"POST /ask HTTP/1.1\r\n")
+        client.settimeout(30)
+    assert [client.recv(1) for client in silent] == [b""] * 20
+    for client in silent:
+        client.close()
+    deadline = time.monotonic() + 30
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert capfd.readouterr().err == ""
+    assert httpx2.get(server.url).status_code == 200
+
+
+@pytest.mark.parametrize(("name", "opened"), [("firefox", True), ("w3m", False), ("/usr/bin/lynx", False)])
+def test_the_browser_is_opened_once_the_server_answers(server, monkeypatch, name, opened):
+    """A browser that returns only when it is closed does not keep the server from answering it."""
+    seen = []
+
+    def visit(self, url, *_):
+        seen.append(httpx2.get(url).status_code)
+
+    monkeypatch.setattr(webbrowser, "get", lambda: webbrowser.GenericBrowser(name))
+    monkeypatch.setattr(webbrowser.GenericBrowser, "open", visit)
+    runs._open_page(server.url)
+    assert seen == [200] * opened

@@ -18,7 +18,10 @@ def test_the_server_gets_the_chat_template_of_the_run(tiny_model, tmp_path):
         model = {"id": str(tiny_model), "chat_template": template, "chat_template_kwargs": kwargs}
         workflow = Workflow.model_validate({"model": model})
         write_json(run.config, {"workflow": workflow.model_dump(), "origins": {}})
+        dry, _ = serve_command(run, shutil.which("true"), "127.0.0.1", 8000, [], dry_run=True)
+        assert [file.name for file in run.path.iterdir()] == ["config.json"]
         command, _ = serve_command(run, shutil.which("true"), "127.0.0.1", 8000, [])
+        assert command == dry
         assert ("--chat-template" in command) == bool(kwargs)
     file = command[command.index("--chat-template") + 1]
     assert 'default("kind")' in (tmp_path / "run" / "chat_template.jinja").read_text()
@@ -35,27 +38,50 @@ def run(tiny_model, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("host", "arguments"),
-    [
-        ("0.0.0.0", []),
-        ("::", []),
-        ("192.168.1.7", []),
-        ("node7", []),
-        ("127.0.0.1", ["--host", "0.0.0.0"]),
-        ("127.0.0.1", ["--host=0.0.0.0"]),
-    ],
+    "host", ["0.0.0.0", "::", "192.168.1.7", "node7", "0", "", "::ffff:0.0.0.0", "127.x"]
 )
-def test_a_server_that_others_can_reach_needs_a_key(run, monkeypatch, host, arguments):
-    with pytest.raises(UsageError, match="without a key, anybody on the network") as caught:
-        serve_command(run, shutil.which("true"), host, 8000, arguments)
-    assert "OPDCL_SERVER_KEY" in caught.value.hint
-    serve_command(run, shutil.which("true"), host, 8000, [*arguments, "--api-key", "of-my-own"])
+def test_a_server_that_others_can_reach_needs_a_key(run, monkeypatch, host):
+    for blank in (None, "", " "):
+        if blank is not None:
+            monkeypatch.setenv("OPDCL_SERVER_KEY", blank)
+        with pytest.raises(UsageError, match="without a key, anybody on the network") as caught:
+            serve_command(run, shutil.which("true"), host, 8000, [])
+        assert "OPDCL_SERVER_KEY" in caught.value.hint
     monkeypatch.setenv("OPDCL_SERVER_KEY", "of-my-own")
-    _, environment = serve_command(run, shutil.which("true"), host, 8000, arguments)
+    _, environment = serve_command(run, shutil.which("true"), host, 8000, [])
     assert environment["VLLM_API_KEY"] == "of-my-own"
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+# vLLM takes abbreviations and underscores, reads a file of options, and drops keys that are empty.
+OPENING = (
+    "--host 0.0.0.0",
+    "--host=0.0.0.0",
+    "--hos 0.0.0.0",
+    "--h=::",
+    "--config open.yaml",
+    "--conf=a.yaml",
+)
+OPENING += ("--api-key", "--api-key=", "--api_key=", "--api-k x", "--api-key of-my-own")
+
+
+@pytest.mark.parametrize("words", OPENING)
+def test_no_option_for_vllm_decides_who_may_reach_the_server(run, monkeypatch, words):
+    monkeypatch.setenv("OPDCL_SERVER_KEY", "of-my-own")
+    with pytest.raises(UsageError, match="after -- would decide who may reach the server") as caught:
+        serve_command(run, shutil.which("true"), "127.0.0.1", 8000, words.split(" "))
+    assert caught.value.hint
+
+
+def test_other_options_for_vllm_pass(run):
+    words = ["--max-model-len", "512", "--hf-overrides={}", "--config-format=hf", "--headless", "-cc.mode=0"]
+    command, _ = serve_command(run, shutil.which("true"), "127.0.0.1", 8000, words)
+    assert command[-len(words) :] == words
+
+
+LOCAL = ["127.0.0.1", "127.0.0.2", "127.1", "2130706433", "localhost", "LOCALHOST", "::1", "[::1]"]
+
+
+@pytest.mark.parametrize("host", [*LOCAL, "::ffff:127.0.0.1"])
 def test_a_server_for_this_machine_needs_none(run, host):
     _, environment = serve_command(run, shutil.which("true"), host, 8000, [])
     assert "VLLM_API_KEY" not in environment

@@ -1,6 +1,7 @@
 """Texts that are kept for later runs: the same bits with and without them, and only where all is the same."""
 
 import json
+import os
 import threading
 
 import pytest
@@ -14,6 +15,7 @@ from opdcl.distill.kept_texts import KeptTexts, texts_folder
 from opdcl.distill.teachers import EmaTeacher, SecondModel, Teacher, TrustRegionTeacher
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
+from opdcl.rundir.hashes import hash_value
 from opdcl.rundir.layout import StageDir
 from opdcl.sampling.rollout import Prompt, Rollout
 
@@ -172,7 +174,7 @@ def test_what_training_changes_or_another_model_writes_is_not_kept(adapted):
 )
 def test_a_damaged_file_is_sampled_again_and_written_anew(backbone, damage):
     sampled, _ = answers(backbone)
-    (file,) = texts_folder().iterdir()
+    (file,) = texts_folder().glob("*.json")
     text = file.read_text()
     file.write_text(damage(text))
     assert answers(backbone) == (sampled, False)
@@ -181,7 +183,7 @@ def test_a_damaged_file_is_sampled_again_and_written_anew(backbone, damage):
 
 def test_a_reader_beside_two_writers_finds_whole_files_only(cache):
     rollouts = [Rollout(p, list(range(2000)), [-0.1] * 2000, True) for p in PROMPTS]
-    file, found, running = texts_folder() / "a.json", [], True
+    file, found, running = texts_folder() / f"{'a' * 16}.json", [], True
 
     def write():
         while running:
@@ -192,12 +194,12 @@ def test_a_reader_beside_two_writers_finds_whole_files_only(cache):
         writer.start()
     while not file.exists():
         pass
-    found = [kept_texts._read(file, 3) for _ in range(30)]
+    found = [kept_texts._read(file, 3, 2000, 2000) for _ in range(30)]
     running = False
     for writer in writers:
         writer.join()
     assert found == [[[r.completion_ids, r.logprobs, True] for r in rollouts]] * 30
-    assert [entry.name for entry in texts_folder().iterdir()] == ["a.json"]
+    assert [entry.name for entry in texts_folder().iterdir()] == [file.name]
 
 
 def test_without_a_folder_for_them_texts_are_sampled_and_it_is_said(backbone, cache, caplog):
@@ -209,13 +211,115 @@ def test_without_a_folder_for_them_texts_are_sampled_and_it_is_said(backbone, ca
 
 def test_the_texts_that_were_not_used_for_longest_make_room(backbone, monkeypatch):
     answers(backbone, seed=1)
-    (file,) = texts_folder().iterdir()
+    (file,) = texts_folder().glob("*.json")
     monkeypatch.setattr(kept_texts, "MOST_BYTES", int(2.5 * file.stat().st_size))
     answers(backbone, seed=2)
     assert answers(backbone, seed=1)[1]  # used again, so the other one is older
     answers(backbone, seed=3)
     assert [answers(backbone, seed=seed)[1] for seed in (1, 3)] == [True, True]
     assert not answers(backbone, seed=2)[1]
+
+
+def test_files_of_others_are_neither_removed_nor_joined(backbone, cache, caplog):
+    texts_folder().mkdir(parents=True)
+    (texts_folder() / "thesis.docx").write_text("my only copy")
+    sampled, _ = answers(backbone)
+    assert answers(backbone) == (sampled, False)
+    assert [file.name for file in texts_folder().iterdir()] == ["thesis.docx"]
+    assert "it holds other files, such as thesis.docx" in caplog.text
+
+
+def test_making_room_removes_nothing_but_texts(backbone, monkeypatch):
+    answers(backbone)
+    (first,) = texts_folder().glob("*.json")
+    os.utime(first, (9, 9))
+    (texts_folder() / "film.mkv").write_bytes(bytes(10_000))
+    (texts_folder() / f"{'b' * 16}.json").mkdir()
+    left = texts_folder() / f".{'c' * 16}.json.opdcl-x1"
+    left.write_text("half")
+    for file in texts_folder().iterdir():
+        os.utime(file, (9, 9))
+    monkeypatch.setattr(kept_texts, "MOST_BYTES", 1)
+    answers(backbone, seed=2)
+    assert sorted(file.name for file in texts_folder().iterdir()) == [
+        "CACHEDIR.TAG",
+        f"{'b' * 16}.json",
+        "film.mkv",
+    ]
+
+
+def another_user(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda _: texts_folder().chmod(0o777), "others may write there; chmod go-w"),
+        (lambda _: texts_folder().chmod(0o775), "others may write there; chmod go-w"),
+        (another_user, "it belongs to another user"),
+        (lambda _: (texts_folder() / "CACHEDIR.TAG").write_text("of npm"), "is not of opdcl"),
+    ],
+    ids=["everybody", "a group", "another user", "another program"],
+)
+def test_a_folder_that_others_may_write_to_is_not_believed(backbone, caplog, monkeypatch, change, said):
+    sampled, _ = answers(backbone)
+    change(monkeypatch)
+    assert answers(backbone) == (sampled, False)
+    assert said in caplog.text
+
+
+def test_a_folder_of_an_earlier_version_is_marked_and_used(backbone):
+    sampled, _ = answers(backbone)
+    (texts_folder() / "CACHEDIR.TAG").unlink()
+    assert answers(backbone) == (sampled, True)
+    assert (
+        (texts_folder() / "CACHEDIR.TAG")
+        .read_text()
+        .startswith("Signature: 8a477f597d28d172789f06886806bc55")
+    )
+
+
+ROW = [[1, 2], [-0.1, -0.2], True]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ROW[:2],
+        [*ROW, 1],
+        None,
+        "abc",
+        ["ab", [-0.1, -0.2], True],
+        [[1, 2], None, True],
+        [[1, 2], [-0.1], True],
+        [[1, 2], [-0.1, 5.0], True],
+        [[1, 2], [-0.1, float("nan")], True],
+        [[1, 2], [-0.1, float("-inf")], True],
+        [[1, 2], [-0.1, True], True],
+        [[1, 2], [-0.1, -0.2], 1],
+        [[1, 10**9], [-0.1, -0.2], True],
+        [[1, -1], [-0.1, -0.2], True],
+        [[1, 2.0], [-0.1, -0.2], True],
+        [[1, True], [-0.1, -0.2], True],
+        [[1] * 6, [-0.1] * 6, True],
+        [[], [], True],
+    ],
+)
+def test_rows_that_no_model_writes_are_not_believed_whatever_their_hash(tmp_path, row):
+    file = tmp_path / f"{'a' * 16}.json"
+    for rows, believed in (([ROW], [ROW]), ([row], None), ([ROW, row], None)):
+        file.write_text(json.dumps({"hash": hash_value(rows), "rows": rows}))
+        assert kept_texts._read(file, len(rows), 5, 100) == believed
+
+
+def test_what_is_no_file_of_a_fitting_size_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    (tmp_path / "large").write_bytes(b" " * 5000)
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "device", "large", "folder"):
+        assert kept_texts._read(tmp_path / name, 1, 5, 100) is None
 
 
 def test_the_record_holds_a_faster_recovery_with_the_same_adapter():

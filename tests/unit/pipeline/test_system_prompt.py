@@ -110,4 +110,4 @@ def test_a_file_that_holds_none_is_refused(project, content):
     if content is not None:
         (project / "use.txt").write_text(content)
     with pytest.raises(UsageError, match=r"recover\.system: names a file"):
-        workflow("@use.txt")
+        load(["tiny.yaml"], ["recover.system='@use.txt'"])

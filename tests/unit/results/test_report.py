@@ -16,9 +16,11 @@ from helpers.synthetic import (
     rewrite_samples,
     write,
 )
+from markdown_it import MarkdownIt
 
+from opdcl.errors import UsageError
 from opdcl.results import plots, report
-from opdcl.results.format import unbroken
+from opdcl.results.format import markdown, unbroken
 from opdcl.results.samples import MOST_PROMPTS, RULE, sort_samples, worst_samples
 from opdcl.results.scores import STATES, load_suites
 from opdcl.results.summary import Results, summarise
@@ -235,7 +237,42 @@ def test_an_answer_cannot_close_its_markdown_block(run):
 
 def test_terminal_escapes_and_bidi_overrides_become_visible():
     assert harmless("a\x1b[2Jb\u202ec\x00\x9b\ud800\u2028") == "a␛[2Jb⟨U+202E⟩c␀⟨U+009B⟩⟨U+D800⟩⟨U+2028⟩"
+    assert harmless("a\u115f\u1160\u3164\uffa0\u2800b") == "a⟨U+115F⟩⟨U+1160⟩⟨U+3164⟩⟨U+FFA0⟩⟨U+2800⟩b"
     assert harmless("line\r\n\ttab ä 漢 👩\u200d🔬") == "line\n\ttab ä 漢 👩\u200d🔬"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["@octocat", "(@octo-cat)", "a@b.example", "https://evil.example/x", "WWW.evil.example", "ftp://a.b"],
+)
+def test_markdown_mentions_nobody_and_links_nowhere(text):
+    """As GitHub reads it, which finds addresses in what is written, and mentions in what is shown."""
+    written = markdown(f"see {text} there")
+    assert not re.search(r"(?i)://|www\.", written)
+    shown = MarkdownIt().render(written)
+    assert not re.search(r"(?<!\w)@\w|\w@\w+\.", shown)
+    assert shown.replace("\u2060", "") == f"<p>see {text} there</p>\n"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("created", "no date"),
+        ("created", 5),
+        ("opdcl", [1]),
+        ("versions", ["torch"]),
+        ("seconds", float("inf")),
+        ("base", {"parameters": "many"}),
+        ("base", {"id": 7}),
+        ("device", {"name": 3}),
+        ("device", {"cores": "two", "kind": "cpu"}),
+        ("device", {"memory_bytes": {}}),
+    ],
+)
+def test_a_manifest_that_later_code_cannot_read_is_named(run, key, value):
+    alter(run.manifest, **{key: value})
+    with pytest.raises(UsageError, match=rf"manifest\.json is damaged: {key}"):
+        run.read_manifest()
 
 
 def test_every_prompt_is_in_the_group_of_what_came_of_it(run):

@@ -12,10 +12,13 @@ import time
 
 import pytest
 
-from opdcl.errors import UsageError
+from opdcl.errors import OpdclError, UsageError
 from opdcl.rundir import lock
+from opdcl.rundir.files import write_json
+from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.lock import locked
+from opdcl.rundir.seals import seal_new
 
 
 def test_a_second_writer_is_refused_and_learns_who_holds_the_lock(tmp_path):
@@ -100,7 +103,7 @@ def test_on_a_shared_disk_an_owner_that_gives_a_sign_of_life_keeps_its_lock(
     monkeypatch.setattr(lock, "SILENCE", 20)
     monkeypatch.setattr(lock, "BEAT", 0.2)
     content, ended = left_by_another_machine.read_text(), threading.Event()
-    owner = threading.Thread(target=lock._beat, args=(left_by_another_machine, ended))
+    owner = threading.Thread(target=lock._beat, args=(left_by_another_machine, content, ended))
     owner.start()
     try:
         with pytest.raises(UsageError, match="in use"), locked(RunDir(left_by_another_machine.parent)):
@@ -109,6 +112,64 @@ def test_on_a_shared_disk_an_owner_that_gives_a_sign_of_life_keeps_its_lock(
         ended.set()
         owner.join()
     assert left_by_another_machine.read_text() == content
+
+
+def test_a_time_stamp_that_lies_ahead_does_not_prolong_the_wait(left_by_another_machine, shared_disk):
+    os.utime(left_by_another_machine, (time.time() + 30, time.time() + 30))
+    started, notes = time.monotonic(), []
+    with locked(RunDir(left_by_another_machine.parent), notes.append) as dead:
+        assert dead["pid"] == 2**22
+    assert 0.5 <= time.monotonic() - started < 20
+    assert "waiting 0 s" in notes[0] or "waiting 1 s" in notes[0]
+
+
+TAKEN = json.dumps({"pid": 7, "host": "another", "since": "later"})
+
+
+@pytest.mark.parametrize("content", [TAKEN, ""], ids=["by another", "and released"])
+def test_an_owner_that_was_taken_over_is_interrupted_and_leaves_the_lock_alone(
+    tmp_path, monkeypatch, content
+):
+    monkeypatch.setattr(lock, "BEAT", 0.05)
+    file = tmp_path / ".lock"
+    touched = []
+
+    def suspended():
+        with locked(RunDir(tmp_path)):
+            file.write_text(content)
+            touched.append(file.stat().st_mtime_ns)
+            time.sleep(20)  # until the heartbeat interrupts
+            pytest.fail("nothing interrupted the run")
+
+    with pytest.raises(OpdclError, match="taken over by another process"):
+        suspended()
+    assert (file.read_text(), file.stat().st_mtime_ns) == (content, touched[0])
+
+
+def test_an_owner_that_was_taken_over_writes_nothing_more(tmp_path):
+    """Also where it was not interrupted: between two beats, or because signals are ignored."""
+    run = RunDir(tmp_path / "run")
+    with locked(run):
+        write_json(run.path / "a/b.json", 1)
+        (run.path / ".lock").write_text(TAKEN)
+        (run.path / "c").mkdir()
+        for write in (
+            lambda: write_json(run.path / "a/b.json", 2),
+            lambda: seal(run.path / "c"),
+            lambda: seal_new(run),
+        ):
+            with pytest.raises(OpdclError, match="taken over by another process"):
+                write()
+        write_json(tmp_path / "elsewhere.json", 2)
+    assert sorted(file.name for file in run.path.rglob("*") if file.is_file()) == [".lock", "b.json"]
+    assert json.loads((run.path / "a/b.json").read_text()) == 1
+    write_json(run.path / "a/b.json", 3)  # the lock is no longer this process's
+
+
+def test_a_lock_file_that_cannot_be_read_proves_nothing(tmp_path):
+    with locked(RunDir(tmp_path)):
+        (tmp_path / ".lock").unlink()
+        write_json(tmp_path / "a.json", 1)
 
 
 def test_an_owner_gives_signs_of_life(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 
+import httpx2
 import pytest
 import torch
 from helpers.recovering import Silent, short_recovery, train
@@ -24,7 +25,7 @@ from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates, TopTokens, join
 from opdcl.rundir.files import read_jsonl
 from opdcl.sampling.rollout import Prompt, Rollout
-from opdcl.sampling.server import KEY, Server, check_access
+from opdcl.sampling.server import KEY, Server, _key_of, check_access
 from opdcl.stages.evaluate import BackboneLM
 
 K = SERVED_TOKENS
@@ -327,6 +328,47 @@ def test_a_dry_run_reports_a_server_that_refuses_access(backbone, elsewhere, tmp
             describe(job)
         assert KEY in caught.value.hint
     describe(job)  # unreachable is accepted: it may be started before it is needed
+
+
+@pytest.mark.parametrize(
+    ("owner", "gets_it"),
+    [
+        (None, True),  # a server on this machine
+        ("{url}/v1/", True),
+        ("http://127.0.0.1:1", False),
+        ("https://127.0.0.1", False),
+        ("http://localhost:{port}", False),
+    ],
+)
+def test_the_key_goes_to_one_server_and_never_in_a_dry_run(elsewhere, monkeypatch, owner, gets_it):
+    monkeypatch.setenv(KEY, " s3cret-key ")
+    with serving(elsewhere) as server:
+        if owner:
+            monkeypatch.setenv("OPDCL_SERVER_URL", owner.format(url=server.url, port=server.server_port))
+        check_access(server.url, 1, "teacher")
+        check_access(server.url, 1, "teacher", sends_key=False)
+        keys = [key for _, _, key in server.seen]
+        assert keys == ["Bearer s3cret-key" if gets_it else None, None]
+        server.faults = [401]
+        if gets_it:
+            check_access(server.url, sends_key=False)  # the run will send it
+            return
+        with pytest.raises(UsageError, match="status 401") as caught:
+            check_access(server.url, sends_key=False)
+        assert f"OPDCL_SERVER_URL={server.url}" in caught.value.hint
+
+
+@pytest.mark.parametrize("host", ["teacher", "10.0.0.1", "127.0.0.1.evil.example", "evil.example"])
+def test_without_its_server_the_key_stays_on_this_machine(monkeypatch, host):
+    monkeypatch.setenv(KEY, "s3cret-key")
+    assert _key_of(httpx2.URL(f"http://{host}:8000/v1")) == ""
+    monkeypatch.setenv("OPDCL_SERVER_URL", f"http://{host}:8000")
+    assert _key_of(httpx2.URL(f"http://{host}:8000/v1/")) == "s3cret-key"
+    for other in (f"https://{host}:8000", f"http://{host}", "http://127.0.0.1:8000", f"http://{host}.x:8000"):
+        assert _key_of(httpx2.URL(other)) == ""
+    monkeypatch.setenv("OPDCL_SERVER_URL", "http://[::")
+    with pytest.raises(UsageError, match="OPDCL_SERVER_URL is no address"):
+        _key_of(httpx2.URL("http://a"))
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host/v1", "http://user:word@host/v1", "http://"])
