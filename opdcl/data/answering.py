@@ -48,8 +48,8 @@ def answering_of(options: Mapping[str, Any] | None, suite: str | None = None) ->
         raise UsageError(f"{who} has generation_kwargs that lm-eval cannot read: {fault}", hint) from fault
     stops, is_drawn, limit = read["until"], read["do_sample"], read["max_gen_toks"]
     temperature = float(read.get("temperature") or 0)
-    if not all(isinstance(stop, str) for stop in stops):
-        raise UsageError(f"{who} has until: {stops}, which are not all texts", hint)
+    if not all(stop and isinstance(stop, str) for stop in stops):
+        raise UsageError(f"{who} has until: {stops}, of which one is empty or no text", hint)
     if not isinstance(is_drawn, bool):
         raise UsageError(f"{who} has do_sample: {is_drawn!r}, which is neither true nor false", hint)
     if limit < 1:

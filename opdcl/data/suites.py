@@ -478,7 +478,7 @@ def mean_score(values: list) -> float:
 
 def cut_at(text: str, stops: list[str]) -> str:
     """Return the text up to the stop strings, one after the other, as lm-eval cuts it."""
-    for stop in filter(None, stops):
+    for stop in stops:
         text = text.partition(stop)[0]
     return text
 
