@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def _read(file: Path, seen: set[Path]) -> _Part:
 
     Like lm-eval, it follows links first: what a file includes is named from where the file really lies.
     """
-    file = file.resolve()
+    file = Path(os.path.realpath(file))  # which, unlike `resolve`, raises nothing at links in a circle
     if file in seen:
         raise UsageError(f"{file} includes itself, or is included twice", "remove the line include")
     seen.add(file)

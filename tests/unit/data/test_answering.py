@@ -1,4 +1,4 @@
-"""How answers are written: what lm-eval cannot do, or we cannot, is refused; the rest is read as it reads it."""
+"""How answers are written: read as lm-eval reads it; what lm-eval cannot do, or we cannot, is refused."""
 
 import pytest
 
