@@ -71,6 +71,7 @@ def render(
     generation: bool,
     tokenize: bool,
     row: Row | None = None,
+    **further: Any,
 ) -> Any:
     """Apply the chat template, in the same way for training, sampling and evaluation.
 
@@ -83,7 +84,7 @@ def render(
     """
     from jinja2 import TemplateError
 
-    options: dict[str, Any] = {"tokenize": tokenize, "return_dict": tokenize}
+    options: dict[str, Any] = {"tokenize": tokenize, "return_dict": tokenize, **further}
     template = str(tokenizer.chat_template)
     if not (template.startswith(DEFAULTS) and SETS_THINKING in template):
         options["enable_thinking"] = False
@@ -95,6 +96,25 @@ def render(
         place = f"{row.where}: " if row else ""
         hint = "check the roles of its turns, or name another template: --set model.chat_template=FILE"
         raise UsageError(f"{place}the chat template refuses this conversation: {fault}", hint) from fault
+
+
+def render_request(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], add_generation_prompt: bool = True
+) -> str:
+    """Return the text of a request of lm-eval: a prompt, or an answer that the task begins, left open.
+
+    Raises:
+        UsageError: The template refuses the messages, or does not end with what the task begins.
+    """
+    if add_generation_prompt:
+        return str(render(tokenizer, messages, True, tokenize=False))
+    try:
+        return str(render(tokenizer, messages, False, tokenize=False, continue_final_message=True))
+    except ValueError as fault:
+        message = (
+            f"the chat template cannot continue {messages[-1]['content']!r}, with which an answer begins"
+        )
+        raise UsageError(message, "choose a task without gen_prefix, or another template") from fault
 
 
 def with_variables(template: str, variables: Mapping[str, Any]) -> str:

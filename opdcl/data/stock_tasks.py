@@ -64,6 +64,11 @@ def stock_settings(name: str, file: Path) -> dict[str, Any]:
     except Exception as fault:  # a task's own code: a package is missing, or a metric has to be downloaded
         hint = "install what the message names, such as pip install 'lm-eval[math]'"
         raise UsageError(f"suite {name!r} cannot be used here: {str(fault)[:200]}", hint) from fault
+    return supported(name, settings)
+
+
+def supported(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a task; raise a UsageError if it measures what is no score of one answer."""
     hint = f"choose another task; for questions and answers of your own, another name than {name}"
     if settings.get("output_type") == "loglikelihood_rolling":
         raise UsageError(f"suite {name!r} measures perplexity, which is no score of a prompt", hint)

@@ -12,7 +12,8 @@ from typing import Any
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.own_tasks import is_task_file
 from opdcl.config.shipped import shipped_suites
-from opdcl.data.chat import render, request_ids
+from opdcl.data.answering import Answering, answering_of
+from opdcl.data.chat import render_request, request_ids
 from opdcl.data.floors import content_free
 from opdcl.data.formats import PACKED_ROW, Row
 from opdcl.data.nltk_tables import ensure_punkt
@@ -36,6 +37,12 @@ SURE, IMPOSSIBLE = (0.0, True), (-1000.0, False)
 # The metric with one score for each constraint of a prompt.
 PER_CONSTRAINT = "inst_level_strict_acc"
 
+# The seed with which lm-eval draws the examples in prompts.
+FEWSHOT_SEED = 1234
+
+# Scores by which the function of a mean is known: one for each prompt, or one for each part of it.
+PROBES: tuple[list[Any], ...] = ([1.0, 0.0, 0.0, 0.25], [[1.0, 0.0], [0.25]])
+
 # Tokens of an answer to a question of a user's file, unless `eval.max_new_tokens` says otherwise.
 ANSWER_TOKENS = 96
 
@@ -52,25 +59,50 @@ Judge = Callable[[list[dict], list[str], list[Scores]], list[Scores]]
 class Suite:
     """A loaded suite: its lm-eval task, its metrics (the headline first), and its floors.
 
-    `loaded` is what `lm_eval.evaluator.evaluate` runs.
+    `loaded` is what `lm_eval.evaluator.evaluate` runs. Metrics are those that are means over prompts; those
+    that are good when low come last.
+
+    Raises:
+        UsageError: No metric is a mean over prompts and good when high, or answers are written in a way that
+            we do not support.
     """
 
     generative = True
     """Whether the model writes answers; otherwise the likelihoods of given ones are compared."""
-    fewshot_seed = 0
     system: str | None = None
     """System prompt of the prompts that bring none."""
 
     def __init__(self, name: str, loaded: Any):
         self.name, self.loaded = name, loaded
         (self.task,) = loaded["tasks"].values()
-        self.metrics: list[str] = list(self.task.aggregation())
+        self.metrics = _headline_first(name, self.task)
+        self.lines: list[str] = []
+        """Where each document stands in a local file, if all of its rows are documents."""
         metadata = self.task.config.metadata or {}
         self.content = bool(metadata.get("content"))
         """Whether an answer counts only if base finds it to be about its prompt."""
         self.ordered = bool(metadata.get("ordered"))
         """Whether an answer counts only if base finds it likelier than its words in random order."""
         self._floors: dict[int | None, FloorScores] = {}
+        if self.generative:
+            _ = self.answering  # which refuses what we do not support
+
+    @property
+    def answering(self) -> Answering:
+        """How the task has its answers written."""
+        return answering_of(self.task.config.generation_kwargs, self.name)
+
+    @property
+    def asking(self) -> dict[str, Any]:
+        """How lm-eval is to build the prompts: as its own command does with a chat template."""
+        return {"apply_chat_template": True, "fewshot_as_multiturn": True, "system_instruction": self.system}
+
+    def place(self, number: int) -> str:
+        """Return where a document stands: its file and line, where we know them."""
+        doc = self.task.eval_docs[number]
+        if PACKED_ROW in doc:
+            return Row.unpacked(doc[PACKED_ROW]).where
+        return self.lines[number] if self.lines else f"document {number} of suite {self.name!r}"
 
     def documents(self, limit: int | None) -> list[dict]:
         """Return the first `limit` documents, or all."""
@@ -123,50 +155,34 @@ class Suite:
 
     def encode(self, limit: int | None, tokenizer: Any) -> list[list[int]]:
         """Return the token ids of each prompt, as it is asked: with its few-shot examples."""
-
-        def template(messages: list[dict], add_generation_prompt: bool = True) -> str:
-            return str(render(tokenizer, messages, add_generation_prompt, tokenize=False))
-
-        self.task.set_fewshot_seed(self.fewshot_seed)
-        options: Any = {"apply_chat_template": True, "chat_template": template}
-        options["system_instruction"] = self.system
-        self.task.build_all_requests(limit=limit, rank=0, world_size=1, **options)
+        self.task.set_fewshot_seed(FEWSHOT_SEED)
+        template = functools.partial(render_request, tokenizer)
+        options: Any = {"limit": limit, "rank": 0, "world_size": 1, "chat_template": template}
+        self.task.build_all_requests(**options, **self.asking)
         return [request_ids(request, tokenizer) for request in self.task.instances]
 
-    @property
-    def max_tokens(self) -> int:
-        """The longest answer that the suite asks for, in tokens."""
-        return int((self.task.config.generation_kwargs or {}).get("max_gen_toks", 256))
-
     def scores(self, docs: list[dict], answers: list[str]) -> list[Scores]:
-        from lm_eval.api.instance import Instance
-
-        instances = []
-        for doc, answer in zip(docs, answers, strict=True):
-            instances.append(Instance("generate_until", doc, ("", {}), 0, resps=[answer]))
-        # What counts is the part of an answer that the task's first filter leaves, such as a number.
-        first = self.task._filters[0]
-        first.apply(instances)
-        return [self.task.process_results(i.doc, [i.filtered_resps[first.name]]) for i in instances]
+        return score_answers(self.task, docs, answers)
 
     def blank(self, doc: dict) -> Scores:
         """Return the scores of an empty answer."""
         return self.scores([doc], [""])[0]
 
-    def check(self, limit: int | None, lines: list[str]) -> None:
-        """Score an empty answer to the first `limit` documents, or to all; `lines` says where they stand.
+    def check(self, limit: int | None) -> None:
+        """Write the prompt of the first `limit` documents, or of all, and score an empty answer to each.
 
         Raises:
             UsageError: A document lacks a field, or a score is not a number for each prompt.
         """
         hint = f"lm-eval's task {self.name} must be able to read each row, and score each by a number"
+        self.task.set_fewshot_seed(FEWSHOT_SEED)
         for number, doc in enumerate(self.documents(limit), 1):
             try:
                 self._refuse_lacking(doc)
-                self.task.doc_to_text(doc)
+                self._render(doc, with_examples=number == 1)
                 scores = self.blank(doc)
             except Exception as fault:  # whatever lm-eval's templates and functions raise on other columns
-                row = lines[number - 1] if number <= len(lines) else f"row {number}"
+                row = self.lines[number - 1] if self.lines else f"row {number}"
                 message = f"{row} of suite {self.name!r} cannot be scored: {_reason(fault)}"
                 raise UsageError(message, hint) from fault
             try:
@@ -174,6 +190,16 @@ class Suite:
             except (KeyError, TypeError, ValueError) as fault:
                 message = f"suite {self.name!r} does not score prompt by prompt (as BLEU does not)"
                 raise UsageError(f"{message}, which is not supported", hint) from fault
+
+    def _render(self, doc: dict, with_examples: bool) -> None:
+        """Render all templates of a prompt; those of the examples in it, once is enough."""
+        config = self.task.config
+        prefix = self.task.doc_to_prefix(doc)
+        if with_examples:
+            self.task.fewshot_context(doc, num_fewshot=config.num_fewshot or 0, gen_prefix=prefix)
+        else:
+            self.task.doc_to_text(doc)
+            self.task.resolve_field(doc, config.description)
 
     def _refuse_lacking(self, doc: dict) -> None:
         """Raise a KeyError for a missing column, whose name lm-eval would take for the prompt itself."""
@@ -195,26 +221,15 @@ class Suite:
 class LikelihoodSuite(Suite):
     """A suite that compares log-likelihoods of given texts: multiple choice, or how a text goes on.
 
-    Its metrics are means over documents: first `acc_norm`, since `acc` favours short choices, last those that
-    are good when low. Its floor is chance. Prompts have no chat template, as by default in lm-eval.
-
-    Raises:
-        UsageError: No score is a mean over documents.
+    Its first metric is `acc_norm` if it has that, since `acc` favours short choices. Its floor is chance.
+    Prompts have no chat template, as by default in lm-eval.
     """
 
     generative = False
-    fewshot_seed = 1234  # lm-eval's own
 
-    def __init__(self, name: str, loaded: Any):
-        from lm_eval.api.metrics import mean
-
-        super().__init__(name, loaded)
-        means, better = self.task.aggregation(), self.task.higher_is_better()
-        self.metrics = [metric for metric in self.metrics if means[metric] is mean]
-        self.metrics.sort(key=lambda metric: (not better.get(metric, True), metric != "acc_norm"))
-        if not self.metrics or not better.get(self.metrics[0], True):
-            message = f"suite {name!r} has no score that is a mean over prompts and good when high"
-            raise UsageError(message, "choose another task")
+    @property
+    def asking(self) -> dict[str, Any]:
+        return {}
 
     def floors(self, limit: int | None, answers: list[str], judge: Judge | None = None) -> FloorScores:
         """Return the expected scores of a guess on the first `limit` documents."""
@@ -285,10 +300,59 @@ class LikelihoodSuite(Suite):
 
     def encode(self, limit: int | None, tokenizer: Any) -> list[list[int]]:
         """Return the token ids of every text whose likelihood is asked for, with its examples."""
-        self.task.set_fewshot_seed(self.fewshot_seed)
+        self.task.set_fewshot_seed(FEWSHOT_SEED)
         self.task.build_all_requests(limit=limit, rank=0, world_size=1)
         texts = ["".join(request.args) for request in self.task.instances]
         return tokenizer(texts)["input_ids"]
+
+
+def _headline_first(name: str, task: Any) -> list[str]:
+    """Return the metrics of a task that are means over prompts: the headline first, last those good when low.
+
+    Raises:
+        UsageError: None of them is good when high.
+    """
+    better = task.higher_is_better()
+    low = {metric for metric in task.aggregation() if better.get(metric) is False}
+    means = [metric for metric, aggregate in task.aggregation().items() if _is_mean(aggregate)]
+    chosen = task.OUTPUT_TYPE == "multiple_choice"
+    metrics = sorted(means, key=lambda metric: (metric in low, chosen and metric != "acc_norm"))
+    if not metrics:
+        message = f"suite {name!r} does not score prompt by prompt (as BLEU does not), which is not supported"
+        raise UsageError(
+            message, f"choose a task with a score whose aggregation is mean, not {listed(better)}"
+        )
+    if metrics[0] in low:
+        message = f"suite {name!r} has no score that is good when high: less {listed(metrics)} is better"
+        hint = (
+            "choose another task; in one of your own, score the opposite (1 minus it), higher_is_better: true"
+        )
+        raise UsageError(message, hint)
+    return metrics
+
+
+def _is_mean(aggregate: Callable[[list], Any]) -> bool:
+    """Tell whether a function of scores is their mean, as verdicts and intervals take it to be."""
+    for probe in PROBES:
+        try:
+            if round(float(aggregate(list(probe))), 6) == mean_score(probe):
+                return True
+        except Exception:  # a function of the task's own, which wants other scores
+            continue
+    return False
+
+
+def score_answers(task: Any, docs: list[dict], answers: list[str]) -> list[Scores]:
+    """Return the scores of an answer to each document, as lm-eval's first chain of filters leaves it."""
+    from lm_eval.api.instance import Instance
+
+    instances = []
+    for doc, answer in zip(docs, answers, strict=True):
+        instances.append(Instance("generate_until", doc, ("", {}), 0, resps=[answer]))
+    # What counts is the part of an answer that the task's first filter leaves, such as a number.
+    first = task._filters[0]
+    first.apply(instances)
+    return [task.process_results(i.doc, [i.filtered_resps[first.name]]) for i in instances]
 
 
 def constraints_of(doc: dict[str, Any]) -> list[str]:
@@ -325,7 +389,7 @@ def load_suite(
         message = f"suite {name!r} cannot be loaded from {path}"
         hint = "check dataset_path, dataset_kwargs, the splits and the templates in it"
         suite = _load(name, own_task(name, Path(path), trusted), message, hint)
-        suite.check(None, [])
+        suite.check(None)
         return suite
     stock = stock_file(name)
     if stock:
@@ -345,8 +409,8 @@ def _load_stock(name: str, file: Path, path: str | None) -> Suite:
         data = f"dataset {settings['dataset_path']}" if "dataset_path" in settings else "its data"
         online = f"while online, a dry run of this command caches {data}"
         hint = f"name a local copy: --data {name}=PATH; or, {online}"
-        suite = _load(name, str(file), f"could not load the data of suite {name!r}", hint)
-        suite.check(1, [])
+        suite = _load(name, settings, f"could not load the data of suite {name!r}", hint)
+        suite.check(1)
         return suite
     records = load_records(path)
     place = path if "process_docs" in settings else records[0][1]
@@ -355,7 +419,8 @@ def _load_stock(name: str, file: Path, path: str | None) -> Suite:
     suite = _load(name, task, f"suite {name!r} cannot read {place}", hint)
     # A task may leave rows of its data out; then lines and documents do not correspond.
     lines = [where for _, where in records]
-    suite.check(None, lines if len(lines) == len(suite.task.eval_docs) else [])
+    suite.lines = lines if len(lines) == len(suite.task.eval_docs) else []
+    suite.check(None)
     return suite
 
 
@@ -412,9 +477,10 @@ def mean_score(values: list) -> float:
 
 
 def cut_at(text: str, stops: list[str]) -> str:
-    """Return the text up to the first stop string."""
-    ends = [text.find(stop) for stop in stops if stop and stop in text]
-    return text[: min(ends)] if ends else text
+    """Return the text up to the stop strings, one after the other, as lm-eval cuts it."""
+    for stop in stops:
+        text = text.partition(stop)[0]
+    return text
 
 
 def quiet_lm_eval() -> None:

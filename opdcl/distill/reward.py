@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from opdcl.config.recover import RecoverConfig, RewardSection
+from opdcl.data.answering import answering_of
 from opdcl.data.chat import answer_text, encode_prompt
 from opdcl.data.formats import PACKED_ROW, Row
 from opdcl.errors import UsageError
@@ -86,23 +87,13 @@ class Reward:
         return encode_prompt(row.with_context(context, best, feedback), self._tokenizer, sys.maxsize)
 
     def _score(self, rollout: Rollout) -> float:
+        from opdcl.data.suites import score_answers  # it loads `datasets`
+
         _, doc = self._sources[rollout.prompt.number]
-        scores = self.task.process_results(doc, [self._filtered(self._text(rollout), doc)])
+        (scores,) = score_answers(self.task, [doc], [self._text(rollout)])
         value = scores[_metric(self.config, self.task)]
         parts = value if isinstance(value, list) else [value]
         return sum(map(float, parts)) / max(1, len(parts))
-
-    def _filtered(self, text: str, doc: dict) -> str:
-        """Return an answer after the suite's first chain of filters, which is what an evaluation scores."""
-        from lm_eval.api.instance import Instance
-
-        if not self.task._filters:
-            return text
-        instance = Instance(request_type="generate_until", doc=doc, arguments=("", {}), idx=0, resps=[text])
-        chain = self.task._filters[0]
-        chain.apply([instance])
-        filtered = instance.filtered_resps[chain.name]
-        return filtered[0] if isinstance(filtered, list) else filtered
 
     def _feedback(self, doc: dict, answer: str) -> str:
         scorer: Any = self.task.config.process_results
@@ -114,8 +105,8 @@ class Reward:
     def _text(self, rollout: Rollout) -> str:
         from opdcl.data.suites import cut_at  # it loads `datasets`
 
-        stops = self.task.config.generation_kwargs.get("until") or []
-        return cut_at(answer_text(self._tokenizer, rollout.prompt_ids, rollout.completion_ids), stops)
+        text = answer_text(self._tokenizer, rollout.prompt_ids, rollout.completion_ids)
+        return cut_at(text, answering_of(self.task.config.generation_kwargs).stops)
 
 
 def load_reward_task(suite: str) -> Any:
@@ -132,7 +123,10 @@ def reward_rows(config: RewardSection, task: Any) -> list[Row]:
         UsageError: The task is not generative, has no such metric or a metric where less is better, begins
             the answer itself, or asks the same twice.
     """
+    from opdcl.data.suites import FEWSHOT_SEED  # it loads `datasets`
+
     _check_task(config, task)
+    task.set_fewshot_seed(FEWSHOT_SEED)
     rows: list[Row] = []
     number_of: dict[str, int] = {}
     for number, doc in enumerate(task.eval_docs):
@@ -140,6 +134,7 @@ def reward_rows(config: RewardSection, task: Any) -> list[Row]:
             doc,
             task.config.num_fewshot or 0,
             apply_chat_template=True,
+            fewshot_as_multiturn=True,
             chat_template=_as_json,
             gen_prefix=task.doc_to_prefix(doc),
         )

@@ -215,6 +215,6 @@ def _eval_need(job: Job, suite: str, size: Size) -> int:
         if config.server:
             return 0
         batch = int(config.batch_size)
-        answer = max_answer_tokens(config, job.suite(suite).max_tokens, 0, sys.maxsize)
+        answer = max_answer_tokens(config, job.suite(suite).answering.max_tokens, 0, sys.maxsize)
     sequence = max(map(len, asked)) + answer
     return size.merged + min(batch, len(asked)) * sequence * size.cached_token

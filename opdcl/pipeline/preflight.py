@@ -384,19 +384,19 @@ def check_targets(model: ModelConfig, lora: LoraSection) -> None:
 
 
 def _check_suites(job: Job, to_do: bool) -> None:
-    """Check that each prompt and its longest answer fit into the context, and that answers can be decoded."""
+    """Check that each prompt and its longest answer fit into the context."""
     from opdcl.data.chat import encode_prompt
-    from opdcl.stages.evaluate import max_answer_tokens, temperature_of
+    from opdcl.stages.evaluate import max_answer_tokens
 
     config = job.workflow.eval
     suites = [job.suite(name) for name in config.suites()]
     if not to_do:
         return
     for suite in suites:
-        temperature_of(suite.task.config.generation_kwargs or {})
         # As in lm-eval, texts whose likelihood is asked for lose their beginning.
-        for ids in job.asked(suite.name):
-            max_answer_tokens(config, suite.max_tokens, len(ids), job.context)
+        for number, ids in enumerate(job.asked(suite.name)):
+            place = functools.partial(suite.place, number)
+            max_answer_tokens(config, suite.answering.max_tokens, len(ids), job.context, place)
     for row in job.closeness:
         encode_prompt(row, job.tokenizer, job.context - config.closeness_tokens)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from torch.nn.functional import pad
 
 from opdcl import parallel
 from opdcl.config.evaluate import EvalConfig
-from opdcl.data.chat import answer_text, render, request_ids
-from opdcl.data.suites import Judge, Suite, cut_at, quiet_lm_eval
+from opdcl.data.answering import answering_of
+from opdcl.data.chat import answer_text, render_request, request_ids
+from opdcl.data.suites import FEWSHOT_SEED, Judge, Suite, cut_at, quiet_lm_eval
 from opdcl.distill.make_teacher import reach_own_model
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone, State
@@ -46,9 +47,6 @@ from opdcl.training import StageReport, reset_peak_memory
 LOGIT_BYTES = 2**30
 # The logit of a token that a model lacks: no probability, and a number that JSON has.
 UNLIKELY = -1e5
-
-# Sampling options that we do not support, with the values that turn them off.
-UNCUT: dict[str, tuple[float | None, ...]] = {"top_p": (None, 1), "top_k": (None, 0, -1), "min_p": (None, 0)}
 
 # The texts of a request -> their log-likelihood, and whether they are the greedy continuation.
 Likelihood = tuple[tuple[str, str], tuple[float, bool]]
@@ -88,11 +86,11 @@ class BackboneLM(LM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        return render(self.backbone.tokenizer, chat_history, add_generation_prompt, tokenize=False)
+        return render_request(self.backbone.tokenizer, chat_history, add_generation_prompt)
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """Answer all requests as their task says; cut each answer at its task's stop strings."""
-        (temperature,) = {temperature_of(request.args[1]) for request in requests}
+        (temperature,) = {answering_of(request.args[1]).temperature for request in requests}
         questions = [self._question(request, temperature) for request in requests]
         self.keys = [question.key for question in questions]
         kept = KeptRows(self.partial, self.keys)
@@ -113,11 +111,10 @@ class BackboneLM(LM):
         return texts
 
     def _question(self, request: Any, temperature: float) -> Question:
-        prompt, options = request_ids(request, self.backbone.tokenizer), request.args[1]
-        suite_limit = int(options.get("max_gen_toks", 256))
-        limit = max_answer_tokens(self.config, suite_limit, len(prompt), self.backbone.context_length)
+        prompt, asked = request_ids(request, self.backbone.tokenizer), answering_of(request.args[1])
+        limit = max_answer_tokens(self.config, asked.max_tokens, len(prompt), self.backbone.context_length)
         drawn = [temperature, self.seed] if temperature else []
-        return Question(prompt, limit, self._key(prompt, limit, *drawn), options.get("until") or [])
+        return Question(prompt, limit, self._key(prompt, limit, *drawn), asked.stops)
 
     def _rows(self, numbers: list[int], rollouts: list[Rollout]) -> list[dict[str, Any]]:
         rows = []
@@ -211,33 +208,22 @@ class _BatchwiseHFLM(HFLM):
         return pad(logits_BTV, (0, lacking), value=UNLIKELY) if lacking > 0 else logits_BTV
 
 
-def temperature_of(options: Mapping[str, Any]) -> float:
-    """Return the temperature at which a task has its answers sampled; 0 is greedy decoding.
-
-    Args:
-        options: The task's `generation_kwargs`.
-
-    Raises:
-        UsageError: It cuts off unlikely tokens, which the sampler does not.
-    """
-    if not options.get("do_sample"):
-        return 0.0
-    if cut := [f"{key}: {options[key]}" for key in UNCUT if options.get(key) not in UNCUT[key]]:
-        message = f"a suite that samples with {', '.join(cut)} is not supported"
-        raise UsageError(message, "choose a task that sets a temperature only")
-    return float(options.get("temperature", 1.0))
-
-
-def max_answer_tokens(config: EvalConfig, suite_limit: int, length: int, room: int) -> int:
+def max_answer_tokens(
+    config: EvalConfig, suite_limit: int, length: int, room: int, place: Callable[[], str] | None = None
+) -> int:
     """Return the maximum length of an answer, in tokens, to a prompt of `length` in a context of `room`.
 
     Raises:
-        UsageError: Both together exceed the context.
+        UsageError: Both together exceed the context; `place` tells where the prompt stands.
     """
     limit = min(suite_limit, config.max_new_tokens or suite_limit) + config.thought_tokens
     if length + limit > room:
         message = f"a prompt of {length} tokens and an answer of {limit} exceed the context of {room}"
-        raise UsageError(message, "set eval.max_new_tokens, or leave the suite out")
+        left = room - length - config.thought_tokens
+        hint = "shorten the prompt or take it out, or choose a base model with a longer context"
+        if left > 0:
+            hint = f"set eval.max_new_tokens to {left} or less, or shorten the prompt"
+        raise UsageError(f"{place()}: {message}" if place else message, hint)
     return limit
 
 
@@ -263,7 +249,7 @@ def evaluate(
     partial = partial_file(run, state, suite.name)
     keep_earlier(partial, run.eval_samples(state, suite.name))
     samples = _answered(suite, BackboneLM(backbone, adapter, config, partial, report))
-    if state == "base" and temperature_of(suite.task.config.generation_kwargs or {}):
+    if state == "base" and suite.generative and suite.answering.temperature:
         second_file = partial_file(run, state, f"{suite.name}.second")
         second = BackboneLM(backbone, adapter, config, second_file, report, SECOND_SEED)
         drawn_again = _answered(suite, second)
@@ -281,12 +267,10 @@ def _answered(suite: Suite, lm: BackboneLM) -> list[dict[str, Any]]:
     """Let a model answer a suite; return the samples, scored by the suite's rules."""
     quiet_lm_eval()
     # Unseeded, lm-eval would draw other few-shot examples for each state.
-    suite.task.set_fewshot_seed(suite.fewshot_seed)
+    suite.task.set_fewshot_seed(FEWSHOT_SEED)
     # `simple_evaluate` would collect the environment after each call, which takes longer than a small suite.
-    options: Any = {"apply_chat_template": suite.generative, "limit": lm.config.limit}
-    if suite.generative:
-        options["system_instruction"] = suite.system
-    results = lm_evaluate(lm, suite.loaded, log_samples=True, bootstrap_iters=0, **options)
+    limit = lm.config.limit
+    results = lm_evaluate(lm, suite.loaded, limit=limit, log_samples=True, bootstrap_iters=0, **suite.asking)
     (sampled,) = results["samples"].values()
     return _samples(suite, sampled, lm)
 

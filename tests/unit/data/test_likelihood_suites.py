@@ -81,11 +81,7 @@ def test_rows_that_do_not_fit_are_refused_with_line_or_column(tmp_path, task, ro
 
 
 @pytest.mark.parametrize(
-    ("task", "message"),
-    [
-        ("wikitext", "measures perplexity"),
-        ("cola", "no score that is a mean over prompts and good when high"),
-    ],
+    ("task", "message"), [("wikitext", "measures perplexity"), ("cola", "does not score prompt by prompt")]
 )
 def test_a_task_whose_score_is_no_mean_over_prompts_is_refused(tmp_path, task, message):
     rows = [{"page": "It rains.", "sentence": "It rains.", "label": 1}] * 2

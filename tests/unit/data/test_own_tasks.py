@@ -176,6 +176,12 @@ def test_a_template_is_text_and_never_code(folder):
         (PLAIN.replace("rows.jsonl", "nowhere.jsonl"), "cannot be loaded from"),
         (PLAIN.replace("{{question}}", "{{nothing}}"), "'nothing' is undefined"),
         (PLAIN.replace("exact_match", "bleu"), "does not score prompt by prompt"),
+        (PLAIN.replace("better: true", "better: false"), "good when high: less exact_match is better"),
+        (PLAIN.replace("aggregation: mean", "aggregation: median"), "does not score prompt by prompt"),
+        (
+            PLAIN + "description: '{{nothing}}'\n",
+            "row 1 of suite 'flags' cannot be scored: 'nothing' is undefined",
+        ),
         ("include: flags.yaml\ntask: flags\n", "includes itself"),
         ("task: instructions\n", "is shipped with its data"),
     ],

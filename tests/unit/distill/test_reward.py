@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset
 from helpers.near import ROUNDING, flat, relative_error
 from helpers.recovering import SHORT, Silent, make_trainer, whole_and_resumed
+from helpers.stock import write_stock
 from helpers.teaching import taught
 from trl import GRPOConfig, GRPOTrainer
 
@@ -16,6 +17,7 @@ from opdcl.config.recover import RecoverConfig, RewardSection
 from opdcl.config.teacher import LossSection
 from opdcl.config.workflow import Workflow
 from opdcl.data.chat import encode_prompt
+from opdcl.data.suites import load_suite
 from opdcl.distill.losses import clipped_gradient, group_advantages, token_losses
 from opdcl.distill.prompts import read_recovery_source
 from opdcl.distill.reward import Reward, count_short_of_room, load_reward_task, reward_rows
@@ -69,19 +71,31 @@ def test_equal_rewards_are_exactly_no_advantage_whatever_their_rounding():
     assert group_advantages([0.1] * 3 + [0.7] * 3, 3) == [0.0] * 6
 
 
-def test_answers_pass_the_suites_filters_before_they_are_scored(backbone):
+def test_a_reward_is_the_score_that_an_evaluation_gives(backbone):
+    """After the suite's stops and its filters, whatever these leave: a text, or a list of texts."""
     from lm_eval.filters import build_filter_ensemble
 
     reward = make_reward(backbone, metric="prompt_level_strict_acc")
-    number = next(i for i, (_, doc) in enumerate(reward._sources) if "title" in doc["prompt"])
-    written = backbone.tokenizer("No title here.", add_special_tokens=False)["input_ids"]
-    assert reward([Rollout(Prompt([1], number=number), written, [], True)]) == [0.0]
-    reward.task._filters = [
-        build_filter_ensemble(
-            "none", [["regex", {"regex_pattern": "(title)", "fallback": "?"}], ["take_first", None]]
-        )
-    ]
-    assert reward._filtered("No title here.", {}) == "title"
+    seen = []
+    score = reward.task.config.process_results
+    reward.task.config.process_results = lambda doc, results: seen.append(results[0]) or score(doc, ["x"])
+    reward.task.config.generation_kwargs["until"] = " here"  # as text, which lm-eval takes for one stop
+    written = backbone.tokenizer("No title, no title here.", add_special_tokens=False)["input_ids"]
+    find = ["regex", {"regex_pattern": "(title)", "group_select": -1, "fallback": "?"}]
+    for steps in ([["take_first", None]], [find, ["take_first", None]], [find]):
+        reward.task._filters = [build_filter_ensemble("none", steps)]
+        reward([Rollout(Prompt([1], number=0), written, [], True)])
+    assert seen == ["No title, no title", "title", ["title"]]
+
+
+def test_prompts_with_examples_are_asked_as_an_evaluation_asks_them(backbone, tmp_path):
+    file = write_stock(tmp_path, "gsm8k")
+    suite = load_suite("gsm8k", EvalConfig(data={"gsm8k": str(file)}), trusted=True)
+    asked = suite.encode(2, backbone.tokenizer)
+    suite.task.dataset["test"] = suite.task.dataset["test"].select(range(2))
+    rows = reward_rows(RewardSection(suite="gsm8k"), suite.task)
+    assert len(rows[0].prompt) == 11  # five examples, each a turn of its own
+    assert [encode_prompt(row, backbone.tokenizer, 100_000) for row in rows] == asked
 
 
 @pytest.fixture

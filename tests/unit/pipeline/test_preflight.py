@@ -47,11 +47,17 @@ REFUSED = {
     "long prompts": (["recover.max_new_tokens=500"], "", "and the context leaves room for 12"),
     "one prompt": (["recover.general=[one.jsonl]"], "", "the general stream has one prompt"),
     "long answers": (["eval.max_new_tokens=2000"], "", "exceed the context of 512"),
-    # A question alone has 43 tokens; with the five examples before it, it has 368.
+    "a long question": (
+        ["eval.data.questions=long.jsonl"],
+        "",
+        "long.jsonl:2: a prompt of 1238 tokens and an answer of 12 exceed the context of 512\n"
+        "hint: shorten the prompt or take it out",
+    ),
+    # A question alone has 43 tokens; with five examples before it, each a turn, it has 502.
     "long examples": (
         ["eval.retention=[gsm8k]", "eval.data.gsm8k=sums.jsonl", "eval.max_new_tokens=200"],
         "",
-        "exceed the context of 512",
+        "exceed the context of 512\nhint: set eval.max_new_tokens to ",
     ),
     "a long demonstration": (
         [
@@ -74,6 +80,8 @@ def test_a_dry_run_refuses_what_the_run_refuses_with_the_same_words(project, cas
     settings, rows, message = REFUSED[case]
     (project / "one.jsonl").write_text(lines({"prompt": "Only this."}))
     (project / "sums.jsonl").write_text(lines(*SUMS))
+    long = {"question": "Why? " * 400, "answer": "So."}
+    (project / "long.jsonl").write_text(lines({"question": "Who?", "answer": "Ada."}, long))
     if rows:
         (project / "rows.jsonl").write_text(rows)
     words = ["run", "tiny.yaml", "-o", "out", *(w for s in settings for w in ("--set", s))]

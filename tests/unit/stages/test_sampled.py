@@ -7,12 +7,11 @@ from lm_eval.api.instance import Instance
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.shipped import package_folder
 from opdcl.data.suites import load_suite
-from opdcl.errors import UsageError
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.hashes import hash_files
 from opdcl.rundir.layout import RunDir
 from opdcl.stages import evaluate as stage
-from opdcl.stages.evaluate import BackboneLM, temperature_of
+from opdcl.stages.evaluate import BackboneLM
 
 EVALS = package_folder("evals")
 QUESTIONS = [f"What is the code of room {i}{'?' * (i % 3 + 1)}" for i in range(7)]
@@ -89,22 +88,12 @@ def test_answers_drawn_at_another_temperature_are_not_reused(ask):
     assert ask(name="other") == ask(name="clean2")
 
 
-def test_the_temperature_is_that_of_the_task():
-    assert temperature_of({}) == temperature_of(GREEDY) == 0
-    assert temperature_of(SAMPLED) == 0.7
-    assert temperature_of({"do_sample": True, "top_p": 1.0, "top_k": 0}) == 1
-    for cut in ({"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.1}):
-        with pytest.raises(UsageError, match=f"{next(iter(cut))}: .* not supported"):
-            temperature_of(SAMPLED | cut)
-        assert temperature_of(GREEDY | cut) == 0
-
-
 def test_the_shipped_suite_samples_the_prompts_of_instructions():
     sampled, plain = load_suite("instructions_sampled"), load_suite("instructions")
-    assert temperature_of(sampled.task.config.generation_kwargs) == 0.7
-    assert temperature_of(plain.task.config.generation_kwargs) == 0
+    assert (sampled.answering.temperature, plain.answering.temperature) == (0.7, 0)
     assert sampled.documents(None) == plain.documents(None)
-    assert (sampled.metrics, sampled.max_tokens, sampled.content) == (plain.metrics, plain.max_tokens, True)
+    assert (sampled.metrics, sampled.content) == (plain.metrics, True)
+    assert sampled.answering.max_tokens == plain.answering.max_tokens
     assert sampled.floors(20, [""] * 20) == plain.floors(20, [""] * 20)
 
 
