@@ -1,4 +1,4 @@
-"""How many requests does an adapter still answer in the domain's manner? The first tokens of its answers tell.
+"""How many requests does an adapter still answer in the domain's manner? Its first tokens tell.
 
     python benchmarks/tail.py ADAPTER [ADAPTER ...]       # minutes on a CPU
 
@@ -21,7 +21,7 @@ from opdcl.data.rows import load_rows
 from opdcl.distill.grading import Grader
 from opdcl.distill.teachers import Teacher
 from opdcl.model.backbone import Backbone
-from opdcl.results.closeness import DOMAIN_MANNER
+from opdcl.results.status import DOMAIN_STYLE
 from opdcl.sampling.rollout import Prompt
 
 REQUESTS, TOKENS, SHORT, SEED = 300, 24, 8, 11
@@ -40,7 +40,9 @@ def main() -> None:
     for adapter in options.adapters:
         measured[str(adapter)] = measure(backbone, prompts, adapter)
     for name, found in measured.items():
-        print(f"{name}: {found['short']} of {found['n']} short, {found['far']} far, {found['median']:.3f} nats")
+        print(
+            f"{name}: {found['short']} of {found['n']} short, {found['far']} far, {found['median']:.3f} nats"
+        )
     store(options.out, head() | {"tokens": TOKENS, "seed": SEED, "models": measured})
 
 
@@ -61,7 +63,7 @@ def measure(backbone: Backbone, prompts: list[Prompt], adapter: Path | None) -> 
     return {
         "n": len(rollouts),
         "short": sum(r.finished and len(r.completion_ids) <= SHORT for r in rollouts),
-        "far": sum(value > DOMAIN_MANNER for value in nats),
+        "far": sum(value > DOMAIN_STYLE for value in nats),
         "median": sorted(nats)[len(nats) // 2],
         "lengths": lengths,
         "nats": nats,
