@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from opdcl.config.model import ModelConfig
 from opdcl.errors import OpdclError, UsageError
+from opdcl.model.door import SETTINGS, read_adapter_settings
 from opdcl.model.load import model_source, pick_dtype, skeleton
 from opdcl.model.tensors import headers, shown_shape, way_out, weight_files
 from opdcl.rundir.hashes import ADAPTER
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     import torch
     from peft import LoraConfig
 
-SETTINGS = "adapter_config.json"
 HIGHEST_RANK = 2**16
 # A name for an adapter that is not PEFT's own: `default` in the names of a file would go unnoticed.
 STATE = "student"
@@ -117,11 +117,9 @@ def read_lora_config(folder: Path) -> LoraConfig:
     Raises:
         UsageError: The configuration is malformed.
     """
-    from peft import LoraConfig
-
     checked_settings(folder)
     with peft_faults(folder, f"{folder / SETTINGS} cannot be read", COPY_AGAIN):
-        return LoraConfig.from_pretrained(str(folder))
+        return read_adapter_settings(folder)
 
 
 def check_on_base(folder: Path, base: ModelConfig) -> list[str]:
