@@ -31,6 +31,7 @@ STATE = "student"
 PREFIX = "base_model.model."
 COPIES = re.compile(r"(embed_tokens|embed_in|word_embeddings|wte|lm_head|embed_out)\.weight$")
 COPY_AGAIN = "copy it again from where the adapter was trained"
+OTHER_SETTINGS = "train it without that; docs/repair.md lists what an adapter may have"
 OTHER_BASE = "use the base model that the adapter was trained on"
 
 # What a name in the file holds that it should not -> what left it there, and the way out.
@@ -95,7 +96,12 @@ def checked_settings(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def peft_faults(folder: Path, problem: str = "", hint: str = OTHER_BASE) -> Iterator[None]:
-    """Translate whatever PEFT raises on an adapter's folder; by default, the base is the cause."""
+    """Translate whatever PEFT raises on an adapter's folder; without a `problem`, say what the cause is.
+
+    PEFT raises a `ValueError` where its layers have no support for a setting of the adapter.
+    """
+    from peft.utils.error import NoMatchingPeftModuleError
+
     from opdcl.model.memory import is_out_of_memory
 
     try:
@@ -107,6 +113,8 @@ def peft_faults(folder: Path, problem: str = "", hint: str = OTHER_BASE) -> Iter
             raise
         lines = str(fault).strip().splitlines()
         reason = lines[0][:300] if lines else type(fault).__name__
+        if not problem and isinstance(fault, ValueError) and not isinstance(fault, NoMatchingPeftModuleError):
+            problem, hint = f"PEFT cannot put adapter {folder} onto the base model", OTHER_SETTINGS
         problem = problem or f"adapter {folder} does not fit the base model"
         raise UsageError(f"{problem}: {reason}", hint) from fault
 

@@ -254,8 +254,10 @@ def skeleton(config: ModelConfig) -> PreTrainedModel:
 
     source, options = _loading_options(config)
     with to_user_error(config), torch.device("meta"):
-        trusted = {"trust_remote_code": config.trust_remote_code}
-        return AutoModelForCausalLM.from_config(door.read_config(source, **options), **trusted)
+        trusted = config.trust_remote_code
+        return AutoModelForCausalLM.from_config(
+            door.read_config(source, **options), trust_remote_code=trusted
+        )
 
 
 def check_model(config: ModelConfig) -> list[str]:
