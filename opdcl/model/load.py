@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from opdcl.model import consent, door, quantized
 from opdcl.model.portable import make_portable
 from opdcl.model.tensors import Found, headers, refuse_unfit, weight_files
 from opdcl.rundir.files import cache_home, folder_appears_whole, write_atomic, write_json
-from opdcl.rundir.hashes import file_hash
+from opdcl.rundir.hashes import SEAL, damage, file_hash, read_seal, seal
 from opdcl.rundir.layout import TEMPLATE
 
 if TYPE_CHECKING:
@@ -384,11 +385,14 @@ def is_gguf(config: ModelConfig) -> bool:
 def embedded_folder() -> Path:
     """Return the folder of the embedded model: its wheel's GGUF file, converted to safetensors at first use.
 
+    What earlier versions converted has no seal, so it is converted again.
+
     Raises:
-        EnvironmentFault: The wheel is missing or damaged.
+        EnvironmentFault: The wheel is missing or damaged, or the converted model is.
     """
     folder = cache_home() / "models" / EMBEDDED
-    if (folder / "opdcl.json").exists():
+    if (folder / SEAL).exists():
+        _refuse_changed(folder)
         return folder
     import torch
     from transformers import GgufConfig
@@ -410,9 +414,27 @@ def embedded_folder() -> Path:
     model.hf_quantizer = None
     model.config.__dict__.pop("quantization_config", None)
     source = {"source": gguf.name, "sha256": EMBEDDED_SHA256, "license": "apache-2.0"}
-    with folder_appears_whole(folder, keep="opdcl.json") as temporary:
+    with folder_appears_whole(folder, keep=SEAL) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         make_portable(temporary)
         write_json(temporary / "opdcl.json", source)
+        seal(temporary)
     return folder
+
+
+@functools.cache
+def _refuse_changed(folder: Path) -> None:
+    """Refuse a converted model whose weights, template or tokenizer are not those that were written.
+
+    Its 270 MB are hashed once per process, in a quarter of a second: sizes and times would be quicker, and
+    can be those of before. Who may write into the cache can write another seal too.
+    """
+    problem = damage(folder)
+    known = {SEAL, *read_seal(folder)} if not problem else set()
+    for file in sorted(folder.iterdir()):
+        if not problem and file.name not in known and not file.name.startswith("."):
+            problem = f"{file.name} was not there when it was converted"
+    if problem:
+        hint = f"remove {folder}: the next command converts it again"
+        raise EnvironmentFault(f"the embedded model in {folder} is damaged: {problem}", hint)
