@@ -104,9 +104,12 @@ def refuse_adapter_beside(source: str, revision: str | None) -> None:
         hint = f"hf download {source} --exclude 'adapter_*' --local-dir FOLDER; then name FOLDER"
     else:
         return
-    problem = f"model {source!r} cannot be loaded: {place} says that an adapter lies beside it"
     both = "for both as one model, opdcl export ADAPTER -o MODEL merges them"
-    raise UsageError(f"{problem}, and which of the two is meant is not known", f"{hint}; {both}")
+    problem = (
+        f"model {source!r} cannot be loaded: {place} says that an adapter lies beside it, "
+        f"and which of the two is meant is not known"
+    )
+    raise UsageError(problem, f"{hint}; {both}")
 
 
 def read_adapter_settings(folder: Path) -> LoraConfig:
