@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
 from opdcl.model.adapter_files import STATE, checked_settings, peft_faults, refuse_misfit
 from opdcl.model.adapters import EMBEDDINGS, OFF
+from opdcl.model.door import put_adapter, read_tokenizer
 from opdcl.model.load import load_base, to_user_error
 from opdcl.model.portable import make_portable
 from opdcl.model.tensors import headers
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 COPY = re.compile(r"(modules_to_save|original_module)\.(?=weight$)")
 HEADS = re.compile("lm_head|embed_out")
 SAVE_ROWS = "save it again where it was trained: save_pretrained(FOLDER, save_embedding_layers=True)"
+
+NO_CODE = "opdcl does not run an adapter's code; save its tokenizer there as a class of transformers' own"
 
 
 def holds_rows(adapter: Path) -> bool:
@@ -42,8 +45,6 @@ def merge_rows(base: ModelConfig, adapter: Path, target: Path) -> None:
         UsageError: The adapter does not fit its base, lacks rows of new tokens or the tokenizer that names
             them, or PEFT would merge something else.
     """
-    from peft import PeftModel
-
     model, tokenizer = load_base(base.model_copy(update={"quantization": None}), as_stored=True)
     held = headers([adapter / ADAPTER])
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
@@ -55,8 +56,7 @@ def merge_rows(base: ModelConfig, adapter: Path, target: Path) -> None:
     rows = _grow(model, held, adapter, tied)
     tokenizer = _with_its_tokens(adapter, tokenizer, rows, is_grown=rows > own_rows)
     with peft_faults(adapter):
-        adapted: Any = PeftModel.from_pretrained(model, str(adapter), adapter_name=STATE)
-        found = adapted.load_adapter(str(adapter), adapter_name=STATE)
+        adapted, found = put_adapter(model, adapter, STATE)
     copies = {name for name in held if COPY.search(name) and COPY.sub("", name) in held}
     if tied:  # the head's tokens are those of the embeddings, under a second name
         copies |= {name for name in held if HEADS.search(name) and ".token_adapter." in name}
@@ -91,16 +91,14 @@ def _with_its_tokens(
     adapter: Path, tokenizer: PreTrainedTokenizerBase, rows: int, is_grown: bool
 ) -> PreTrainedTokenizerBase:
     """Return the adapter's tokenizer if it has more tokens than base's, which is returned otherwise."""
-    from transformers import AutoTokenizer
-
     refused = f"adapter {adapter} cannot be merged"
     if not (adapter / "tokenizer_config.json").is_file():
         if is_grown:
             problem = "it has more tokens than its base, and its folder no tokenizer that names them"
             raise UsageError(f"{refused}: {problem}", "copy the tokenizer's files of its trainer there")
         return tokenizer
-    with to_user_error(ModelConfig(id=str(adapter))):
-        own: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(adapter)
+    with to_user_error(ModelConfig(id=str(adapter)), NO_CODE):
+        own = read_tokenizer(str(adapter), trust_remote_code=False)
     if len(own) > rows:
         problem = (
             f"its tokenizer has {len(own)} tokens, and neither it nor its base has more than {rows} rows"

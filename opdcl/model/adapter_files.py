@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from opdcl.config.model import ModelConfig
 from opdcl.errors import OpdclError, UsageError
+from opdcl.model.door import SETTINGS, read_adapter_settings
 from opdcl.model.load import model_source, pick_dtype, skeleton
 from opdcl.model.tensors import headers, shown_shape, way_out, weight_files
 from opdcl.rundir.hashes import ADAPTER
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     import torch
     from peft import LoraConfig
 
-SETTINGS = "adapter_config.json"
 HIGHEST_RANK = 2**16
 # A name for an adapter that is not PEFT's own: `default` in the names of a file would go unnoticed.
 STATE = "student"
@@ -31,6 +31,7 @@ STATE = "student"
 PREFIX = "base_model.model."
 COPIES = re.compile(r"(embed_tokens|embed_in|word_embeddings|wte|lm_head|embed_out)\.weight$")
 COPY_AGAIN = "copy it again from where the adapter was trained"
+OTHER_SETTINGS = "train it without that; docs/repair.md lists what an adapter may have"
 OTHER_BASE = "use the base model that the adapter was trained on"
 
 # What a name in the file holds that it should not -> what left it there, and the way out.
@@ -95,7 +96,12 @@ def checked_settings(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def peft_faults(folder: Path, problem: str = "", hint: str = OTHER_BASE) -> Iterator[None]:
-    """Translate whatever PEFT raises on an adapter's folder; by default, the base is the cause."""
+    """Translate whatever PEFT raises on an adapter's folder; without a `problem`, say what the cause is.
+
+    PEFT raises a `ValueError` where its layers have no support for a setting of the adapter.
+    """
+    from peft.utils.error import NoMatchingPeftModuleError
+
     from opdcl.model.memory import is_out_of_memory
 
     try:
@@ -107,6 +113,8 @@ def peft_faults(folder: Path, problem: str = "", hint: str = OTHER_BASE) -> Iter
             raise
         lines = str(fault).strip().splitlines()
         reason = lines[0][:300] if lines else type(fault).__name__
+        if not problem and isinstance(fault, ValueError) and not isinstance(fault, NoMatchingPeftModuleError):
+            problem, hint = f"PEFT cannot put adapter {folder} onto the base model", OTHER_SETTINGS
         problem = problem or f"adapter {folder} does not fit the base model"
         raise UsageError(f"{problem}: {reason}", hint) from fault
 
@@ -117,11 +125,9 @@ def read_lora_config(folder: Path) -> LoraConfig:
     Raises:
         UsageError: The configuration is malformed.
     """
-    from peft import LoraConfig
-
     checked_settings(folder)
     with peft_faults(folder, f"{folder / SETTINGS} cannot be read", COPY_AGAIN):
-        return LoraConfig.from_pretrained(str(folder))
+        return read_adapter_settings(folder)
 
 
 def check_on_base(folder: Path, base: ModelConfig) -> list[str]:

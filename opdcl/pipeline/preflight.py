@@ -163,11 +163,16 @@ def _check_tuned_model(job: Job) -> None:
     hint = "--base names the model that it was fine-tuned from"
     if (Path(base.id).resolve(), base.revision) == (Path(tuned.id).resolve(), tuned.revision):
         raise UsageError(f"{tuned.id} is named as its own base", hint)
-    shape, has_more = text_config(tuned), job.tokenizer is not job.sources.tokenizer(base)
+    shape = text_config(tuned)
+    # By its own tokenizer: rows behind base's are tokens that base lacks, or padding.
+    has_more = has_tokenizer(tuned) and shape.vocab_size > job.shape.vocab_size
+    has_more = has_more or job.tokenizer is not job.sources.tokenizer(base)
     for key in SHAPE:
         ours, theirs = getattr(job.shape, key, None), getattr(shape, key, None)
-        is_longer = has_more and key == "vocab_size" and theirs > ours
-        if ours != theirs and not is_longer:
+        is_longer = key == "vocab_size" and theirs > ours
+        if is_longer and not has_more:
+            hint = f"copy its tokenizer into {tuned.id}, which says whether they are tokens; or {hint}"
+        if ours != theirs and not (is_longer and has_more):
             what = "embeddings of size" if key == "vocab_size" else key
             message = f"{tuned.id} has another shape than {base.id}: {what} {theirs}, there {ours}"
             raise UsageError(message, f"{hint}; opdcl eval MODEL measures each of them alone")
@@ -201,7 +206,7 @@ def _check_tuned_model(job: Job) -> None:
         if is_used:
             reason = "its weights are not base's plus an adapter"
             if has_more:
-                reason += ", and it has tokens that base lacks"
+                reason += ", and it has tokens that base lacks, or more rows of embeddings"
             raise UsageError(f"start is the whole model {tuned.id}, which excludes {what}: {reason}", remedy)
 
 

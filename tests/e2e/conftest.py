@@ -7,6 +7,8 @@ import pytest
 from helpers.command import opdcl
 from helpers.tiny import make_project
 
+from opdcl.rundir.hashes import seal
+
 
 @pytest.fixture(scope="session")
 def project(tiny_model, tmp_path_factory) -> Path:
@@ -18,7 +20,7 @@ def tiny_cache(tiny_model, tmp_path_factory) -> Path:
     """A cache in which the embedded model is the tiny one."""
     cache = tmp_path_factory.mktemp("cache")
     shutil.copytree(tiny_model, cache / "models" / "smollm2-135m")
-    (cache / "models" / "smollm2-135m" / "opdcl.json").write_text("{}")
+    seal(cache / "models" / "smollm2-135m")
     return cache
 
 

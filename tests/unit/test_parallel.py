@@ -1,5 +1,6 @@
 """How work is split between workers and merged again; two real workers run in tests/e2e/test_processes.py."""
 
+import socket
 import subprocess
 import sys
 
@@ -38,9 +39,8 @@ except parallel.OpdclError as fault:
 """
 
 
-def test_two_workers_agree(tmp_path, monkeypatch):
-    import socket
-
+def two_workers(source, monkeypatch):
+    """Run a source as two workers; return what each of them prints."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -50,7 +50,37 @@ def test_two_workers_agree(tmp_path, monkeypatch):
     workers = []
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
-        workers.append(subprocess.Popen([sys.executable, "-c", TWO], stdout=subprocess.PIPE, text=True))
+        workers.append(subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True))
     said = [worker.communicate(timeout=120)[0] for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0]
-    assert said == ["the workers hold different answers: [0, 1]\n"] * 2
+    return said
+
+
+def test_two_workers_agree(monkeypatch):
+    assert two_workers(TWO, monkeypatch) == ["the workers hold different answers: [0, 1]\n"] * 2
+
+
+# On the first worker's machine bfloat16 is fast, on the other's it is emulated.
+UNLIKE = """
+import os
+import torch
+from opdcl import parallel
+from opdcl.config.workflow import Workflow
+from opdcl.model.load import pick_dtype
+from opdcl.pipeline.defaults import resolve_for_machine
+
+is_first = os.environ["RANK"] == "0"
+parallel.join()
+torch.cuda.is_bf16_supported = lambda including_emulation: True
+torch.cpu._is_avx512_bf16_supported = lambda: False
+torch.cuda.is_available = lambda: is_first
+flow = Workflow.model_validate({"recover": {"teachers": {"a": {"kind": "model", "model": {"id": "other"}}}}})
+resolved, _ = resolve_for_machine(flow)
+again, _ = resolve_for_machine(flow)
+assert again == resolved
+print(pick_dtype("auto"), *(model.dtype for model in resolved.models()))
+"""
+
+
+def test_unlike_workers_compute_in_the_precision_that_the_first_one_chose(monkeypatch):
+    assert two_workers(UNLIKE, monkeypatch) == ["bfloat16 bfloat16 bfloat16\n", "float32 bfloat16 bfloat16\n"]

@@ -1,8 +1,10 @@
 """PEFT's adapters with trained embeddings or tokens of their own: merged as PEFT computes, or refused."""
 
 import copy
+import io
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -152,3 +154,21 @@ def test_tokens_that_a_plain_adapter_does_not_bring_are_named(project):
     tokenizer.add_tokens(NEW)
     tokenizer.save_pretrained("adapter")
     assert "was saved with tokens that base lacks: <one>, <two>; they are not used" in opdcl(*dry).stderr
+
+
+def test_code_of_an_adapters_tokenizer_is_neither_asked_about_nor_run(project, monkeypatch):
+    train("untied", True, **WHOLE)
+    settings = json.loads(Path("adapter/tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
+    Path("adapter/tokenizer_config.json").write_text(json.dumps(settings))
+    code = "open('has_run', 'w')\nfrom transformers import PreTrainedTokenizerFast\n"
+    Path("adapter/own.py").write_text(f"{code}class Own(PreTrainedTokenizerFast): pass\n")
+    asked = io.StringIO("y\ny\n")
+    monkeypatch.setattr("sys.stdin", asked)
+    for words in ((), ("--trust-remote-code",)):  # which is for the base's code
+        refused = merge(*words)
+        assert refused.returncode == 2, refused.stderr
+        assert "comes with Python code" in refused.stderr
+        assert "opdcl does not run an adapter's code" in refused.stderr
+    assert not Path("has_run").exists()
+    assert asked.tell() == 0, "nothing was read of what the user types"

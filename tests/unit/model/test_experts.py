@@ -7,11 +7,13 @@ import pytest
 import torch
 from helpers.tiny import make_mixture
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from opdcl.config.finetune import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
+from opdcl.model.adapter_files import check_on_base
 from opdcl.model.adapters import find_adapter
 from opdcl.model.backbone import Backbone
 from opdcl.model.lora import base_weight
@@ -242,6 +244,54 @@ def test_an_adapter_made_elsewhere_is_merged_as_peft_does(shape, folders, tmp_pa
     model = ModelConfig(id=str(folders["olmoe"]))
     changed = sum(base_weight(layer).numel() for layer in mixture.adapted_layers())
     assert adapted_share(model, tmp_path) == pytest.approx(changed / size)
+
+
+def as_transformers_4(folder, base, dropout):
+    """Write an adapter with a pair of matrices for each expert, as PEFT did before experts were stacked."""
+    config = AutoConfig.from_pretrained(base)
+    width, hidden = config.moe_intermediate_size, config.hidden_size
+    shapes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
+    generator = torch.Generator().manual_seed(3)
+    weights = {}
+    for layer in set(range(config.num_hidden_layers)) - set(config.mlp_only_layers):
+        for expert in range(config.num_experts):
+            for name, (rows, columns) in shapes.items():
+                place = f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.{name}"
+                weights[f"{place}.lora_A.weight"] = torch.randn(2, columns, generator=generator) * 0.1
+                weights[f"{place}.lora_B.weight"] = torch.randn(rows, 2, generator=generator) * 0.1
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 4}
+    settings |= {"lora_dropout": dropout, "target_modules": list(shapes)}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_dropout_of_an_adapter_on_experts_is_left_out(folders, tmp_path):
+    config = ModelConfig(id=str(folders["qwen3_moe"]), dtype="float32")
+    found = []
+    for dropout in (0.0, 0.05):
+        adapter = as_transformers_4(tmp_path / str(dropout), config.id, dropout)
+        check_on_base(adapter, config)
+        mixture = Backbone.load(config)
+        base = logits(mixture.causal_lm)
+        mixture.load_adapter(adapter, "student", trainable=True)
+        mixture.load_adapter(adapter, "tuned")
+        found.append(logits(mixture.causal_lm.train()))
+        with mixture.state("tuned") as model:
+            assert torch.equal(logits(model), found[0])
+    assert torch.equal(*found)
+    assert (found[0] - base).abs().max() > 0.01
+
+
+def test_a_setting_that_peft_has_not_for_experts_is_no_fault_of_the_base(folders, tmp_path):
+    config = ModelConfig(id=str(folders["qwen3_moe"]), dtype="float32")
+    adapter = as_transformers_4(tmp_path / "adapter", config.id, 0.0)
+    settings = json.loads((adapter / "adapter_config.json").read_text()) | {"use_dora": True}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UsageError, match=r"PEFT cannot put adapter .*use_dora") as refused:
+        check_on_base(adapter, config)
+    assert "train it without that" in refused.value.hint
 
 
 def test_embeddings_named_as_parameters_are_refused(loaded, tmp_path):

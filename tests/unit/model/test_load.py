@@ -1,12 +1,19 @@
-"""Loading: the precision that `auto` picks, and that of a file."""
+"""Loading: the precision that `auto` picks, and that of a file; what is believed of a converted model."""
+
+import json
+import os
+import shutil
 
 import gguf
 import numpy as np
 import pytest
 import torch
 
+from opdcl.config.model import ModelConfig
+from opdcl.errors import EnvironmentFault
 from opdcl.model import precision
-from opdcl.model.load import pick_dtype, stored_dtype
+from opdcl.model.load import EMBEDDED, embedded_folder, load_tokenizer, pick_dtype, stored_dtype
+from opdcl.rundir.hashes import damage, seal
 
 
 @pytest.mark.parametrize(
@@ -58,3 +65,57 @@ def test_a_gguf_file_has_the_dtype_of_its_weights_not_of_its_norms(tmp_path, kin
     writer.write_tensors_to_file()
     writer.close()
     assert stored_dtype(str(tmp_path), {"gguf_file": "model.gguf"}) == dtype
+
+
+@pytest.fixture
+def converted(tiny_model, tmp_path, monkeypatch):
+    """The folder of the embedded model in a cache of its own, where it is the tiny one."""
+    monkeypatch.setenv("OPDCL_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "cache" / "models" / EMBEDDED
+    shutil.copytree(tiny_model, folder)
+    seal(folder)
+    return folder
+
+
+def add_to_the_template(folder):
+    file = folder / "chat_template.jinja"
+    file.write_text(file.read_text() + "Be rude.")
+
+
+def flip_a_weight(folder):
+    """Change one byte of the weights, and keep size and time of the file."""
+    file = folder / "model.safetensors"
+    times, content = file.stat(), bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+CHANGES = {
+    "chat_template.jinja has changed": add_to_the_template,
+    "model.safetensors has changed": flip_a_weight,
+    "tokenizer.json is missing": lambda folder: (folder / "tokenizer.json").unlink(),
+    "added_tokens.json was not there": lambda folder: (folder / "added_tokens.json").write_text("{}"),
+    "its seal is missing or unreadable": lambda folder: (folder / "seal.json").write_text("{}"),
+}
+
+
+def test_a_converted_model_is_used_as_it_was_written(converted):
+    assert embedded_folder() == converted
+
+
+@pytest.mark.parametrize("problem", CHANGES)
+def test_a_converted_model_that_has_changed_is_not_used(problem, converted):
+    CHANGES[problem](converted)
+    with pytest.raises(EnvironmentFault, match=f"is damaged: {problem}") as refused:
+        load_tokenizer(ModelConfig(id=EMBEDDED))
+    assert refused.value.hint == f"remove {converted}: the next command converts it again"
+
+
+@pytest.mark.nightly
+def test_a_converted_model_without_a_seal_is_converted_again(converted):
+    (converted / "seal.json").unlink()
+    (converted / "opdcl.json").write_text("{}")
+    assert embedded_folder() == converted
+    assert json.loads((converted / "opdcl.json").read_text())["source"].endswith(".gguf")
+    assert damage(converted) == ""

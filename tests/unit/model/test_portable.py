@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from transformers import AutoConfig, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer
 
 from opdcl.model.load import embedded_folder
 from opdcl.model.portable import make_portable
@@ -64,6 +64,60 @@ def test_positions_are_stated_for_both_versions(tmp_path, name):
     for settings in (read_again, config.rope_parameters):
         settings.pop("type", None)
     assert read_again == config.rope_parameters
+
+
+# Newer than the old names, and read wrongly by them; and families of all kinds that keep them.
+NEWER = (
+    *("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_assistant", "gemma4_unified_text"),
+    *("diffusion_gemma", "diffusion_gemma_text", "lfm3", "lfm3_vl"),
+)
+OLDER = ("llama", "gemma3_text", "phi3", "gpt_neox", "falcon_h1")
+
+
+def assert_read_alike(family, folder):
+    """Compare what transformers reads of a family before and after; return whether it has positions."""
+    config = CONFIG_MAPPING[family]()
+    if not getattr(config.get_text_config(decoder=True), "rope_parameters", None):
+        return False
+    config.save_pretrained(folder)
+    before = AutoConfig.from_pretrained(folder).get_text_config(decoder=True).to_dict()
+    make_portable(folder)
+    after = AutoConfig.from_pretrained(folder).get_text_config(decoder=True).to_dict()
+    assert {key: after.get(key) for key in before} == before, family
+    return True
+
+
+@pytest.mark.parametrize("family", [*NEWER, *OLDER])
+def test_transformers_reads_the_same_positions_from_what_was_written(family, tmp_path):
+    assert assert_read_alike(family, tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    sections = [written, written.get("text_config", {})]
+    old_names = {"rope_theta", "rotary_emb_base"}
+    assert any(old_names & section.keys() for section in sections) == (family in OLDER)
+
+
+@pytest.mark.nightly
+def test_transformers_reads_the_same_positions_in_every_family(tmp_path):
+    count = 0
+    for family in sorted(CONFIG_MAPPING):
+        try:
+            CONFIG_MAPPING[family]().save_pretrained(tmp_path / "trial")
+            AutoConfig.from_pretrained(tmp_path / "trial")
+        except Exception:  # it has no settings of its own, or lacks a package: nothing of ours
+            continue
+        count += assert_read_alike(family, tmp_path / family)
+    assert count > 300
+
+
+def test_a_model_that_its_own_code_reads_has_both_names(tmp_path):
+    own = {"model_type": "unheard_of", "rope_parameters": {"rope_theta": 77.0, **YARN}}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    make_portable(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text()) == {
+        **own,
+        "rope_theta": 77.0,
+        "rope_scaling": YARN,
+    }
 
 
 def test_the_text_model_of_a_vision_model_is_not_forgotten(tmp_path):

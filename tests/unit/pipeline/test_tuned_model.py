@@ -22,7 +22,7 @@ from opdcl.model.adapters import find_states, tuned_model
 from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates
 from opdcl.pipeline.begin import open_or_begin
-from opdcl.rundir.files import read_json
+from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.hashes import file_hash
 from opdcl.rundir.layout import RunDir
 
@@ -138,8 +138,8 @@ def test_a_model_that_does_not_fit_its_base_is_refused_with_the_reason(project):
     assert "is named as its own base" in refused("--base", "mine")
     assert "did you mean --base?" in refused("--model", "base")
     size = len(AutoTokenizer.from_pretrained("base"))
-    change_config(project / "mine", vocab_size=size + 8)
-    sizes = f"has another shape than {project / 'base'}: embeddings of size {size + 8}, there {size}"
+    change_config(project / "mine", vocab_size=size - 8)
+    sizes = f"has another shape than {project / 'base'}: embeddings of size {size - 8}, there {size}"
     assert sizes in refused("--base", "base")
     change_config(project / "mine", vocab_size=size, num_hidden_layers=1)
     layers = f"has another shape than {project / 'base'}: num_hidden_layers 1, there 2"
@@ -238,6 +238,32 @@ def test_a_model_with_more_tokens_than_base_is_measured_recovered_and_exported(w
     exported = opdcl("export", "runs/more", "-o", "merged")
     assert exported.returncode == 0, exported.stderr
     assert len(AutoTokenizer.from_pretrained("merged")) == len(AutoTokenizer.from_pretrained("base")) + 2
+
+
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_a_model_whose_embeddings_were_padded_alone(has_tokenizer, project):
+    model, tokenizer = from_disk(project / "mine"), AutoTokenizer.from_pretrained("mine")
+    model.resize_token_embeddings(len(tokenizer) + 64, mean_resizing=False)
+    assert model.config.vocab_size > len(tokenizer)
+    model.get_input_embeddings().weight.data[len(tokenizer) :] = 0
+    model.save_pretrained(project / "padded")
+    if not has_tokenizer:
+        refused = opdcl("eval", "padded", "--base", "base", *MEASURE)
+        assert refused.returncode == 2
+        assert "embeddings of size" in refused.stderr
+        assert "hint: copy its tokenizer into" in refused.stderr
+        return
+    tokenizer.save_pretrained(project / "padded")
+    made = opdcl("eval", "padded", "--base", "base", *MEASURE)
+    assert made.returncode == 0, made.stderr
+    run = RunDir(project / "runs" / "padded")
+    alone = opdcl("eval", "mine", "--base", "base", *MEASURE)
+    assert alone.returncode == 0, alone.stderr
+    unpadded = RunDir(project / "runs" / "mine")
+    for state in ("base", "tuned"):
+        texts = [read_jsonl(r.eval_samples(state, "instructions")) for r in (run, unpadded)]
+        answers = [[row["response"] for row in rows] for rows in texts]
+        assert answers[0] == answers[1], "padding changes no answer"
 
 
 def test_base_reads_tokens_that_it_lacks_and_says_none(with_more_tokens, project):
