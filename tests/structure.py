@@ -134,9 +134,9 @@ def counted(owner: Any, name: str) -> Iterator[list[None]]:
         yield calls
 
 
-def read_ledger() -> dict[str, Any]:
+def read_ledger(file: Path = LEDGER) -> dict[str, Any]:
     """Return the ledger: `total`, `tests`, `benchmarks`, and capability -> ceiling and files."""
-    return tomllib.loads(LEDGER.read_text(encoding="utf-8"))
+    return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
 def owners(ledger: dict[str, Any]) -> dict[str, list[str]]:
@@ -155,9 +155,9 @@ def sizes_of(ledger: dict[str, Any]) -> dict[str, int]:
     return {name: sum(lines.get(file, 0) for file in entry["files"]) for name, entry in capabilities}
 
 
-def write_ledger() -> None:
+def write_ledger(file: Path = LEDGER) -> None:
     """Set every ceiling of the ledger to today's lines, and say what became of their sum."""
-    ledger, text = read_ledger(), LEDGER.read_text(encoding="utf-8")
+    ledger, text = read_ledger(file), file.read_text(encoding="utf-8")
     sizes = sizes_of(ledger)
     for name, lines in sizes.items():
         head = re.escape(f'[capability."{name}"]\nceiling = ')
@@ -166,7 +166,7 @@ def write_ledger() -> None:
     for name, lines in {"total": sum(sizes.values()), **others}.items():
         text = re.sub(rf"(?m)^{name} = [0-9_]+", f"{name} = {lines:_}", text)
         print(f"{name}: {ledger[name]:,} -> {lines:,} code lines")
-    LEDGER.write_text(text, encoding="utf-8")
+    file.write_text(text, encoding="utf-8")
 
 
 def table() -> Iterator[tuple[str, str]]:

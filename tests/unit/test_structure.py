@@ -95,6 +95,19 @@ def test_no_capability_grows_unless_another_one_pays():
     assert sum(ceilings.values()) == ledger["total"]
 
 
+def test_a_written_ledger_has_the_present_lines_and_keeps_the_files(tmp_path):
+    ledger, file = structure.read_ledger(), tmp_path / "capabilities.toml"
+    text = structure.LEDGER.read_text(encoding="utf-8")
+    file.write_text(re.sub(r"(?m)^(\w+) = [0-9_]+$", r"\1 = 1", text), encoding="utf-8")
+    structure.write_ledger(file)
+    written = structure.read_ledger(file)
+    assert structure.owners(written) == structure.owners(ledger)
+    ceilings = {name: entry["ceiling"] for name, entry in written["capability"].items()}
+    assert ceilings == structure.sizes_of(ledger)
+    assert written["total"] == sum(ceilings.values()) == sum(structure.lines_of(ROOT / "opdcl").values())
+    assert written["tests"] > written["benchmarks"] > 1
+
+
 @pytest.mark.parametrize("folder", ["tests", "benchmarks"])
 def test_tests_and_benchmarks_do_not_grow(folder):
     lines = sum(structure.lines_of(ROOT / folder).values())
