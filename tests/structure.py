@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import functools
 import io
 import os
 import re
@@ -47,6 +48,7 @@ LAYOUT = {
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
+@functools.cache
 def code_lines(text: str) -> int:
     """Return the lines of a file without blank lines, comments and docstrings."""
     lines: set[int] = set()

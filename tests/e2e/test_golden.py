@@ -16,6 +16,15 @@ def test_runs_that_are_made_twice_have_the_same_hashes(tiny_model, tmp_path):
             assert {f"{folder}/adapter/adapter_model.safetensors", f"{folder}/metrics.jsonl"} <= files
 
 
+def test_a_hash_does_not_depend_on_the_order_in_which_peft_writes_a_set(tmp_path):
+    found = []
+    for layers in (["k_proj", "v_proj"], ["v_proj", "k_proj"], ["v_proj"]):
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run" / "adapter_config.json").write_text(json.dumps({"r": 4, "target_modules": layers}))
+        found.append([*golden.hashes(tmp_path, "run")])
+    assert found[0] == found[1] != found[2]
+
+
 def test_a_hash_depends_on_results_and_not_on_times(tmp_path):
     def lines_of(loss, seconds):
         (tmp_path / "run").mkdir(exist_ok=True)
