@@ -19,7 +19,7 @@ STAMP := $(VENV)/.installed
 OPTIONAL := $(VENV)/.optional
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all walk lint lint-image planted docs records clean
+.PHONY: help install quickstart test test-all walk lint lint-image planted golden docs records clean
 
 help:
 	@echo "make quickstart   install, then fine-tune, recover, evaluate and report on the embedded model"
@@ -30,6 +30,7 @@ help:
 	@echo "make lint-image   run hadolint on the Dockerfile"
 	@echo "make walk         drive the command line through 300 random sequences of commands; half an hour"
 	@echo "make planted      plant faults in the code and see whether the unit tests find them; half an hour"
+	@echo "make golden       make some twenty tiny runs and hash them in golden.txt, to compare two commits; minutes"
 	@echo "make docs         build the documentation site in site/"
 	@echo "make records      rewrite the tables of the pages from the records in benchmarks/, and check the numbers"
 	@echo "make clean        remove $(VENV) and caches, keep runs/"
@@ -77,6 +78,9 @@ lint: install
 
 planted: install
 	$(BIN)/python tests/planted.py
+
+golden: $(OPTIONAL)
+	$(BIN)/python tests/golden.py golden.txt
 
 # Not among the dev packages, because only changes to the Dockerfile need this linter.
 lint-image: install

@@ -19,6 +19,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
+from helpers.cache import private_cache
 from helpers.tiny import make_model, tune_whole
 
 # With two workers the end must not wait for one long test. Files that share a fixture stand together.
@@ -34,20 +35,10 @@ LONGEST_FIRST = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Unpack the embedded model before the workers need it, and make a cache for the tests of each.
-
-    It shares all but the times and texts of real runs here: tests neither use nor change these.
-    """
-    from opdcl.model.load import embedded_folder
-    from opdcl.rundir.files import cache_home
-
-    embedded_folder()
+    """Unpack the embedded model before the workers need it, and make a cache for the tests of each."""
     cache = Path(tempfile.mkdtemp(prefix="opdcl-tests-"))
     config.add_cleanup(lambda: shutil.rmtree(cache))
-    for entry in cache_home().iterdir():
-        if entry.is_dir() and entry.name != "texts":
-            (cache / entry.name).symlink_to(entry.resolve())
-    os.environ["OPDCL_CACHE"] = str(cache)
+    private_cache(cache)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -82,9 +82,7 @@ def between_packages(found: set[Arrow]) -> set[tuple[str, str]]:
 
 def circles(edges: set[tuple[str, str]]) -> list[list[str]]:
     """Return the groups of nodes that reach one another."""
-    following = defaultdict(set)
-    for source, target in edges:
-        following[source].add(target)
+    following = _following(edges)
     reached = {node: _reachable(node, following) for node in list(following)}
     groups = {
         tuple(sorted({other for other in targets if node in reached.get(other, ())} | {node}))
@@ -107,16 +105,9 @@ def against_order(found: set[Arrow]) -> list[str]:
     return bad
 
 
-def lengths(root: Path = ROOT) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the lines of every file and of every function."""
-    files, functions = {}, {}
-    for file in sources(root).values():
-        text, place = file.read_text(encoding="utf-8"), str(file.relative_to(root))
-        files[place] = len(text.splitlines())
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                functions[f"{place}:{node.lineno} {node.name}"] = node.end_lineno - node.lineno + 1
-    return files, functions
+def closure(module: str, found: set[Arrow]) -> set[str]:
+    """Return a module and all that it imports, directly or by way of others."""
+    return {module} | _reachable(module, _following({(arrow.source, arrow.target) for arrow in found}))
 
 
 def _name(file: Path) -> str:
@@ -137,6 +128,14 @@ def _targets(node: ast.AST, name: str, file: Path, modules: set[str]) -> list[st
         return []
     full = [f"{origin}.{alias.name}" for alias in node.names]
     return [target if target in modules else origin for target in full]
+
+
+def _following(edges: set[tuple[str, str]]) -> dict[str, set[str]]:
+    """Return the targets of each source."""
+    following = defaultdict(set)
+    for source, target in edges:
+        following[source].add(target)
+    return following
 
 
 def _reachable(node: str, following: dict[str, set[str]]) -> set[str]:

@@ -198,3 +198,13 @@ def serving(backbone, port=0):
         server.hang_up()
         server.server_close()
         thread.join()
+
+
+@contextlib.contextmanager
+def serving_model(folder):
+    """Serve the model in a folder, and return the address."""
+    from opdcl.config.model import ModelConfig
+    from opdcl.model.backbone import Backbone
+
+    with serving(Backbone.load(ModelConfig(id=str(folder), dtype="float32"))) as server:
+        yield server.url

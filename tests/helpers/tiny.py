@@ -53,7 +53,7 @@ def make_tokenizer(folder: Path) -> Path:
 def make_model(folder: Path, intermediate_size: int = 96, hidden_size: int = 48) -> Path:
     """Save a Llama with two layers, random weights, and a small tokenizer."""
     sizes = {"intermediate_size": intermediate_size, "hidden_size": hidden_size}
-    return _save(folder, make_tokenizer(folder), "llama", **sizes)
+    return save_model(folder, make_tokenizer(folder), "llama", **sizes)
 
 
 def make_mixture(folder: Path, model: Path, family: str) -> Path:
@@ -68,10 +68,10 @@ def make_mixture(folder: Path, model: Path, family: str) -> Path:
         "gpt_oss": {"head_dim": 12, "layer_types": ["full_attention"] * 2},
     }.get(family, {})
     sizes = {"intermediate_size": 32, "hidden_size": 48}
-    return _save(folder, model, family, num_experts_per_tok=2, **sizes, **experts, **own)
+    return save_model(folder, model, family, num_experts_per_tok=2, **sizes, **experts, **own)
 
 
-def _save(folder: Path, tokenizer_of: Path, family: str, **sizes) -> Path:
+def save_model(folder: Path, tokenizer_of: Path, family: str, **sizes) -> Path:
     """Save a model with random weights; wide ones, because recovery refuses a teacher close to uniform.
 
     OPDCL_TINY_SEED draws other weights: no test may hold for one draw only.
