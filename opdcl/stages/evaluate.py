@@ -23,7 +23,7 @@ from opdcl.data.suites import Judge, Suite, cut_at, quiet_lm_eval
 from opdcl.distill.make_teacher import reach_own_model
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone, State
-from opdcl.rundir.hashes import hash_value
+from opdcl.rundir.identity import Identity
 from opdcl.rundir.layout import RunDir
 from opdcl.sampling.rollout import Rollout
 from opdcl.stages import content
@@ -117,7 +117,9 @@ class BackboneLM(LM):
         suite_limit = int(options.get("max_gen_toks", 256))
         limit = max_answer_tokens(self.config, suite_limit, len(prompt), self.backbone.context_length)
         drawn = [temperature, self.seed] if temperature else []
-        return Question(prompt, limit, self._key(prompt, limit, *drawn), options.get("until") or [])
+        # Finished samples keep what a stop string has left of an answer.
+        stops = options.get("until") or []
+        return Question(prompt, limit, self._key(prompt, limit, stops, *drawn), stops)
 
     def _rows(self, numbers: list[int], rollouts: list[Rollout]) -> list[dict[str, Any]]:
         rows = []
@@ -128,7 +130,7 @@ class BackboneLM(LM):
 
     def _key(self, *question: Any) -> str:
         """Return a hash of all that an answer depends on."""
-        return hash_value([self._made_by, *question])
+        return Identity([self._made_by, *question]).key
 
     @contextlib.contextmanager
     def _decoder(self, temperature: float) -> Iterator[Decode]:
