@@ -28,8 +28,8 @@ from opdcl.rundir.layout import RunDir
 # The name of the run that a run starts from, among those that it builds on; teachers have names of their own.
 START = ""
 
-# Suite -> `(seeds, N)` numbers whose mean is a figure.
-Figure = dict[str, np.ndarray]
+# Suite -> `(seeds, N)` scores whose means are added, and those whose means are taken away: a figure.
+Figure = dict[str, tuple[list[np.ndarray], list[np.ndarray]]]
 
 
 @dataclass(frozen=True)
@@ -220,16 +220,25 @@ def _chain_row(chain: Chain, suites: dict[str, Suite]) -> ChainRow:
         name=chain.name,
         seeds=len(chain.lines),
         average=_mean_of(average, suites),
-        forgetting=_mean_of(forgetting, suites),
-        backward_transfer=_mean_of(transfer, suites),
+        forgetting=_change_of(forgetting, suites),
+        backward_transfer=_change_of(transfer, suites),
     )
 
 
-def _mean_of(figure: Figure, suites: dict[str, Suite]) -> Estimate | None:
-    """Estimate a figure's mean over suites; None if it is not measured."""
+def _mean_of(average: Figure, suites: dict[str, Suite]) -> Estimate | None:
+    """Estimate the mean over suites of scores; None if it is not measured."""
+    if not average:
+        return None
+    ends = [end for (end,), _ in average.values()]
+    return stats.mean_over(ends, [suites[name].clusters for name in average]).rounded()
+
+
+def _change_of(figure: Figure, suites: dict[str, Suite]) -> Estimate | None:
+    """Estimate the mean over suites of a difference of scores; None if it is not measured."""
     if not figure:
         return None
-    return stats.mean_over(list(figure.values()), [suites[name].clusters for name in figure]).rounded()
+    changes = [(above, below, suites[name].clusters) for name, (above, below) in figure.items()]
+    return stats.change_over(changes).rounded()
 
 
 def _seed_key(member: Member) -> str:
@@ -296,16 +305,16 @@ def _figures(chain: Chain, seeds: Sequence[str], suites: dict[str, Suite]) -> tu
         if end is None:
             is_complete = False
             continue
-        average[name] = end
+        average[name] = [end], []
         # What it was before the last step: since it was learned, or from base on.
         before = [] if is_domain else [_scores(last, name, "base")]
         before += [_scores(runs, name) for runs in runs_of[learned_at.get(name, 0) : -1]]
         measured = [scores for scores in before if scores is not None]
         if not before or len(measured) < len(before):
             continue
-        forgetting[name] = max(measured, key=lambda scores: scores.mean()) - end
+        forgetting[name] = [max(measured, key=lambda scores: scores.mean())], [end]
         if is_domain:
-            transfer[name] = end - measured[0]
+            transfer[name] = [end], [measured[0]]
     return average if is_complete else {}, forgetting, transfer
 
 
@@ -315,10 +324,11 @@ def _difference(one: Chain, other: Chain, suites: dict[str, Suite]) -> Differenc
     changes = []
     pairs = zip(_figures(one, seeds, suites), _figures(other, seeds, suites), strict=True)
     for ours, theirs in pairs:
-        change = {}
+        change: Figure = {}
         if ours.keys() == theirs.keys():
-            change = {name: ours[name] - theirs[name] for name in ours}
-        changes.append(_mean_of(change, suites))
+            for name, (above, below) in ours.items():
+                change[name] = above + theirs[name][1], below + theirs[name][0]
+        changes.append(_change_of(change, suites))
     average, forgetting, _ = changes
     return Difference(one.name, other.name, average, forgetting)
 

@@ -27,7 +27,7 @@ def teacher(**settings) -> str:
 
 TRAINED_TEACHER = {"kind": "live", "context": "{prompt} {answer}"}
 REWARD = {"suite": "instructions_train"}
-REWARDED = (f"recover.reward={json.dumps(REWARD)}", "recover.keep=last", "recover.lmbda=1.0")
+REWARDED = (f"recover.reward={json.dumps(REWARD)}", "recover.rollouts=8", "recover.keep=last", "recover.lmbda=1.0")
 
 # Setting -> what it is set to, and what has to be set beside it, before and after.
 CHANGES: dict[str, tuple[str, ...]] = {
@@ -101,7 +101,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
         teacher(kind="base", prompts="rows.jsonl"),
         teacher(kind="base", prompts="others.jsonl"),
     ),
-    "recover.reward.suite": ("instructions_sampled", *REWARDED),
+    "recover.reward.suite": ("instructions_quick", *REWARDED),
     "recover.reward.metric": ("prompt_level_loose_acc", *REWARDED),
     "recover.reward.group": ("2", *REWARDED),
     "recover.reward.teacher": ("0.5", *REWARDED),
@@ -157,21 +157,27 @@ SAME_ARM = {"name", "description", "arms", "seeds", "finetune.seed", "recover.se
 SAME_ARM |= {"eval.closeness", *(key for key in CHANGES if key.startswith("gates."))}
 
 
-@pytest.fixture
-def project(tiny_model, loaded, tmp_path, monkeypatch):
-    monkeypatch.chdir(make_project(tmp_path, "model"))
+@pytest.fixture(scope="module")
+def made(tiny_model, loaded, tmp_path_factory):
+    folder = make_project(tmp_path_factory.mktemp("project"), "model")
     for name in ("model", "other"):
-        shutil.copytree(tiny_model, tmp_path / name)
-    (tmp_path / "other" / "chat_template.jinja").write_text(OTHER_TEMPLATE)
+        shutil.copytree(tiny_model, folder / name)
+    (folder / "other" / "chat_template.jinja").write_text(OTHER_TEMPLATE)
     for name in ("rows", "others"):
         rows = []
         for i in range(12):
             question = f"What is the code of room {i}, and who in {name} of this house has its key?"
             rows.append({"question": question, "answer": f"Code {i}", "other": f"Other code {name} {i}"})
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name in ("adapter", "adapter2"):
-        made_by_peft(loaded, tmp_path / name, r=4 if name == "adapter" else 2, target_modules=["q_proj"])
-    return tmp_path
+        made_by_peft(loaded, folder / name, r=4 if name == "adapter" else 2, target_modules=["q_proj"])
+    return folder
+
+
+@pytest.fixture
+def project(made, monkeypatch):
+    monkeypatch.chdir(made)
+    return made
 
 
 def settings_of(key: str) -> list[list[str]]:

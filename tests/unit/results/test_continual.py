@@ -183,3 +183,43 @@ def test_the_mean_over_suites_has_a_narrower_interval_than_one_suite():
     # Independent prompts: variances add up, each divided by the number of suites squared.
     width = np.sqrt(sum((s.std() / np.sqrt(len(s)) / 3) ** 2 for s in suites)) * 2 * 1.96
     assert comparison.high - comparison.low == pytest.approx(width, rel=0.1)
+
+
+def test_one_prompt_of_a_hundred_is_no_forgetting_that_is_shown(step):
+    """Forgetting is a difference on the same prompts, not a pass rate, which excludes 0 after one failure."""
+    first = step("first", "handbook", 30, 36, 2)
+    second = step("second", "manual", 28, 34, 30, start=first)
+    for run, passed in ((first, 99), (second, 98)):
+        measure(run, "base", {"instructions": range(99)}, n=100)
+        measure(run, "recovered", {"instructions": range(passed)}, n=100)
+        for suite in ("handbook", "manual"):
+            for state in ("base", "recovered"):
+                run.eval_result(state, suite).unlink()
+    comparison = continual.compare([first, second])
+    before, after = ((np.arange(100) < passed).astype(float) for passed in (99, 98))
+    assert comparison.chains[0].forgetting == stats.difference(before, after).rounded()
+    assert continual.finding(comparison).endswith("no forgetting is shown")
+
+
+def test_a_change_over_suites_is_claimed_seldom_where_there_is_none():
+    rng = np.random.default_rng(0)
+    claimed = 0
+    for _ in range(400):
+        changes = []
+        for n in (40, 100):
+            before = (rng.random(n) < 0.7).astype(float)
+            again = np.where(rng.random(n) < 0.03, rng.random(n) < 0.7, before).astype(float)
+            changes.append(([before], [again], None))
+        found = stats.change_over(changes)
+        claimed += found.low > 0 or found.high < 0
+    assert claimed < 0.05 * 400
+
+
+def test_a_change_over_one_suite_is_the_difference_and_two_that_stood_still_prove_nothing():
+    rng = np.random.default_rng(1)
+    a, b = (rng.random((3, 60)) < 0.5).astype(float), (rng.random((3, 60)) < 0.7).astype(float)
+    one, other = stats.change_over([([a], [b], None)]), stats.difference(a, b)
+    assert (one.value, one.low, one.high) == pytest.approx((other.value, other.low, other.high))
+    same = (np.ones(8),) * 2
+    still = stats.change_over([([same[0]], [same[1]], None)] * 2)
+    assert still.low < -0.1 < 0.1 < still.high
