@@ -158,9 +158,7 @@ def _load(job: Job, manifest: dict[str, Any], output: Output) -> Backbone:
     return backbone
 
 
-def _settle(
-    job: Job, tasks: list[Task], donors: Sequence[RunDir], base: str, output: Output
-) -> list[Task]:
+def _settle(job: Job, tasks: list[Task], donors: Sequence[RunDir], base: str, output: Output) -> list[Task]:
     """Clear what the tasks replace, write the settings, copy what donors have; return what is left to do."""
     run = job.run
     replaced = []

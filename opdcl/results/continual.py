@@ -21,6 +21,7 @@ from opdcl.results import closeness, stats, tables
 from opdcl.results.arms import Arm, Member, as_key, notes_of_runs, pool, seed_notes
 from opdcl.results.format import CHANGE, NATS, SCORE, cell, points
 from opdcl.results.intervals import Estimate
+from opdcl.results.learned import learned
 from opdcl.results.scores import Suite
 from opdcl.results.tables import Table, View
 from opdcl.rundir.layout import RunDir
@@ -96,14 +97,12 @@ class Chain:
     steps: list[Arm]
     lines: dict[str, list[Member]]
     """Seeds of the last run -> its line."""
+    learned: list[str | None]
+    """The domain suite that each step learned."""
 
     @property
     def name(self) -> str:
         return " \N{RIGHTWARDS ARROW} ".join(step.name for step in self.steps)
-
-    @property
-    def learned(self) -> list[str | None]:
-        return [learned(step) for step in self.steps]
 
 
 def build_on_one_another(runs: Sequence[RunDir]) -> bool:
@@ -121,13 +120,6 @@ def _parents(run: RunDir) -> dict[str, Path]:
     return {name: Path(place).resolve() for name, place in places.items() if place}
 
 
-def learned(step: Arm) -> str | None:
-    """Return the suite of the domain that a step learned: the first one configured."""
-    workflow = step.members[0].run.settings()
-    domains = (workflow.get("eval") or {}).get("domain") or [None]
-    return domains[0] if workflow.get("finetune") else None
-
-
 def compare(runs: Sequence[RunDir]) -> Comparison:
     """Return the scores after every step, the figures of each chain, and the share kept from each teacher."""
     members = [Member(run) for run in runs]
@@ -138,7 +130,8 @@ def compare(runs: Sequence[RunDir]) -> Comparison:
         of_runs[member.path] = [note for note in summary.notes if note not in summary.faults]
     suites, left_out = _shared_suites(members)
     steps = _steps(members)
-    chains = _chains(steps)
+    known = _learned(steps)
+    chains = _chains(steps, {step: suite for step, (suite, _) in known.items()})
     differences = []
     for i, chain in enumerate(chains):
         for other in chains[i + 1 :]:
@@ -150,10 +143,26 @@ def compare(runs: Sequence[RunDir]) -> Comparison:
         steps=[_step_row(step, suites) for step in steps],
         chains=[_chain_row(chain, suites) for chain in chains],
         differences=differences,
-        kept=_kept(steps, suites),
+        kept=_kept(steps, suites, {step: suite for step, (suite, _) in known.items()}),
         faults=faults,
-        notes=[*faults, *left_out, *notes_of_runs(of_runs), *_notes(steps, chains, suites)],
+        notes=[
+            *faults,
+            *left_out,
+            *notes_of_runs(of_runs),
+            *(note for _, note in known.values() if note),
+            *_notes(steps, chains, suites),
+        ],
     )
+
+
+def _learned(steps: list[Arm]) -> dict[Arm, tuple[str | None, str]]:
+    """Return the domain suite that each step learned, and a note where only its scores tell."""
+    by_path = {member.run.path.resolve(): member for step in steps for member in step.members}
+    found = {}
+    for step in steps:
+        start = _parents(step.members[0].run).get(START)
+        found[step] = learned(step, by_path.get(start) if start else None)
+    return found
 
 
 def _shared_suites(members: list[Member]) -> tuple[dict[str, Suite], list[str]]:
@@ -266,7 +275,7 @@ def _steps(members: list[Member]) -> list[Arm]:
     return pool(members, [key(member) for member in members], [_seed_key(member) for member in members])
 
 
-def _chains(steps: list[Arm]) -> list[Chain]:
+def _chains(steps: list[Arm], learned_by: dict[Arm, str | None]) -> list[Chain]:
     """Return every chain of at least two steps, from a first step to one that no other starts from."""
     step_of = {member: step for step in steps for member in step.members}
     by_path = {member.run.path.resolve(): member for member in step_of}
@@ -281,7 +290,8 @@ def _chains(steps: list[Arm]) -> list[Chain]:
             before = start_of[before]
         chain = [step_of[run] for run in line]
         if len(chain) > 1:
-            chains.setdefault(tuple(chain), Chain(chain, {})).lines[_seed_key(member)] = line
+            suites = [learned_by[step] for step in chain]
+            chains.setdefault(tuple(chain), Chain(chain, {}, suites)).lines[_seed_key(member)] = line
     return list(chains.values())
 
 
@@ -333,7 +343,7 @@ def _difference(one: Chain, other: Chain, suites: dict[str, Suite]) -> Differenc
     return Difference(one.name, other.name, average, forgetting)
 
 
-def _kept(steps: list[Arm], suites: dict[str, Suite]) -> list[Kept]:
+def _kept(steps: list[Arm], suites: dict[str, Suite], learned_by: dict[Arm, str | None]) -> list[Kept]:
     """Return each step's share of each teacher's gain over base; each seed has its own teacher."""
     owners = {member.run.path.resolve(): (step, member) for step in steps for member in step.members}
     rows = []
@@ -343,7 +353,7 @@ def _kept(steps: list[Arm], suites: dict[str, Suite]) -> list[Kept]:
             if name == START or any(place not in owners for place in places):
                 continue
             found = [owners[place] for place in places if place]
-            suite = learned(found[0][0])
+            suite = learned_by[found[0][0]]
             if suite is None:
                 continue
             base, student = _scores(step.members, suite, "base"), _scores(step.members, suite)
@@ -362,10 +372,25 @@ def _notes(steps: list[Arm], chains: list[Chain], suites: dict[str, Suite]) -> l
         if missing := [name for name in suites if _scores(step.members, name) is None]:
             notes.append(f"{step.name} is not measured on {', '.join(missing)}.")
     for chain in chains:
+        notes += _notes_on_domains(chain, suites)
         if behind := max(len(step.members) for step in chain.steps) - len(chain.lines):
             notes.append(f"{chain.name}: seeds that have not reached the last step are left out: {behind}.")
     counts = {len(chain.lines) for chain in chains} or {len(step.members) for step in steps}
     return notes + seed_notes(counts)
+
+
+def _notes_on_domains(chain: Chain, suites: dict[str, Suite]) -> list[str]:
+    """Say which domain suites a chain's figures leave out, and which of them several steps learned."""
+    notes = []
+    others = [name for name, suite in suites.items() if suite.role == "domain" and name not in chain.learned]
+    if others:
+        notes.append(f"{chain.name}: no step is known to have learned {', '.join(others)}: left out.")
+    for name in suites:
+        if chain.learned.count(name) > 1:
+            notes.append(
+                f"{chain.name}: several steps learned {name}, which counts from the last of them on."
+            )
+    return notes
 
 
 def view(comparison: Comparison) -> View:
@@ -418,7 +443,7 @@ def _chains_table(comparison: Comparison) -> Table:
         name = f"{change.of}\nminus {change.against}"
         rows.append([name, cell(change.average, CHANGE), cell(change.forgetting, CHANGE), ""])
     caption = (
-        "Average: the mean of all suites at the end. Forgetting: how far they lie below their best score "
+        "Average: the mean at the end of all retention suites and learned domains. Forgetting: how far they lie below their best score "
         "before the last step, including base's retention. Backward transfer: how far earlier domains have "
         "moved since they were learned. Differences are in points, paired by prompt and seed."
     )

@@ -13,7 +13,16 @@ from opdcl.pipeline.job import Job
 from opdcl.rundir.files import read_json, read_jsonl, write_json
 from opdcl.rundir.layout import RunDir
 
-SMALL = ("--set", "recover=null", "--set", "eval.limit=3", "--set", "finetune.epochs=1", "--set", "eval.closeness=null")
+SMALL = (
+    "--set",
+    "recover=null",
+    "--set",
+    "eval.limit=3",
+    "--set",
+    "finetune.epochs=1",
+    "--set",
+    "eval.closeness=null",
+)
 
 
 @pytest.fixture

@@ -27,7 +27,12 @@ def teacher(**settings) -> str:
 
 TRAINED_TEACHER = {"kind": "live", "context": "{prompt} {answer}"}
 REWARD = {"suite": "instructions_train"}
-REWARDED = (f"recover.reward={json.dumps(REWARD)}", "recover.rollouts=8", "recover.keep=last", "recover.lmbda=1.0")
+REWARDED = (
+    f"recover.reward={json.dumps(REWARD)}",
+    "recover.rollouts=8",
+    "recover.keep=last",
+    "recover.lmbda=1.0",
+)
 
 # Setting -> what it is set to, and what has to be set beside it, before and after.
 CHANGES: dict[str, tuple[str, ...]] = {
@@ -73,10 +78,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
         teacher(kind="adapter", adapter="adapter"),
         teacher(kind="adapter", adapter="adapter2"),
     ),
-    "recover.teachers.mix": (
-        teacher(kind="trust_region", mix=0.5),
-        teacher(kind="trust_region", mix=0.25),
-    ),
+    "recover.teachers.mix": (teacher(kind="trust_region", mix=0.5), teacher(kind="trust_region", mix=0.25)),
     "recover.teachers.model.id": (
         teacher(kind="model", model={"id": "model"}),
         teacher(kind="model", model={"id": "other"}),

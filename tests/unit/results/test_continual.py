@@ -223,3 +223,34 @@ def test_a_change_over_one_suite_is_the_difference_and_two_that_stood_still_prov
     same = (np.ones(8),) * 2
     still = stats.change_over([([same[0]], [same[1]], None)] * 2)
     assert still.low < -0.1 < 0.1 < still.high
+
+
+@pytest.mark.parametrize("second", [["manual", "handbook"], ["handbook", "manual"]])
+@pytest.mark.parametrize("rows", ["manual", "rows.jsonl"], ids=["by its rows", "by its gain"])
+def test_what_a_step_learned_does_not_depend_on_the_order_of_its_suites(step, second, rows):
+    first = step("first", "handbook", 32, 38, 2)
+    last = step("second", rows, 32, 6, 36, start=first)
+    change(last, "eval", domain=second)
+    comparison = continual.compare([first, last])
+    (chain,) = comparison.chains
+    assert chain.backward_transfer.value == pytest.approx((6 - 38) / N)
+    assert chain.forgetting.value == pytest.approx((38 - 6) / 2 / N)
+    by_gain = "second counts as having learned manual, the domain suite that gained most."
+    assert (by_gain in comparison.notes) == (rows == "rows.jsonl")
+
+
+def test_a_domain_that_neither_rows_nor_gains_tell_is_left_out_with_a_note(step):
+    first = step("first", "handbook", 32, 38, 2)
+    last = step("second", "rows.jsonl", 32, 38, 2, start=first)
+    comparison = continual.compare([first, last])
+    assert comparison.chains[0].average.value == pytest.approx((32 + 38) / 2 / N)
+    assert any("second: which of its domain suites it learned is unknown" in n for n in comparison.notes)
+    left_out = "first → second: no step is known to have learned manual: left out."
+    assert left_out in comparison.notes
+
+
+def test_a_domain_that_two_steps_learned_is_named(step):
+    first = step("first", "handbook", 32, 30, 2)
+    last = step("second", "handbook", 32, 38, 2, start=first)
+    notes = continual.compare([first, last]).notes
+    assert any("several steps learned handbook" in note for note in notes)
