@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from opdcl.data.formats import PACKED_ROW, Row
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 
 # What opens a thought -> what ends it: Qwen3, DeepSeek R1 and others; gpt-oss, whose answer is a channel.
 THOUGHTS = {"<think>": "</think>", "<|channel|>": "<|channel|>final<|message|>"}
+
+# The date that templates write which ask for today's: what Llama 3 writes where there is no clock. Prompts of
+# all days are the same, so answers of different days can be compared, and runs repeat.
+TODAY = datetime(2024, 7, 26)
+CLOCK = "strftime_now"
 
 # How a template begins that `with_variables` returns, and its line on thinking.
 DEFAULTS = "{#- defaults from model.chat_template_kwargs #}\n"
@@ -79,14 +85,14 @@ def render(
 
     Unless `model.chat_template_kwargs` or the row says otherwise, thinking is switched off where there is a
     switch: base would spend its tokens on thoughts that the fine-tune's rows do not have, and the two would
-    not be comparable.
+    not be comparable. For the same reason, a template that asks for the date is told one that never changes.
 
     Raises:
         UsageError: The template is malformed or refuses the conversation.
     """
     from jinja2 import TemplateError
 
-    options: dict[str, Any] = {"tokenize": tokenize, "return_dict": tokenize}
+    options: dict[str, Any] = {"tokenize": tokenize, "return_dict": tokenize, CLOCK: TODAY.strftime}
     template = str(tokenizer.chat_template)
     if not (template.startswith(DEFAULTS) and SETS_THINKING in template):
         options["enable_thinking"] = False
@@ -98,6 +104,14 @@ def render(
         place = f"{row.where}: " if row else ""
         hint = "check the roles of its turns, or name another template: --set model.chat_template=FILE"
         raise UsageError(f"{place}the chat template refuses this conversation: {fault}", hint) from fault
+
+
+def note_on_clock(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Say which date a chat template is told that asks for today's; "" if it asks for none."""
+    if CLOCK not in str(tokenizer.chat_template):
+        return ""
+    day = TODAY.strftime("%d %B %Y")
+    return f"the chat template asks for today's date: it is told {day} on every day, so that prompts are equal"
 
 
 def with_variables(template: str, variables: Mapping[str, Any]) -> str:

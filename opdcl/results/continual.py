@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from opdcl.errors import UsageError
 from opdcl.results import closeness, stats, tables
-from opdcl.results.arms import Arm, Member, as_key, notes_of_runs, pool, seed_notes
+from opdcl.results.arms import Arm, Member, notes_of_runs, pool, seed_notes
 from opdcl.results.format import CHANGE, NATS, SCORE, cell, points
 from opdcl.results.intervals import Estimate
 from opdcl.results.learned import learned
+from opdcl.results.origins import holder, places_of
 from opdcl.results.scores import Suite
 from opdcl.results.tables import Table, View
 from opdcl.rundir.layout import RunDir
@@ -112,12 +112,17 @@ def build_on_one_another(runs: Sequence[RunDir]) -> bool:
 
 
 def _parents(run: RunDir) -> dict[str, Path]:
-    """Return the runs that a run builds on: its start, and by their names the teachers that are adapters."""
-    settings = run.settings()
-    places = {START: settings.get("start")}
-    for name, teacher in ((settings.get("recover") or {}).get("teachers") or {}).items():
-        places[name] = teacher.get("adapter")
-    return {name: Path(place).resolve() for name, place in places.items() if place}
+    """Return the runs that a run builds on: its start, and by their names the teachers that are adapters.
+
+    An adapter inside a run stands for the run only if the run ended with it.
+    """
+    parents = {}
+    for key, place in places_of(run).items():
+        maker, stage = holder(place)
+        is_end = maker and stage == maker.last_stage()
+        name = START if key == "start" else key.split(".")[-2]
+        parents[name] = (maker.path if maker and is_end else Path(place)).resolve()
+    return parents
 
 
 def compare(runs: Sequence[RunDir]) -> Comparison:
@@ -256,23 +261,9 @@ def _seed_key(member: Member) -> str:
 
 
 def _steps(members: list[Member]) -> list[Arm]:
-    """Group runs by their settings and the runs that they build on; refuse one that builds on itself."""
-    by_path = {member.run.path.resolve(): member for member in members}
-
-    def key(member: Member, descendants: tuple[Path, ...] = ()) -> str:
-        path = member.run.path.resolve()
-        if path in descendants:
-            raise UsageError(f"{member.path} builds on itself", "name another run as its start or teacher")
-        own, parents = {}, {}
-        for name, value in member.settings.items():
-            if name != "start" and not name.endswith("adapter"):
-                own[name] = value
-        for name, parent in _parents(member.run).items():
-            known = by_path.get(parent)
-            parents[name] = key(known, (*descendants, path)) if known else str(parent)
-        return as_key([own, parents])
-
-    return pool(members, [key(member) for member in members], [_seed_key(member) for member in members])
+    """Group runs by their settings and by what they build on."""
+    keys = [member.identity.key for member in members]
+    return pool(members, keys, [_seed_key(member) for member in members])
 
 
 def _chains(steps: list[Arm], learned_by: dict[Arm, str | None]) -> list[Chain]:
@@ -443,7 +434,8 @@ def _chains_table(comparison: Comparison) -> Table:
         name = f"{change.of}\nminus {change.against}"
         rows.append([name, cell(change.average, CHANGE), cell(change.forgetting, CHANGE), ""])
     caption = (
-        "Average: the mean at the end of all retention suites and learned domains. Forgetting: how far they lie below their best score "
+        "Average: the mean at the end of all retention suites and learned domains. Forgetting: how far they "
+        "lie below their best score "
         "before the last step, including base's retention. Backward transfer: how far earlier domains have "
         "moved since they were learned. Differences are in points, paired by prompt and seed."
     )

@@ -274,7 +274,7 @@ def evaluate(
             row["again"] = again["scores"][suite.metrics[0]]
         second_file.unlink()
     judge = _read_by_base(suite, samples, backbone)
-    floor = _add_floors(suite, len(samples), samples, judge)
+    floor = _add_floors(suite, len(samples), samples, judge, backbone.known_fingerprint())
     metrics = suite.means([row["scores"] for row in samples])
     return store(run, record, state, suite.name, samples, metrics, floor, started)
 
@@ -310,10 +310,10 @@ def _read(judge: Judge, docs: list[dict], samples: list[dict[str, Any]]) -> None
 
 
 def _add_floors(
-    suite: Suite, limit: int | None, samples: list[dict[str, Any]], judge: Judge | None
+    suite: Suite, limit: int | None, samples: list[dict[str, Any]], judge: Judge | None, judged_by: str
 ) -> dict[str, Any]:
     """Add each prompt's score of the best content-free answer to `samples`; return the means of all."""
-    floors = suite.floors(limit, [row["response"] for row in samples], judge)
+    floors = suite.floors(limit, [row["response"] for row in samples], judge, judged_by)
     means = {name: suite.means(scores) for name, scores in floors.items()}
     metric = suite.metrics[0]
     best = max(means, key=lambda name: means[name][metric])

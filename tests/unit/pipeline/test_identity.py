@@ -1,7 +1,5 @@
 """Results are shared only where all that they depend on is the same: contents and settings, not names."""
 
-import json
-import os
 import shutil
 
 import pytest
@@ -9,7 +7,6 @@ from helpers.command import opdcl
 from helpers.tiny import make_project
 from safetensors.torch import load_file, save_file
 
-from opdcl.pipeline.job import Job
 from opdcl.rundir.files import read_json, read_jsonl, write_json
 from opdcl.rundir.layout import RunDir
 

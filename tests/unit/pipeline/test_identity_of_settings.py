@@ -12,7 +12,7 @@ from opdcl.config.reference import describe_fields
 from opdcl.errors import UsageError
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.sources import Sources
-from opdcl.results.arms import as_key, split_seeds
+from opdcl.results.origins import as_key, split_seeds
 from opdcl.rundir.files import write_json
 from opdcl.rundir.layout import RunDir
 

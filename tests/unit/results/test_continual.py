@@ -30,7 +30,8 @@ def step(tmp_path):
         change(run, "eval", domain=domains)
         change(run, "finetune", data=learned)
         config = read_json(run.config)
-        write(run.config, {"workflow": config["workflow"] | {"start": start and str(start.path)}})
+        workflow_of = config["workflow"] | {"start": start and str(start.path)}
+        write(run.config, {"workflow": workflow_of, "origins": {}})
         write(run.stage(2, "recover").record, {"status": "done"})
         measure(run, "base", {"instructions": range(32), "handbook": range(4), "manual": range(2)})
         passes = {"instructions": instructions, "handbook": handbook, "manual": manual}
@@ -150,7 +151,7 @@ def test_answers_to_other_prompts_are_left_out_with_a_note(step):
 def test_a_run_that_builds_on_itself_is_refused(step):
     first = step("first", "handbook", 30, 36, 2)
     config = read_json(first.config)
-    write(first.config, {"workflow": config["workflow"] | {"start": str(first.path)}})
+    write(first.config, {**config, "workflow": config["workflow"] | {"start": str(first.path)}})
     with pytest.raises(UsageError, match="builds on itself"):
         compared([first, step("second", "manual", 28, 34, 30)])
 
@@ -254,3 +255,17 @@ def test_a_domain_that_two_steps_learned_is_named(step):
     last = step("second", "handbook", 32, 38, 2, start=first)
     notes = continual.compare([first, last]).notes
     assert any("several steps learned handbook" in note for note in notes)
+
+
+def test_a_start_that_is_named_inside_its_run_is_a_link_of_the_chain_if_the_run_ended_with_it(step):
+    first = step("first", "handbook", 30, 36, 2)
+    second = step("second", "manual", 28, 34, 30, start=first)
+    whole = compared([first, second])["chains"]
+    for stage in (first.stage(2, "recover"), first.stage(1, "finetune")):
+        write(stage.record, {"status": "done"})
+        settings = read_json(second.config)["workflow"] | {"start": str(stage.adapter)}
+        write(second.config, {"workflow": settings, "origins": {}})
+        is_end = stage == first.last_stage()
+        assert continual.build_on_one_another([first, second]) == is_end
+        if is_end:
+            assert compared([first, second])["chains"] == whole
