@@ -25,6 +25,7 @@ THOUGHTS = {"<think>": "</think>", "<|channel|>": "<|channel|>final<|message|>"}
 # all days are the same, so answers of different days can be compared, and runs repeat.
 TODAY = datetime(2024, 7, 26)
 CLOCK = "strftime_now"
+DIRECTIVES = ["%-d", "%-m", *(f"%{letter}" for letter in "aAbBcdHIjmMpSUwWxXyYZ")]
 
 # How a template begins that `with_variables` returns, and its line on thinking.
 DEFAULTS = "{#- defaults from model.chat_template_kwargs #}\n"
@@ -92,12 +93,14 @@ def render(
     """
     from jinja2 import TemplateError
 
-    options: dict[str, Any] = {"tokenize": tokenize, "return_dict": tokenize, CLOCK: TODAY.strftime}
+    options: dict[str, Any] = {"tokenize": tokenize, "return_dict": tokenize}
     template = str(tokenizer.chat_template)
     if not (template.startswith(DEFAULTS) and SETS_THINKING in template):
         options["enable_thinking"] = False
     if row:
         options |= row.variables | ({"tools": row.tools} if row.tools else {})
+    if CLOCK in template:
+        options["chat_template"] = on_one_day(tokenizer.get_chat_template(tools=row.tools if row else None))
     try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=generation, **options)
     except (TemplateError, TypeError) as fault:
@@ -106,12 +109,21 @@ def render(
         raise UsageError(f"{place}the chat template refuses this conversation: {fault}", hint) from fault
 
 
+def on_one_day(template: str) -> str:
+    """Return a chat template that finds `TODAY` on every day."""
+    filters = [f"replace({part!r}, {TODAY.strftime(part)!r})" for part in DIRECTIVES]
+    macro = f"{{%- macro {CLOCK}(format) -%}}{{{{ format | {' | '.join(filters)} }}}}{{%- endmacro -%}}"
+    return macro + template
+
+
 def note_on_clock(tokenizer: PreTrainedTokenizerBase) -> str:
     """Say which date a chat template is told that asks for today's; "" if it asks for none."""
     if CLOCK not in str(tokenizer.chat_template):
         return ""
     day = TODAY.strftime("%d %B %Y")
-    return f"the chat template asks for today's date: it is told {day} on every day, so that prompts are equal"
+    return (
+        f"the chat template asks for today's date: it is told {day} on every day, so that prompts are equal"
+    )
 
 
 def with_variables(template: str, variables: Mapping[str, Any]) -> str:
