@@ -23,7 +23,7 @@ from opdcl.pipeline.begin import open_or_begin, refuse_other_finetune, run_besid
 from opdcl.pipeline.execute import execute
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.preflight import refuse_foreign
-from opdcl.pipeline.reuse import outcomes
+from opdcl.pipeline.reuse import offered
 from opdcl.pipeline.sources import Sources
 from opdcl.pipeline.sweep import describe_all, execute_all, expand
 from opdcl.results.status import STATES
@@ -97,15 +97,14 @@ def _carry_out(
     if not several:  # what is wrong here is found before the libraries are imported
         refuse_foreign(RunDir(path))
         sources.read(flow)
-    donors = [donor] if donor else []
     if donor:
         refuse_other_finetune(Job.of(flow, RunDir(path), sources, origins), donor)
     if dry_run:
-        return _describe(flow, origins, path, sources, force, output, donors)
+        return _describe(flow, origins, path, sources, force, output, donor)
     parallel.join()
     if not several:
         job = Job.of(flow, RunDir(path), sources, origins)
-        return Result(path, execute(job, output, force, donors))
+        return Result(path, execute(job, output, force, continued=donor))
     if comparison := execute_all(flow, origins, path, sources, output, force):
         return Comparison(comparison, path)
     # One arm with one seed has nothing to be compared with.
@@ -122,7 +121,7 @@ def _describe(
     sources: Sources,
     force: bool,
     output: Output,
-    donors: Sequence[RunDir],
+    donor: RunDir | None,
 ) -> Plan:
     """Return what a run, or each run of a sweep, would do."""
     from opdcl.pipeline.dry_run import data_table, describe
@@ -132,9 +131,7 @@ def _describe(
         if flow.arms or flow.seeds:
             lines, plans = describe_all(flow, origins, path, sources, force)
             return Plan(title, [Table(title, ["run", *columns], lines, "")], plans)
-        made_by: dict[str, str] = {}
-        for donor in donors:
-            made_by |= dict.fromkeys(outcomes(donor), donor.path.name)
+        made_by = offered([donor] if donor else [])
         lines, plan = describe(Job.of(flow, RunDir(path), sources, origins), force, made_by)
         return Plan(title, [Table(title, columns, lines, ""), *data_table(plan)], plan, plan["notes"])
 

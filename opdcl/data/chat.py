@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from opdcl.data.formats import PACKED_ROW, Row
@@ -16,6 +17,12 @@ from opdcl.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# The date that templates write which ask for today's: what Llama 3 writes where there is no clock. Prompts of
+# all days are the same, so answers of different days can be compared, and runs repeat.
+TODAY = datetime(2024, 7, 26)
+CLOCK = "strftime_now"
+DIRECTIVES = ["%-d", "%-m", *(f"%{letter}" for letter in "aAbBcdHIjmMpSUwWxXyYZ")]
 
 # How a template begins that `with_variables` returns, and its line on thinking.
 DEFAULTS = "{#- defaults from model.chat_template_kwargs #}\n"
@@ -77,7 +84,7 @@ def render(
 
     Unless `model.chat_template_kwargs` or the row says otherwise, thinking is switched off where there is a
     switch: base would spend its tokens on thoughts that the fine-tune's rows do not have, and the two would
-    not be comparable.
+    not be comparable. For the same reason, a template that asks for the date is told one that never changes.
 
     Raises:
         UsageError: The template is malformed or refuses the conversation.
@@ -90,6 +97,8 @@ def render(
         options["enable_thinking"] = False
     if row:
         options |= row.variables | ({"tools": row.tools} if row.tools else {})
+    if CLOCK in template:
+        options["chat_template"] = on_one_day(tokenizer.get_chat_template(tools=row.tools if row else None))
     try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=generation, **options)
     except (TemplateError, TypeError) as fault:
@@ -115,6 +124,23 @@ def render_request(
             f"the chat template cannot continue {messages[-1]['content']!r}, with which an answer begins"
         )
         raise UsageError(message, "choose a task without gen_prefix, or another template") from fault
+
+
+def on_one_day(template: str) -> str:
+    """Return a chat template that finds `TODAY` on every day."""
+    filters = [f"replace({part!r}, {TODAY.strftime(part)!r})" for part in DIRECTIVES]
+    macro = f"{{%- macro {CLOCK}(format) -%}}{{{{ format | {' | '.join(filters)} }}}}{{%- endmacro -%}}"
+    return macro + template
+
+
+def note_on_clock(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Say which date a chat template is told that asks for today's; "" if it asks for none."""
+    if CLOCK not in str(tokenizer.chat_template):
+        return ""
+    day = TODAY.strftime("%d %B %Y")
+    return (
+        f"the chat template asks for today's date: it is told {day} on every day, so that prompts are equal"
+    )
 
 
 def with_variables(template: str, variables: Mapping[str, Any]) -> str:

@@ -83,7 +83,7 @@ class Suite:
         """Whether an answer counts only if base finds it to be about its prompt."""
         self.ordered = bool(metadata.get("ordered"))
         """Whether an answer counts only if base finds it likelier than its words in random order."""
-        self._floors: dict[int | None, FloorScores] = {}
+        self._floors: dict[tuple[int | None, str], FloorScores] = {}
         if self.generative:
             _ = self.answering  # which refuses what we do not support
 
@@ -108,11 +108,13 @@ class Suite:
         """Return the first `limit` documents, or all."""
         return [doc for _, doc in self.task.doc_iterator(limit=limit)]
 
-    def floors(self, limit: int | None, answers: list[str], judge: Judge | None = None) -> FloorScores:
+    def floors(
+        self, limit: int | None, answers: list[str], judge: Judge | None = None, judged_by: str = ""
+    ) -> FloorScores:
         """Score answers without content on the first `limit` documents.
 
         They are those of `content_free`, and `answers`, each to another prompt. `judge` amends the scores
-        where a model is needed to tell.
+        where a model is needed to tell; `judged_by` is the fingerprint of that model.
         """
         docs = self.documents(limit)
 
@@ -120,18 +122,19 @@ class Suite:
             found = self.scores(docs, texts)
             return judge(docs, texts, found) if judge else found
 
-        if limit not in self._floors:
+        known = limit, judged_by
+        if known not in self._floors:
             # In a conversation only the last question counts; an answer may repeat earlier turns.
             asked = [str(self.task.doc_to_text(doc)) for doc in docs]
             targets = [_text(self.task.doc_to_target(doc)) for doc in docs]
             clusters = [str(doc.get("cluster") or number) for number, doc in enumerate(docs)]
             free = content_free(asked, targets, clusters)
-            self._floors[limit] = {name: scores(texts) for name, texts in free.items()}
+            self._floors[known] = {name: scores(texts) for name, texts in free.items()}
         if len(docs) == 1:
-            return self._floors[limit]
+            return self._floors[known]
         # Half the suite away: neighbours are often about the same fact.
         half = len(docs) // 2
-        return self._floors[limit] | {"shuffled": scores(answers[half:] + answers[:half])}
+        return self._floors[known] | {"shuffled": scores(answers[half:] + answers[:half])}
 
     def prompt_of(self, doc: dict) -> str:
         """Return what a document asks, for a reader: of a user's row, the whole conversation."""
@@ -231,7 +234,9 @@ class LikelihoodSuite(Suite):
     def asking(self) -> dict[str, Any]:
         return {}
 
-    def floors(self, limit: int | None, answers: list[str], judge: Judge | None = None) -> FloorScores:
+    def floors(
+        self, limit: int | None, answers: list[str], judge: Judge | None = None, judged_by: str = ""
+    ) -> FloorScores:
         """Return the expected scores of a guess on the first `limit` documents."""
         return {"chance": [self._chance(doc) for doc in self.documents(limit)]}
 

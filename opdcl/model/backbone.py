@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -138,11 +138,12 @@ class Backbone:
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of all frozen weights' bits, which proves that training did not change them."""
-        checksum, digest = self.checksum(), hashlib.sha256()
-        for weight in self._frozen_weights():
-            digest.update(_hashable(weight))
-        self._known = checksum, digest.hexdigest()
+        self._known = self.checksum(), _digest(self._frozen_weights())
         return self._known[1]
+
+    def base_fingerprint(self) -> str:
+        """Return the fingerprint of base alone, whether or not a tuned model lies beside it."""
+        return _digest(_frozen(self.base_lm)) if self.base_lm else self.known_fingerprint()
 
     def adapter_fingerprint(self, state: State) -> str:
         """Return the SHA-256 of a state's adapter, weights and scales; that of nothing if it has none."""
@@ -176,10 +177,7 @@ class Backbone:
     def _frozen_weights(self) -> Iterator[torch.Tensor]:
         """Yield all weights that training must not change, in the order of their names."""
         for model in filter(None, (self.causal_lm, self.base_lm)):
-            weights: dict[str, torch.Tensor] = dict(model.named_parameters())
-            for name, layer in quantized_layers(model).items():  # the scales are no parameters
-                weights |= {f"{name}.{key}": value for key, value in layer.state_dict().items()}
-            yield from (weight for name, weight in sorted(weights.items()) if "lora_" not in name)
+            yield from _frozen(model)
 
     def adapted_layers(self, name: State | None = None) -> list[BaseTunerLayer]:
         """Return every layer that carries any adapter, or the adapter `name`."""
@@ -288,6 +286,22 @@ class Backbone:
 
 def _bytes(weight: torch.Tensor) -> torch.Tensor:
     return weight.detach().contiguous().flatten().view(torch.uint8)
+
+
+def _frozen(model: PreTrainedModel) -> Iterator[torch.Tensor]:
+    """Yield a model's weights without those of adapters, in the order of their names."""
+    weights: dict[str, torch.Tensor] = dict(model.named_parameters())
+    for name, layer in quantized_layers(model).items():  # the scales are no parameters
+        weights |= {f"{name}.{key}": value for key, value in layer.state_dict().items()}
+    yield from (weight for name, weight in sorted(weights.items()) if "lora_" not in name)
+
+
+def _digest(weights: Iterable[torch.Tensor]) -> str:
+    """Return the SHA-256 of weights' bits."""
+    digest = hashlib.sha256()
+    for weight in weights:
+        digest.update(_hashable(weight))
+    return digest.hexdigest()
 
 
 def _hashable(weight: torch.Tensor) -> memoryview:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
-from opdcl.data.chat import render
+from opdcl.data.chat import on_one_day, render
 from opdcl.errors import UsageError
 
 # Spaces, case, digits, scripts, emoji, code, line ends: where tokenizers of equal size differ.
@@ -67,7 +67,7 @@ def template_difference(tokenizer: PreTrainedTokenizerBase, template: str) -> st
     own = render(tokenizer, turns, False, tokenize=False)
     try:
         other = tokenizer.apply_chat_template(
-            turns, chat_template=template, tokenize=False, enable_thinking=False
+            turns, chat_template=on_one_day(template), tokenize=False, enable_thinking=False
         )
     except Exception as fault:  # the template is somebody else's
         other = f"nothing: {type(fault).__name__} {fault}".rstrip()

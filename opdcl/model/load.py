@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opdcl import parallel
-from opdcl.config.model import ModelConfig
+from opdcl.config.model import ModelConfig, TeacherModel
 from opdcl.data.chat import check_template, render, with_variables
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
 from opdcl.hub import Repository, download_command, parse, reachable
@@ -367,6 +367,15 @@ def model_source(config: ModelConfig, convert: bool = True) -> tuple[str, dict]:
         problem = f"model {config.id!r} is not in the local cache and the hub is out of reach"
         raise UsageError(problem, _sources(config))
     return config.id, {}
+
+
+def model_files(config: TeacherModel) -> list[Path]:
+    """Return the files of a model that lies here; none of one on the Hub or in the package."""
+    path = Path(os.path.expanduser(config.id))
+    if path.suffix == ".gguf" and os.path.isfile(path):
+        return [path]
+    weights = sorted(path.glob("*.safetensors")) if os.path.isdir(path) else []
+    return [path / "config.json", *weights] if weights else []
 
 
 def _sources(config: ModelConfig) -> str:

@@ -25,11 +25,12 @@ from opdcl.pipeline.defaults import describe_automatic
 from opdcl.pipeline.job import Job, read_records
 from opdcl.pipeline.plan import Task, stage_folder
 from opdcl.pipeline.preflight import checked_plan, refuse_foreign
-from opdcl.pipeline.reuse import copy_finished, take_start
+from opdcl.pipeline.reuse import copy_finished, refuse_other_base, take_start
 from opdcl.pipeline.trackers import Tracking, scores
 from opdcl.rundir.environment import machine_of, versions
 from opdcl.rundir.files import now, write_atomic, write_json
 from opdcl.rundir.hashes import adapter_hash
+from opdcl.rundir.identity import weights_of_base
 from opdcl.rundir.layout import STATE_OF, RunDir, StageDir
 from opdcl.rundir.lock import locked
 from opdcl.rundir.records import read_metrics
@@ -57,11 +58,17 @@ COST_OF_DETERMINISM = {
 }
 
 
-def execute(job: Job, output: Output, force: bool = False, donors: Sequence[RunDir] = ()) -> Summary:
+def execute(
+    job: Job,
+    output: Output,
+    force: bool = False,
+    donors: Sequence[RunDir] = (),
+    continued: RunDir | None = None,
+) -> Summary:
     """Carry out the plan, write the report and return its summary.
 
-    Results that a donor has finished with the same settings and data are copied. `force` redoes stages whose
-    settings or data have changed.
+    Results that a donor has finished with the same settings, data and base are copied. `continued` is a donor
+    whose base this run must have. `force` redoes stages whose settings or data have changed.
 
     Raises:
         UsageError: The directory holds something else, or a run with other settings or another base.
@@ -78,7 +85,11 @@ def execute(job: Job, output: Output, force: bool = False, donors: Sequence[RunD
         stack.enter_context(quiet_libraries(run.new_log() if first else None))
         # Before anything is written: a run whose base is another one now stays as it was.
         backbone = _load(job, manifest, output) if unfinished else None
-        tasks = parallel.on_first_worker(lambda: _settle(job, planned, donors, output))
+        base = weights_of_base(manifest)
+        if continued:
+            refuse_other_base(job.workflow.model.id, base, continued)
+            donors = [continued, *donors]
+        tasks = parallel.on_first_worker(lambda: _settle(job, planned, donors, base, output))
         mine = stack.enter_context(_own(job))
         trackers = job.workflow.track if unfinished and first else []
         tracking = stack.enter_context(contextlib.closing(Tracking(trackers, run, output.note)))
@@ -136,6 +147,8 @@ def _load(job: Job, manifest: dict[str, Any], output: Output) -> Backbone:
         names = f"{config.id} or {tuned.id}" if tuned else config.id
         message = f"the weights of {names} are not those that this run began with"
         raise UsageError(message, "restore the model, or start a new run directory")
+    if tuned:
+        base["weights"] = backbone.base_fingerprint()
     manifest["device"] = machine_of(backbone.device) | {
         "kind": str(backbone.causal_lm.device),
         "dtype": str(backbone.causal_lm.dtype).removeprefix("torch."),
@@ -145,7 +158,7 @@ def _load(job: Job, manifest: dict[str, Any], output: Output) -> Backbone:
     return backbone
 
 
-def _settle(job: Job, tasks: list[Task], donors: Sequence[RunDir], output: Output) -> list[Task]:
+def _settle(job: Job, tasks: list[Task], donors: Sequence[RunDir], base: str, output: Output) -> list[Task]:
     """Clear what the tasks replace, write the settings, copy what donors have; return what is left to do."""
     run = job.run
     replaced = []
@@ -163,8 +176,8 @@ def _settle(job: Job, tasks: list[Task], donors: Sequence[RunDir], output: Outpu
     write_json(run.config, {"workflow": settings, "origins": job.origins})
     write_atomic(run.workflow, dump(job.workflow))
     job.sources.save()
-    for task, donor in copy_finished(job.plan(), run, donors):
-        output.note(f"{task.label}: taken from {donor.path.name}")
+    for note in copy_finished(job.plan(), run, donors, base):
+        output.note(note)
     seal_new(run)
     return job.plan()
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from opdcl.config.evaluate import CLOSENESS, EvalConfig
 from opdcl.config.recover import RecoverConfig
@@ -23,6 +24,7 @@ from opdcl.pipeline.plan import STAGE_NUMBERS, Records, StageRecord, Task, make_
 from opdcl.pipeline.sources import Sources
 from opdcl.rundir.files import RESTORE
 from opdcl.rundir.hashes import ADAPTER, file_hash, hash_value
+from opdcl.rundir.identity import Identity
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.records import read_result
 
@@ -33,9 +35,12 @@ if TYPE_CHECKING:
     from opdcl.distill.prompts import Prompts, RecoverySource
     from opdcl.distill.schedule import Stream
 
+T = TypeVar("T")
 
+# The settings on which everything depends that is read from files: whose tokens, and which columns.
+READING = {"model", "start", "columns"}
 # The settings of a fine-tune on which its encoded rows depend.
-ENCODING = {"data", "max_length", "long_rows", "bad_rows", "replay"}
+ENCODING = {"data", "max_length", "long_rows", "bad_rows", "replay", "method"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +83,11 @@ class Job:
             automatic=automatic,
         )
 
+    def _once(self, parts: dict[str, Any], make: Callable[[], T]) -> T:
+        """Return what is made of these parts and of `READING`; runs in which all are equal share it."""
+        reading = self.workflow.model_dump(include=READING)
+        return self.sources.once(Identity(reading | parts).key, make)
+
     def rows(self, source: str, split: str = "train") -> list[Row]:
         """Return the checked rows of a source, read by the workflow's names of columns."""
         return self.sources.rows(source, split, self.workflow.columns)
@@ -95,7 +105,7 @@ class Job:
         limit = config.max_new_tokens if name in config.data else None
         # The data of a group are those of its tasks.
         system, trusted = self.workflow.system_of("eval"), self.workflow.model.trust_remote_code
-        key = "suite", name, limit, system, *config.data.items(), *self.workflow.columns.items()
+        parts = {"suite": name, "limit": limit, "system": system, "data": config.data}
 
         def rows_of(source: str) -> list[Row]:
             return self._asked_in("eval", self.rows(source))
@@ -105,7 +115,7 @@ class Job:
             suite.system = system
             return suite
 
-        return self.sources.once(key, load)
+        return self._once(parts, load)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -118,7 +128,7 @@ class Job:
             return shared_tokenizer(base, tuned, self.sources.tokenizer)
 
         base, start = self.workflow.model, self.workflow.start
-        return self.sources.once(("shared tokenizer", base.model_dump_json(), start), load)
+        return self._once({"part": "tokenizer"}, load)
 
     @cached_property
     def shape(self) -> Any:
@@ -146,8 +156,7 @@ class Job:
             replay = self.rows(config.replay.prompts) if config.replays else []
             return read_examples(rows, config, self.tokenizer, replay, self.sources.tell)
 
-        model = self.workflow.model.model_dump_json()
-        return self.sources.once(("examples", config.model_dump_json(include=ENCODING), model), encode)
+        return self._once({"examples": config.model_dump(include=ENCODING)}, encode)
 
     @cached_property
     def recovery(self) -> RecoverySource:
@@ -217,13 +226,14 @@ class Job:
             suite = self.suite(name)
             return suite.encode(config.limit, self.tokenizer) if suite.generative else []
 
-        settings = self.workflow.model_dump_json(include={"model", "eval", "columns"})
-        return self.sources.once(("asked", name, settings), encode)
+        settings = config.model_dump(include={"data", "limit", "max_new_tokens", "closeness"})
+        return self._once({"asked": name, "system": self.workflow.system_of("eval"), **settings}, encode)
 
     @cached_property
     def hashes(self) -> dict[str, str]:
         """The hash of each source's content, by the name of its field."""
         from opdcl.model.adapters import start_files
+        from opdcl.model.load import model_files
 
         workflow, hash_of = self.workflow, self.sources.hash_of
         recover, evaluation = workflow.recover, workflow.eval
@@ -239,6 +249,9 @@ class Job:
             hashes = {key: hash_value([value, workflow.columns]) for key, value in hashes.items()}
         for key, place in workflow.adapters().items():
             hashes[key] = hash_of(start_files(place, may_be_model=key == "start"))
+        for name, teacher in workflow.teachers().items():
+            if teacher.model and (files := model_files(teacher.model)):
+                hashes[f"recover.teachers.{name}.model"] = hash_of(files)
         for key, suite in suites.items():
             if shipped := shipped_suites().get(suite):
                 files = sorted(p for p in shipped.parent.iterdir() if p.is_file())

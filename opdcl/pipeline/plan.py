@@ -9,7 +9,7 @@ from typing import Any, Literal
 from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.section import FINGERPRINT
 from opdcl.config.workflow import MACHINE, Workflow, meaningful_settings
-from opdcl.rundir.hashes import hash_value
+from opdcl.rundir.identity import Identity
 from opdcl.rundir.layout import STAGE_OF, RunDir, StageDir
 
 Action = Literal["run", "resume", "skip", "stale", "take"]
@@ -82,8 +82,9 @@ def make_plan(workflow: Workflow, hashes: dict[str, str], records: Records) -> l
     """Return all tasks in order; `hashes` has the hash of each data source by its key, as `finetune.data`."""
     tasks, fingerprints = [], {}
     for name, inputs in _stage_inputs(workflow, hashes, records).items():
-        action, why = _training_action(records.stages.get(name), inputs)
-        fingerprints[name] = hash_value(inputs)
+        identity = Identity(inputs)
+        action, why = _training_action(records.stages.get(name), identity)
+        fingerprints[name] = identity.key
         tasks.append(Task(name, action, why, fingerprints[name], inputs=inputs))
     return tasks + _eval_tasks(workflow, hashes, records, fingerprints)
 
@@ -105,24 +106,29 @@ def _stage_inputs(workflow: Workflow, hashes: dict[str, str], records: Records) 
             if not inputs[name].get("system"):  # which runs of an earlier version do not have
                 inputs[name].pop("system", None)
         for key, value in hashes.items():
-            if key.startswith(f"{name}."):
-                inputs[name][f"content of {key.removeprefix(f'{name}.')}"] = value
+            part = f"content of {key.removeprefix(f'{name}.')}"
+            if key.startswith(f"{name}.") and not _was_not_recorded(part, records.stages.get(name)):
+                inputs[name][part] = value
         if starts_elsewhere:
             inputs[name]["start"] = hashes["start"]
         inputs[name][origin] = parent
-        origin, parent = f"{name} stage", hash_value(inputs[name])
+        origin, parent = f"{name} stage", Identity(inputs[name]).key
     return inputs
 
 
-def _training_action(record: StageRecord | None, inputs: dict[str, Any]) -> tuple[Action, str]:
+def _was_not_recorded(part: str, record: StageRecord | None) -> bool:
+    """Return whether a stage on disk was made before the contents of other models were recorded."""
+    return record is not None and part.endswith(".model") and part not in record.state.get("inputs", {})
+
+
+def _training_action(record: StageRecord | None, identity: Identity) -> tuple[Action, str]:
     """Return what to do about a training stage, and why."""
     if record is None:
         return "run", "not started"
-    if record.state["fingerprint"] != hash_value(inputs):
+    if record.state["fingerprint"] != identity.key:
         if not (record.done or record.checkpoint):
             return "run", "an earlier try with other settings or data made nothing"
-        before = record.state.get("inputs", {})
-        changed = sorted(k for k in {*before, *inputs} if before.get(k) != inputs.get(k))
+        changed = identity.changed_since(record.state.get("inputs", {}))
         return "stale", f"changed: {', '.join(changed)}"
     if record.done:
         if record.weights and record.weights == record.state.get("adapter_sha256"):
@@ -157,7 +163,7 @@ def _eval_tasks(
             contents = [hashes.get(f"eval.data.{suite}"), hashes.get(f"eval.suite.{suite}")]
             if suite == CLOSENESS:
                 contents = [hashes.get("eval.closeness"), str(config.closeness_tokens)]
-            fingerprint = hash_value([weights, suite, role, how, *contents])
+            fingerprint = Identity([weights, suite, role, how, *contents]).key
             task = Task("eval", "run", "not measured", fingerprint, state=state, suite=suite, role=role)
             if (state, suite) in records.results:
                 if records.results[state, suite] == fingerprint:
@@ -169,5 +175,6 @@ def _eval_tasks(
 
 
 def _model_hash(workflow: Workflow) -> str:
+    """Return a hash of base's settings; that its weights are the same is asked when they are loaded."""
     settings = workflow.model.model_dump(context=FINGERPRINT)
-    return hash_value(meaningful_settings(settings, MACHINE | {"dtype"}))
+    return Identity(meaningful_settings(settings, MACHINE | {"dtype"})).key

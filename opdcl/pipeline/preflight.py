@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from opdcl.config.finetune import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.config.workflow import Workflow
+from opdcl.data.chat import note_on_clock
 from opdcl.data.formats import Row
 from opdcl.data.rows import front_matter, left_out, shortened, unread
 from opdcl.errors import UsageError
@@ -61,7 +62,7 @@ def checked_plan(job: Job, force: bool = False, dry_run: bool = False) -> tuple[
     _check_tuned_model(job)
     notes = []
     if todo:
-        notes += [*_check_models(job), *check_adapters(job)]
+        notes += [*_check_models(job), *check_adapters(job), note_on_clock(job.tokenizer)]
     if workflow.finetune and "finetune" in todo:
         notes += _check_finetune(job)
     if workflow.recover and "recover" in todo:

@@ -1,6 +1,7 @@
 """Copy what other runs have finished.
 
-Fingerprints cover settings, data and parents, so equal fingerprints mean equal results.
+Fingerprints cover settings, data and parents, but of base no more than its name: what it held may have been
+replaced since. So a result is copied only from a run whose base had the same weights.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from typing import TYPE_CHECKING
 
 from opdcl.config.finetune import LoraSection
 from opdcl.config.workflow import Workflow
+from opdcl.errors import UsageError
 from opdcl.pipeline.plan import Task, stage_folder
 from opdcl.rundir.files import folder_appears_whole, now, write_atomic, write_json
+from opdcl.rundir.identity import weights_of_base
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.records import read_result
 from opdcl.rundir.seals import forget
@@ -21,15 +24,22 @@ if TYPE_CHECKING:
     from opdcl.model.backbone import Backbone
 
 
-def copy_finished(tasks: Sequence[Task], run: RunDir, donors: Sequence[RunDir]) -> list[tuple[Task, RunDir]]:
-    """Copy the outcome of each task not yet started from the first donor that has it; return both of each."""
+def copy_finished(tasks: Sequence[Task], run: RunDir, donors: Sequence[RunDir], weights: str) -> list[str]:
+    """Copy the outcome of each task not yet started from the first donor that has it; return notes.
+
+    `weights` is the hash of base's weights, which a donor must share.
+    """
     finished = [(donor, outcomes(donor)) for donor in donors]
-    copied = []
+    notes: list[str] = []
     for task in tasks:
-        donor = next((d for d, fingerprints in finished if task.fingerprint in fingerprints), None)
-        if task.action != "run" or donor is None:
+        if task.action != "run":
             continue
-        copied.append((task, donor))
+        alike = [donor for donor, fingerprints in finished if task.fingerprint in fingerprints]
+        donor = next((donor for donor in alike if weights_of_base(donor.read_manifest()) == weights), None)
+        if donor is None:
+            notes += [not_taken(other) for other in alike]
+            continue
+        notes.append(f"{task.label}: taken from {donor.path.name}")
         if task.name == "eval":
             result, samples = (
                 run.eval_result(task.state, task.suite),
@@ -43,7 +53,30 @@ def copy_finished(tasks: Sequence[Task], run: RunDir, donors: Sequence[RunDir]) 
             without = shutil.ignore_patterns(stage.trainer.name)
             with folder_appears_whole(stage_folder(run, task.name).path) as temporary:
                 shutil.copytree(stage.path, temporary, dirs_exist_ok=True, ignore=without)
-    return copied
+    return [*dict.fromkeys(notes)]
+
+
+def refuse_other_base(name: str, weights: str, donor: RunDir) -> None:
+    """Refuse to continue a run on weights of base that are not those that it was made with.
+
+    Raises:
+        UsageError: They are others, or the run has not recorded them.
+    """
+    recorded = weights_of_base(donor.read_manifest())
+    if recorded == weights:
+        return
+    hint = f"begin from its adapter: opdcl recover {donor.adapters()['tuned']} --domain PROMPTS -o RUN"
+    if not recorded:
+        raise UsageError(f"{donor.path} has not recorded the weights of its base {name}", hint)
+    message = f"the weights of {name} are not those that {donor.path} was made with"
+    raise UsageError(message, f"restore the model, or {hint}")
+
+
+def not_taken(donor: RunDir) -> str:
+    """Say why nothing is taken from a run with the same settings and data."""
+    if weights_of_base(donor.read_manifest()):
+        return f"nothing is taken from {donor.path.name}: its base, of the same name, had other weights"
+    return f"nothing is taken from {donor.path.name}: it has not recorded the weights of its base"
 
 
 def outcomes(donor: RunDir) -> set[str]:
@@ -53,6 +86,18 @@ def outcomes(donor: RunDir) -> set[str]:
         if donor.eval_samples(file.parent.name, file.stem).exists():
             records.append(read_result(file))
     return {record["fingerprint"] for record in records if record.get("fingerprint")}
+
+
+def offered(donors: Sequence[RunDir]) -> dict[str, str]:
+    """Return, by fingerprint, which run a result would be copied from, as a dry run says it.
+
+    A dry run loads no weights, so it cannot tell whether they are still those that the run was made with.
+    """
+    made_by: dict[str, str] = {}
+    for donor in donors:
+        if weights_of_base(donor.read_manifest()):
+            made_by |= dict.fromkeys(outcomes(donor), f"{donor.path.name}, if base has the same weights")
+    return made_by
 
 
 def take_start(workflow: Workflow, run: RunDir, task: Task, backbone: Backbone) -> None:

@@ -18,7 +18,7 @@ from opdcl.config.workflow import Workflow
 from opdcl.console import Output
 from opdcl.errors import GateError, InconclusiveError, Interrupted, OpdclError, UsageError
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.reuse import outcomes
+from opdcl.pipeline.reuse import offered
 from opdcl.pipeline.sources import Sources
 from opdcl.rundir.layout import RunDir
 
@@ -98,9 +98,7 @@ def describe_all(
 
     rows, plans = [], []
     runs = expand(flow, out)
-    made_by: dict[str, str] = {}
-    for donor in _other_runs(out, runs):
-        made_by |= dict.fromkeys(outcomes(donor), donor.path.name)
+    made_by = offered(_other_runs(out, runs))
     for name, workflow in runs.items():
         needs = [path for path in _needs(workflow, out) if path.name in runs]
         waiting = [path.name for path in needs if not RunDir(path).last_stage()]

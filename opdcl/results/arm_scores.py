@@ -9,18 +9,10 @@ from typing import Any
 import numpy as np
 
 from opdcl.results import closeness, stats, writing
-from opdcl.results.arms import (
-    Arm,
-    Member,
-    as_key,
-    first_measured,
-    load_arms,
-    mismatch,
-    notes_of_runs,
-    seed_notes,
-)
+from opdcl.results.arms import Arm, Member, first_measured, load_arms, mismatch, notes_of_runs, seed_notes
 from opdcl.results.closeness import Closeness
 from opdcl.results.intervals import Estimate
+from opdcl.results.origins import START, as_key
 from opdcl.results.plain import ByRole, ByState
 from opdcl.results.scores import Suite, states_of, values_of
 from opdcl.results.stats import Findings
@@ -295,9 +287,10 @@ def _differences(arms: list[Arm]) -> dict[str, dict[str, Any]]:
     for key in keys:
         # If an arm lacks a section, its flat keys hold the section's name alone.
         section_name = key.split(".")[0]
-        having = [arm for arm in arms if section_name not in arm.settings]
+        is_value = key == START  # every other key without a dot names a section
+        having = [arm for arm in arms if is_value or section_name not in arm.settings]
         values = {arm.name: arm.settings[key] for arm in having if key in arm.settings}
-        if key == section_name:
+        if key == section_name and not is_value:
             if having:
                 differences[key] = {arm.name: "given" if arm in having else "left out" for arm in arms}
         elif len(values) < len(having) or len({as_key(value) for value in values.values()}) > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -12,19 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from opdcl.config.evaluate import CLOSENESS
-from opdcl.config.load import flatten
-from opdcl.config.workflow import WITHOUT_MEANING
 from opdcl.errors import UsageError
+from opdcl.results.origins import as_key, is_adapter, origins_of, split_seeds, without_seed
 from opdcl.results.scores import Suite, section, values_of
 from opdcl.results.status import HEADLINE_ROLES, STATES
 from opdcl.results.summary import Results
+from opdcl.rundir.identity import Identity
 from opdcl.rundir.layout import RunDir
-
-SEEDS = {"seed", "data_seed"}
-
-# Workflow sections that cannot change a score.
-IGNORED = {"name", "description", "gates", "arms", "seeds"}
 
 
 class Member(Results):
@@ -37,11 +30,13 @@ class Member(Results):
         super().__init__(run)
         self.named = {suite.name: suite for suite in self.suites}
         self.settings, self.seeds = split_seeds(run)
-        for stage in ("finetune", "recover"):
-            # The same path may have held other rows when another run was made.
-            for key, value in (run.stage_record(stage).get("inputs") or {}).items():
-                if key.startswith("content of ") and not key.endswith(".adapter"):
-                    self.settings[f"{stage}.{key}"] = str(value)[:12]
+        self.origins = origins_of(run)
+
+    @property
+    def identity(self) -> Identity:
+        """All that the seeds of one arm have in common."""
+        settings = {key: value for key, value in self.settings.items() if not is_adapter(key)}
+        return Identity([settings, self.origins])
 
     @property
     def path(self) -> str:
@@ -114,20 +109,22 @@ def load_arms(runs: Sequence[RunDir]) -> list[Arm]:
         if not any(suite.rows for suite in member.headline.values()):
             hint = f"opdcl eval {shlex.quote(member.path)}"
             raise UsageError(f"{member.path} has no results yet", hint)
-        for key, place in member.settings.items():
-            if place and (key == "start" or key.endswith(".adapter")):
-                member.settings[key] = _without_seed(place, member.seeds)
+    _name_origins(members)
     _check_comparable(members)
-    return pool(members, [as_key(m.settings) for m in members], [as_key(m.seeds) for m in members])
+    return pool(members, [m.identity.key for m in members], [as_key(m.seeds) for m in members])
 
 
-def _without_seed(place: str, seeds: dict[str, Any]) -> str:
-    """Return the name of a start or teacher run without its seed: all seeds of an arm have equal settings."""
-    name = Path(place).name
-    for seed in seeds.values():
-        if name.endswith(f"-{seed}"):
-            return name.removesuffix(f"-{seed}")
-    return name
+def _name_origins(members: list[Member]) -> None:
+    """Put names in place of the paths of adapters, and hashes behind names that several of them have."""
+    known: dict[tuple[str, str], set[str]] = {}
+    for member in members:
+        for key, origin in member.origins.items():
+            member.settings[key] = without_seed(Path(member.settings[key]).name, member.seeds)
+            known.setdefault((key, member.settings[key]), set()).add(origin)
+    for member in members:
+        for key, origin in member.origins.items():
+            if len(known[key, member.settings[key]]) > 1:
+                member.settings[key] += f" ({Identity(origin).key[:8]})"
 
 
 def first_measured(members: list[Member], role: str) -> Member:
@@ -171,22 +168,6 @@ def _remedy(model: Member, other: Member) -> str:
     return shlex.join(words)
 
 
-def split_seeds(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a run's settings that can change a score, as flat keys, and its seeds."""
-    # Closeness has prompts of its own, and changes no score.
-    ignored = WITHOUT_MEANING | {CLOSENESS}
-    settings, seeds = {}, {}
-    sections = {key: value for key, value in run.settings().items() if key not in IGNORED}
-    for key, value in flatten(sections).items():
-        option = key.rsplit(".", 1)[-1]
-        is_unset = option == "system" and value is None  # runs of an earlier version have no such setting
-        if option in SEEDS:
-            seeds[key] = value
-        elif option not in ignored and not is_unset:
-            settings[key] = value
-    return settings, seeds
-
-
 def pool(members: list[Member], settings: list[str], seeds: list[str]) -> list[Arm]:
     """Group runs with the same settings, in the order of their seeds.
 
@@ -219,11 +200,6 @@ def _common_name(members: list[Member]) -> str:
             break
         shared += column[0]
     return " ".join(shared.rstrip("-_.").split())
-
-
-def as_key(value: Any) -> str:
-    """Return a text that is equal for equal settings."""
-    return json.dumps(value, sort_keys=True)
 
 
 def seed_notes(counts: set[int]) -> list[str]:

@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from opdcl.errors import UsageError
 from opdcl.results import closeness, stats, tables
-from opdcl.results.arms import Arm, Member, as_key, notes_of_runs, pool, seed_notes
+from opdcl.results.arms import Arm, Member, notes_of_runs, pool, seed_notes
 from opdcl.results.format import CHANGE, NATS, SCORE, cell, points
 from opdcl.results.intervals import Estimate
+from opdcl.results.learned import learned
+from opdcl.results.origins import holder, places_of
 from opdcl.results.scores import Suite
 from opdcl.results.tables import Table, View
 from opdcl.rundir.layout import RunDir
@@ -28,8 +29,8 @@ from opdcl.rundir.layout import RunDir
 # The name of the run that a run starts from, among those that it builds on; teachers have names of their own.
 START = ""
 
-# Suite -> `(seeds, N)` numbers whose mean is a figure.
-Figure = dict[str, np.ndarray]
+# Suite -> `(seeds, N)` scores whose means are added, and those whose means are taken away: a figure.
+Figure = dict[str, tuple[list[np.ndarray], list[np.ndarray]]]
 
 
 @dataclass(frozen=True)
@@ -96,14 +97,12 @@ class Chain:
     steps: list[Arm]
     lines: dict[str, list[Member]]
     """Seeds of the last run -> its line."""
+    learned: list[str | None]
+    """The domain suite that each step learned."""
 
     @property
     def name(self) -> str:
         return " \N{RIGHTWARDS ARROW} ".join(step.name for step in self.steps)
-
-    @property
-    def learned(self) -> list[str | None]:
-        return [learned(step) for step in self.steps]
 
 
 def build_on_one_another(runs: Sequence[RunDir]) -> bool:
@@ -113,19 +112,17 @@ def build_on_one_another(runs: Sequence[RunDir]) -> bool:
 
 
 def _parents(run: RunDir) -> dict[str, Path]:
-    """Return the runs that a run builds on: its start, and by their names the teachers that are adapters."""
-    settings = run.settings()
-    places = {START: settings.get("start")}
-    for name, teacher in ((settings.get("recover") or {}).get("teachers") or {}).items():
-        places[name] = teacher.get("adapter")
-    return {name: Path(place).resolve() for name, place in places.items() if place}
+    """Return the runs that a run builds on: its start, and by their names the teachers that are adapters.
 
-
-def learned(step: Arm) -> str | None:
-    """Return the suite of the domain that a step learned: the first one configured."""
-    workflow = step.members[0].run.settings()
-    domains = (workflow.get("eval") or {}).get("domain") or [None]
-    return domains[0] if workflow.get("finetune") else None
+    An adapter inside a run stands for the run only if the run ended with it.
+    """
+    parents = {}
+    for key, place in places_of(run).items():
+        maker, stage = holder(place)
+        is_end = maker and stage == maker.last_stage()
+        name = START if key == "start" else key.split(".")[-2]
+        parents[name] = (maker.path if maker and is_end else Path(place)).resolve()
+    return parents
 
 
 def compare(runs: Sequence[RunDir]) -> Comparison:
@@ -138,7 +135,8 @@ def compare(runs: Sequence[RunDir]) -> Comparison:
         of_runs[member.path] = [note for note in summary.notes if note not in summary.faults]
     suites, left_out = _shared_suites(members)
     steps = _steps(members)
-    chains = _chains(steps)
+    known = _learned(steps)
+    chains = _chains(steps, {step: suite for step, (suite, _) in known.items()})
     differences = []
     for i, chain in enumerate(chains):
         for other in chains[i + 1 :]:
@@ -150,10 +148,26 @@ def compare(runs: Sequence[RunDir]) -> Comparison:
         steps=[_step_row(step, suites) for step in steps],
         chains=[_chain_row(chain, suites) for chain in chains],
         differences=differences,
-        kept=_kept(steps, suites),
+        kept=_kept(steps, suites, {step: suite for step, (suite, _) in known.items()}),
         faults=faults,
-        notes=[*faults, *left_out, *notes_of_runs(of_runs), *_notes(steps, chains, suites)],
+        notes=[
+            *faults,
+            *left_out,
+            *notes_of_runs(of_runs),
+            *(note for _, note in known.values() if note),
+            *_notes(steps, chains, suites),
+        ],
     )
+
+
+def _learned(steps: list[Arm]) -> dict[Arm, tuple[str | None, str]]:
+    """Return the domain suite that each step learned, and a note where only its scores tell."""
+    by_path = {member.run.path.resolve(): member for step in steps for member in step.members}
+    found = {}
+    for step in steps:
+        start = _parents(step.members[0].run).get(START)
+        found[step] = learned(step, by_path.get(start) if start else None)
+    return found
 
 
 def _shared_suites(members: list[Member]) -> tuple[dict[str, Suite], list[str]]:
@@ -220,16 +234,25 @@ def _chain_row(chain: Chain, suites: dict[str, Suite]) -> ChainRow:
         name=chain.name,
         seeds=len(chain.lines),
         average=_mean_of(average, suites),
-        forgetting=_mean_of(forgetting, suites),
-        backward_transfer=_mean_of(transfer, suites),
+        forgetting=_change_of(forgetting, suites),
+        backward_transfer=_change_of(transfer, suites),
     )
 
 
-def _mean_of(figure: Figure, suites: dict[str, Suite]) -> Estimate | None:
-    """Estimate a figure's mean over suites; None if it is not measured."""
+def _mean_of(average: Figure, suites: dict[str, Suite]) -> Estimate | None:
+    """Estimate the mean over suites of scores; None if it is not measured."""
+    if not average:
+        return None
+    ends = [end for (end,), _ in average.values()]
+    return stats.mean_over(ends, [suites[name].clusters for name in average]).rounded()
+
+
+def _change_of(figure: Figure, suites: dict[str, Suite]) -> Estimate | None:
+    """Estimate the mean over suites of a difference of scores; None if it is not measured."""
     if not figure:
         return None
-    return stats.mean_over(list(figure.values()), [suites[name].clusters for name in figure]).rounded()
+    changes = [(above, below, suites[name].clusters) for name, (above, below) in figure.items()]
+    return stats.change_over(changes).rounded()
 
 
 def _seed_key(member: Member) -> str:
@@ -238,26 +261,12 @@ def _seed_key(member: Member) -> str:
 
 
 def _steps(members: list[Member]) -> list[Arm]:
-    """Group runs by their settings and the runs that they build on; refuse one that builds on itself."""
-    by_path = {member.run.path.resolve(): member for member in members}
-
-    def key(member: Member, descendants: tuple[Path, ...] = ()) -> str:
-        path = member.run.path.resolve()
-        if path in descendants:
-            raise UsageError(f"{member.path} builds on itself", "name another run as its start or teacher")
-        own, parents = {}, {}
-        for name, value in member.settings.items():
-            if name != "start" and not name.endswith("adapter"):
-                own[name] = value
-        for name, parent in _parents(member.run).items():
-            known = by_path.get(parent)
-            parents[name] = key(known, (*descendants, path)) if known else str(parent)
-        return as_key([own, parents])
-
-    return pool(members, [key(member) for member in members], [_seed_key(member) for member in members])
+    """Group runs by their settings and by what they build on."""
+    keys = [member.identity.key for member in members]
+    return pool(members, keys, [_seed_key(member) for member in members])
 
 
-def _chains(steps: list[Arm]) -> list[Chain]:
+def _chains(steps: list[Arm], learned_by: dict[Arm, str | None]) -> list[Chain]:
     """Return every chain of at least two steps, from a first step to one that no other starts from."""
     step_of = {member: step for step in steps for member in step.members}
     by_path = {member.run.path.resolve(): member for member in step_of}
@@ -272,7 +281,8 @@ def _chains(steps: list[Arm]) -> list[Chain]:
             before = start_of[before]
         chain = [step_of[run] for run in line]
         if len(chain) > 1:
-            chains.setdefault(tuple(chain), Chain(chain, {})).lines[_seed_key(member)] = line
+            suites = [learned_by[step] for step in chain]
+            chains.setdefault(tuple(chain), Chain(chain, {}, suites)).lines[_seed_key(member)] = line
     return list(chains.values())
 
 
@@ -296,16 +306,16 @@ def _figures(chain: Chain, seeds: Sequence[str], suites: dict[str, Suite]) -> tu
         if end is None:
             is_complete = False
             continue
-        average[name] = end
+        average[name] = [end], []
         # What it was before the last step: since it was learned, or from base on.
         before = [] if is_domain else [_scores(last, name, "base")]
         before += [_scores(runs, name) for runs in runs_of[learned_at.get(name, 0) : -1]]
         measured = [scores for scores in before if scores is not None]
         if not before or len(measured) < len(before):
             continue
-        forgetting[name] = max(measured, key=lambda scores: scores.mean()) - end
+        forgetting[name] = [max(measured, key=lambda scores: scores.mean())], [end]
         if is_domain:
-            transfer[name] = end - measured[0]
+            transfer[name] = [end], [measured[0]]
     return average if is_complete else {}, forgetting, transfer
 
 
@@ -315,15 +325,16 @@ def _difference(one: Chain, other: Chain, suites: dict[str, Suite]) -> Differenc
     changes = []
     pairs = zip(_figures(one, seeds, suites), _figures(other, seeds, suites), strict=True)
     for ours, theirs in pairs:
-        change = {}
+        change: Figure = {}
         if ours.keys() == theirs.keys():
-            change = {name: ours[name] - theirs[name] for name in ours}
-        changes.append(_mean_of(change, suites))
+            for name, (above, below) in ours.items():
+                change[name] = above + theirs[name][1], below + theirs[name][0]
+        changes.append(_change_of(change, suites))
     average, forgetting, _ = changes
     return Difference(one.name, other.name, average, forgetting)
 
 
-def _kept(steps: list[Arm], suites: dict[str, Suite]) -> list[Kept]:
+def _kept(steps: list[Arm], suites: dict[str, Suite], learned_by: dict[Arm, str | None]) -> list[Kept]:
     """Return each step's share of each teacher's gain over base; each seed has its own teacher."""
     owners = {member.run.path.resolve(): (step, member) for step in steps for member in step.members}
     rows = []
@@ -333,7 +344,7 @@ def _kept(steps: list[Arm], suites: dict[str, Suite]) -> list[Kept]:
             if name == START or any(place not in owners for place in places):
                 continue
             found = [owners[place] for place in places if place]
-            suite = learned(found[0][0])
+            suite = learned_by[found[0][0]]
             if suite is None:
                 continue
             base, student = _scores(step.members, suite, "base"), _scores(step.members, suite)
@@ -352,10 +363,25 @@ def _notes(steps: list[Arm], chains: list[Chain], suites: dict[str, Suite]) -> l
         if missing := [name for name in suites if _scores(step.members, name) is None]:
             notes.append(f"{step.name} is not measured on {', '.join(missing)}.")
     for chain in chains:
+        notes += _notes_on_domains(chain, suites)
         if behind := max(len(step.members) for step in chain.steps) - len(chain.lines):
             notes.append(f"{chain.name}: seeds that have not reached the last step are left out: {behind}.")
     counts = {len(chain.lines) for chain in chains} or {len(step.members) for step in steps}
     return notes + seed_notes(counts)
+
+
+def _notes_on_domains(chain: Chain, suites: dict[str, Suite]) -> list[str]:
+    """Say which domain suites a chain's figures leave out, and which of them several steps learned."""
+    notes = []
+    others = [name for name, suite in suites.items() if suite.role == "domain" and name not in chain.learned]
+    if others:
+        notes.append(f"{chain.name}: no step is known to have learned {', '.join(others)}: left out.")
+    for name in suites:
+        if chain.learned.count(name) > 1:
+            notes.append(
+                f"{chain.name}: several steps learned {name}, which counts from the last of them on."
+            )
+    return notes
 
 
 def view(comparison: Comparison) -> View:
@@ -408,7 +434,8 @@ def _chains_table(comparison: Comparison) -> Table:
         name = f"{change.of}\nminus {change.against}"
         rows.append([name, cell(change.average, CHANGE), cell(change.forgetting, CHANGE), ""])
     caption = (
-        "Average: the mean of all suites at the end. Forgetting: how far they lie below their best score "
+        "Average: the mean at the end of all retention suites and learned domains. Forgetting: how far they "
+        "lie below their best score "
         "before the last step, including base's retention. Backward transfer: how far earlier domains have "
         "moved since they were learned. Differences are in points, paired by prompt and seed."
     )

@@ -28,6 +28,9 @@ Clusters = np.ndarray | None
 # Arrays on the same prompts whose means add up, and the clusters of these prompts.
 Sum = tuple[Sequence[np.ndarray], Clusters]
 
+# Scores on one suite's prompts that count as above, as many that count as below, and the prompts' clusters.
+Change = tuple[Sequence[np.ndarray], Sequence[np.ndarray], Clusters]
+
 # A source of variance: the variance of the mean through it, and its degrees of freedom.
 Source = tuple[float, int]
 
@@ -103,6 +106,26 @@ def mean_over(suites: Sequence[np.ndarray], clusters: Sequence[Clusters] | None 
     if len(suites) == 1:
         return mean(suites[0], ids[0])
     return total([([np.asarray(x, float) / len(suites)], c) for x, c in zip(suites, ids, strict=True)])
+
+
+def change_over(changes: Sequence[Change]) -> Estimate:
+    """Estimate the unweighted mean over suites of how much higher some scores are than others.
+
+    Each suite has its imagined answers, as in `difference`, once for each pair of its scores.
+    """
+    sums: list[Sum] = []
+    imagined: list[Source] = []
+    for above, below, clusters in changes:
+        scores = [*above, *below]
+        signed = [*above, *(-np.asarray(x, float) for x in below)]
+        sums.append(([np.asarray(x, float) / len(changes) for x in signed], clusters))
+        if are_scores(*scores):
+            of_suite = imagined_answers(np.shape(scores[0])[-1], clusters)
+            pairs = len(scores) / 2
+            imagined += [(pairs * variance / len(changes) ** 2, freedom) for variance, freedom in of_suite]
+    value = float(sum(np.mean(x) for arrays, _ in sums for x in arrays))
+    half = half_width(sources(sums) + imagined)
+    return Estimate(value, value - half, value + half)
 
 
 def clustered_mean(parts: Sequence[Sequence[float]], clusters: Clusters = None) -> Estimate:

@@ -16,6 +16,7 @@ from opdcl.results.intervals import (
     Clusters,
     Estimate,
     are_scores,
+    change_over,
     cluster_ids,
     clustered_mean,
     difference,
@@ -44,6 +45,7 @@ from opdcl.results.status import (
 __all__ = [
     "Clusters",
     "Estimate",
+    "change_over",
     "clustered_mean",
     "difference",
     "mean",

@@ -44,7 +44,8 @@ def hash_files(files: list[Path], unwritten: Mapping[str, str] | None = None) ->
 def hash_value(value: Any) -> str:
     """Return a hash of 16 digits for plain data; the order of a mapping's keys does not matter."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    # Names from outside may hold a lone surrogate.
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 def flushed_hash(file: Path) -> str:

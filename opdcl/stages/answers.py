@@ -16,7 +16,8 @@ from typing import Any
 
 from opdcl.model.backbone import Backbone, State
 from opdcl.rundir.files import read_jsonl, write_atomic, write_json
-from opdcl.rundir.hashes import adapter_hash, hash_value
+from opdcl.rundir.hashes import adapter_hash
+from opdcl.rundir.identity import Identity
 from opdcl.rundir.layout import RunDir
 from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.sample import sample
@@ -91,15 +92,14 @@ def json_lines(rows: Iterable[Row]) -> str:
 
 def made_by(backbone: Backbone, adapter: Path | None, decoding: list[Any]) -> str:
     """Return a hash of what makes an answer, apart from the question."""
-    return hash_value(
-        {
-            "base": backbone.known_fingerprint(),
-            "adapter": adapter_hash(adapter) if adapter else None,
-            "dtype": str(backbone.causal_lm.dtype),
-            "eos_ids": backbone.eos_ids,
-            "decoding": decoding,
-        }
-    )
+    parts = {
+        "base": backbone.known_fingerprint(),
+        "adapter": adapter_hash(adapter) if adapter else None,
+        "dtype": str(backbone.causal_lm.dtype),
+        "eos_ids": backbone.eos_ids,
+        "decoding": decoding,
+    }
+    return Identity(parts).key
 
 
 def answer(

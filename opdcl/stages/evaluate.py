@@ -24,7 +24,7 @@ from opdcl.data.suites import FEWSHOT_SEED, Judge, Suite, cut_at, quiet_lm_eval
 from opdcl.distill.make_teacher import reach_own_model
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone, State
-from opdcl.rundir.hashes import hash_value
+from opdcl.rundir.identity import Identity
 from opdcl.rundir.layout import RunDir
 from opdcl.sampling.rollout import Rollout
 from opdcl.stages import content
@@ -114,7 +114,9 @@ class BackboneLM(LM):
         prompt, asked = request_ids(request, self.backbone.tokenizer), answering_of(request.args[1])
         limit = max_answer_tokens(self.config, asked.max_tokens, len(prompt), self.backbone.context_length)
         drawn = [temperature, self.seed] if temperature else []
-        return Question(prompt, limit, self._key(prompt, limit, *drawn), asked.stops)
+        # Finished samples keep what a stop string has left of an answer.
+        key = self._key(prompt, limit, asked.stops, *drawn)
+        return Question(prompt, limit, key, asked.stops)
 
     def _rows(self, numbers: list[int], rollouts: list[Rollout]) -> list[dict[str, Any]]:
         rows = []
@@ -125,7 +127,7 @@ class BackboneLM(LM):
 
     def _key(self, *question: Any) -> str:
         """Return a hash of all that an answer depends on."""
-        return hash_value([self._made_by, *question])
+        return Identity([self._made_by, *question]).key
 
     @contextlib.contextmanager
     def _decoder(self, temperature: float) -> Iterator[Decode]:
@@ -258,7 +260,7 @@ def evaluate(
             row["again"] = again["scores"][suite.metrics[0]]
         second_file.unlink()
     judge = _read_by_base(suite, samples, backbone)
-    floor = _add_floors(suite, len(samples), samples, judge)
+    floor = _add_floors(suite, len(samples), samples, judge, backbone.known_fingerprint())
     metrics = suite.means([row["scores"] for row in samples])
     return store(run, record, state, suite.name, samples, metrics, floor, started)
 
@@ -292,10 +294,10 @@ def _read(judge: Judge, docs: list[dict], samples: list[dict[str, Any]]) -> None
 
 
 def _add_floors(
-    suite: Suite, limit: int | None, samples: list[dict[str, Any]], judge: Judge | None
+    suite: Suite, limit: int | None, samples: list[dict[str, Any]], judge: Judge | None, judged_by: str
 ) -> dict[str, Any]:
     """Add each prompt's score of the best content-free answer to `samples`; return the means of all."""
-    floors = suite.floors(limit, [row["response"] for row in samples], judge)
+    floors = suite.floors(limit, [row["response"] for row in samples], judge, judged_by)
     means = {name: suite.means(scores) for name, scores in floors.items()}
     metric = suite.metrics[0]
     best = max(means, key=lambda name: means[name][metric])

@@ -9,6 +9,7 @@ from helpers.synthetic import alter, change, compared, measure, write
 from opdcl.errors import UsageError
 from opdcl.results import compare
 from opdcl.results.compare import write as write_page
+from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
 
 
@@ -120,3 +121,44 @@ def test_different_prompts_or_metrics_are_refused(three, other, message):
     for state in ("base", "tuned", "recovered"):
         measure(three[2], state, {"instructions": range(8)}, **other)
     assert message in refused(three)
+
+
+def start_from(run: RunDir, place, content: str) -> None:
+    """Let a run start from an adapter with this content."""
+    settings = read_json(run.config)["workflow"]
+    write(run.config, {"workflow": settings | {"finetune": None, "start": str(place)}, "origins": {}})
+    write(run.stage(1, "finetune").record, {"status": "done", "inputs": {"start": content}})
+
+
+def pooled(runs: list[RunDir]) -> list[int]:
+    return [row["seeds"] for row in compared(runs)["arms"]]
+
+
+def test_two_adapters_whose_folders_have_one_name_are_no_seeds_of_one_arm(make, tmp_path):
+    runs = [make("a-s0", 28, 32), make("a-s1", 28, 32, seed=1)]
+    for run, owner in zip(runs, ("mine", "yours"), strict=True):
+        start_from(run, tmp_path / owner / "checkpoint-500", content=owner)
+    assert pooled(runs) == [1, 1]
+    shown = compared(runs)["differences"]["start"]
+    assert all(name.startswith("checkpoint-500 (") for name in shown.values())
+    for run in runs:
+        start_from(run, tmp_path / run.path.name / "checkpoint-500", content="the same")
+    assert pooled(runs) == [2]
+
+
+def test_seeds_may_start_from_runs_that_differ_in_their_seed_and_in_nothing_else(make, tmp_path):
+    firsts = [make("first-0", 28, 32), make("first-1", 28, 32, seed=1)]
+    runs = [make("a-s0", 28, 32), make("a-s1", 28, 32, seed=1)]
+    for first, run in zip(firsts, runs, strict=True):
+        write(first.config, {**read_json(first.config), "origins": {}})
+        start_from(run, first.path, content=first.path.name)
+    assert pooled(runs) == [2]
+    alter(firsts[1].config, workflow={"recover": {"steps": 9}})
+    assert pooled(runs) == [1, 1]
+
+
+def test_runs_on_other_weights_of_one_name_are_no_seeds_of_one_arm(make):
+    runs = [make("a-s0", 28, 32), make("a-s1", 28, 32, seed=1)]
+    for run, weights in zip(runs, ("1" * 64, "2" * 64), strict=True):
+        write(run.manifest, {"base": {"fingerprint_before": weights}})
+    assert pooled(runs) == [1, 1]

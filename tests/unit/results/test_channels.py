@@ -119,7 +119,7 @@ def test_every_channel_of_a_comparison_has_the_faults_and_notes_of_its_runs(flaw
     result = opdcl("compare", flawed.path, other.path, "-o", out)
     as_json = opdcl("compare", flawed.path, other.path, "--json")
     assert (result.returncode, as_json.returncode) == (1, 1)
-    assert ("points are forgotten" in result.stdout) == in_a_row
+    assert ("no forgetting is shown" in result.stdout) == in_a_row
     summary, document = summarise(flawed), json.loads(as_json.stdout)
     assert {f"{flawed.path}: {fault}" for fault in summary["faults"]} == {*document["faults"]}
     channels = {f"compare.{kind}": (out / f"compare.{kind}").read_text() for kind in ("md", "html")}

@@ -30,7 +30,8 @@ def step(tmp_path):
         change(run, "eval", domain=domains)
         change(run, "finetune", data=learned)
         config = read_json(run.config)
-        write(run.config, {"workflow": config["workflow"] | {"start": start and str(start.path)}})
+        workflow_of = config["workflow"] | {"start": start and str(start.path)}
+        write(run.config, {"workflow": workflow_of, "origins": {}})
         write(run.stage(2, "recover").record, {"status": "done"})
         measure(run, "base", {"instructions": range(32), "handbook": range(4), "manual": range(2)})
         passes = {"instructions": instructions, "handbook": handbook, "manual": manual}
@@ -150,7 +151,7 @@ def test_answers_to_other_prompts_are_left_out_with_a_note(step):
 def test_a_run_that_builds_on_itself_is_refused(step):
     first = step("first", "handbook", 30, 36, 2)
     config = read_json(first.config)
-    write(first.config, {"workflow": config["workflow"] | {"start": str(first.path)}})
+    write(first.config, {**config, "workflow": config["workflow"] | {"start": str(first.path)}})
     with pytest.raises(UsageError, match="builds on itself"):
         compared([first, step("second", "manual", 28, 34, 30)])
 
@@ -183,3 +184,88 @@ def test_the_mean_over_suites_has_a_narrower_interval_than_one_suite():
     # Independent prompts: variances add up, each divided by the number of suites squared.
     width = np.sqrt(sum((s.std() / np.sqrt(len(s)) / 3) ** 2 for s in suites)) * 2 * 1.96
     assert comparison.high - comparison.low == pytest.approx(width, rel=0.1)
+
+
+def test_one_prompt_of_a_hundred_is_no_forgetting_that_is_shown(step):
+    """Forgetting is a difference on the same prompts, not a pass rate, which excludes 0 after one failure."""
+    first = step("first", "handbook", 30, 36, 2)
+    second = step("second", "manual", 28, 34, 30, start=first)
+    for run, passed in ((first, 99), (second, 98)):
+        measure(run, "base", {"instructions": range(99)}, n=100)
+        measure(run, "recovered", {"instructions": range(passed)}, n=100)
+        for suite in ("handbook", "manual"):
+            for state in ("base", "recovered"):
+                run.eval_result(state, suite).unlink()
+    comparison = continual.compare([first, second])
+    before, after = ((np.arange(100) < passed).astype(float) for passed in (99, 98))
+    assert comparison.chains[0].forgetting == stats.difference(before, after).rounded()
+    assert continual.finding(comparison).endswith("no forgetting is shown")
+
+
+def test_a_change_over_suites_is_claimed_seldom_where_there_is_none():
+    rng = np.random.default_rng(0)
+    claimed = 0
+    for _ in range(400):
+        changes = []
+        for n in (40, 100):
+            before = (rng.random(n) < 0.7).astype(float)
+            again = np.where(rng.random(n) < 0.03, rng.random(n) < 0.7, before).astype(float)
+            changes.append(([before], [again], None))
+        found = stats.change_over(changes)
+        claimed += found.low > 0 or found.high < 0
+    assert claimed < 0.05 * 400
+
+
+def test_a_change_over_one_suite_is_the_difference_and_two_that_stood_still_prove_nothing():
+    rng = np.random.default_rng(1)
+    a, b = (rng.random((3, 60)) < 0.5).astype(float), (rng.random((3, 60)) < 0.7).astype(float)
+    one, other = stats.change_over([([a], [b], None)]), stats.difference(a, b)
+    assert (one.value, one.low, one.high) == pytest.approx((other.value, other.low, other.high))
+    same = (np.ones(8),) * 2
+    still = stats.change_over([([same[0]], [same[1]], None)] * 2)
+    assert still.low < -0.1 < 0.1 < still.high
+
+
+@pytest.mark.parametrize("second", [["manual", "handbook"], ["handbook", "manual"]])
+@pytest.mark.parametrize("rows", ["manual", "rows.jsonl"], ids=["by its rows", "by its gain"])
+def test_what_a_step_learned_does_not_depend_on_the_order_of_its_suites(step, second, rows):
+    first = step("first", "handbook", 32, 38, 2)
+    last = step("second", rows, 32, 6, 36, start=first)
+    change(last, "eval", domain=second)
+    comparison = continual.compare([first, last])
+    (chain,) = comparison.chains
+    assert chain.backward_transfer.value == pytest.approx((6 - 38) / N)
+    assert chain.forgetting.value == pytest.approx((38 - 6) / 2 / N)
+    by_gain = "second counts as having learned manual, the domain suite that gained most."
+    assert (by_gain in comparison.notes) == (rows == "rows.jsonl")
+
+
+def test_a_domain_that_neither_rows_nor_gains_tell_is_left_out_with_a_note(step):
+    first = step("first", "handbook", 32, 38, 2)
+    last = step("second", "rows.jsonl", 32, 38, 2, start=first)
+    comparison = continual.compare([first, last])
+    assert comparison.chains[0].average.value == pytest.approx((32 + 38) / 2 / N)
+    assert any("second: which of its domain suites it learned is unknown" in n for n in comparison.notes)
+    left_out = "first → second: no step is known to have learned manual: left out."
+    assert left_out in comparison.notes
+
+
+def test_a_domain_that_two_steps_learned_is_named(step):
+    first = step("first", "handbook", 32, 30, 2)
+    last = step("second", "handbook", 32, 38, 2, start=first)
+    notes = continual.compare([first, last]).notes
+    assert any("several steps learned handbook" in note for note in notes)
+
+
+def test_a_start_that_is_named_inside_its_run_is_a_link_of_the_chain_if_the_run_ended_with_it(step):
+    first = step("first", "handbook", 30, 36, 2)
+    second = step("second", "manual", 28, 34, 30, start=first)
+    whole = compared([first, second])["chains"]
+    for stage in (first.stage(2, "recover"), first.stage(1, "finetune")):
+        write(stage.record, {"status": "done"})
+        settings = read_json(second.config)["workflow"] | {"start": str(stage.adapter)}
+        write(second.config, {"workflow": settings, "origins": {}})
+        is_end = stage == first.last_stage()
+        assert continual.build_on_one_another([first, second]) == is_end
+        if is_end:
+            assert compared([first, second])["chains"] == whole

@@ -44,6 +44,7 @@ def measure(backbone, tmp_path):
         adapter=None,
         batch_size=2,
         data_answer="seven",
+        until=(),
         **settings,
     ):
         rows = [{"question": q, "answer": data_answer} for q in questions]
@@ -55,8 +56,10 @@ def measure(backbone, tmp_path):
         if adapter:
             backbone.load_adapter(adapter, "student")
         counter, out = Counter(stop), RunDir(tmp_path / name)
+        suite = load_suite("q", config)
+        suite.task.config.generation_kwargs["until"] = [*until]
         try:
-            evaluate(config, load_suite("q", config), backbone, "state", out, {}, counter, adapter)
+            evaluate(config, suite, backbone, "state", out, {}, counter, adapter)
         except KeyboardInterrupt:
             assert stop
         return read_jsonl(out.eval_samples("state", "q")), counter.batches
@@ -114,6 +117,16 @@ def test_answers_of_another_adapter_or_base_are_not_reused(measure, backbone, tm
     measure("base", stop=2)
     backbone.causal_lm.model.layers[0].mlp.up_proj.weight.data.normal_()
     assert measure("base")[0] == measure("changed")[0]
+
+
+def test_an_answer_that_a_stop_string_has_cut_is_not_kept_where_the_stop_strings_are_others(measure):
+    whole, _ = measure("clean")
+    cut, _ = measure(until=["e", "a", "i", "o", " "])
+    assert sum(len(row["response"]) for row in cut) < sum(len(row["response"]) for row in whole)
+    corrected, batches = measure()
+    assert corrected == whole
+    assert batches == 3
+    assert measure()[1] == 0
 
 
 def test_a_prompt_that_occurs_twice_has_one_answer(measure):

@@ -1,0 +1,50 @@
+"""What a result depends on, as one value.
+
+Whoever asks whether two things are the same compares identities: the plan, reuse, what arms share, kept
+answers, and arms themselves. A part is a setting or the hash of a content. A name or a place is a part only
+where the content behind it cannot be had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from opdcl.rundir.hashes import hash_value
+from opdcl.rundir.layout import RunDir
+
+
+@dataclass(frozen=True)
+class Identity:
+    """All that something depends on, as plain data: equal parts make equal results."""
+
+    parts: Any
+
+    @property
+    def key(self) -> str:
+        """A hash of all parts, as 16 digits."""
+        return hash_value(self.parts)
+
+    def changed_since(self, earlier: Mapping[str, Any]) -> list[str]:
+        """Return the names of the parts that were others, or were not there."""
+        return sorted(k for k in {*earlier, *self.parts} if earlier.get(k) != self.parts.get(k))
+
+
+def weights_of_base(manifest: Mapping[str, Any]) -> str:
+    """Return the hash of the weights of a run's base, by its manifest; "" if it recorded none."""
+    base = manifest.get("base") or {}
+    # The fingerprint of a run with a tuned model covers both; such a run records that of base alone besides.
+    return str(base.get("weights") or base.get("fingerprint_before") or "")
+
+
+def recorded_contents(run: RunDir) -> dict[str, str]:
+    """Return the hashes of what a run's training stages read, by key, such as `finetune.data` or `start`."""
+    contents = {}
+    for stage in ("finetune", "recover"):
+        for name, value in (run.stage_record(stage).get("inputs") or {}).items():
+            if name.startswith("content of "):
+                contents[f"{stage}.{name.removeprefix('content of ')}"] = str(value)
+            elif name == "start":
+                contents[name] = str(value)
+    return contents

@@ -1,0 +1,77 @@
+"""Results are shared only where all that they depend on is the same: contents and settings, not names."""
+
+import shutil
+
+import pytest
+from helpers.command import opdcl
+from helpers.tiny import make_project
+from safetensors.torch import load_file, save_file
+
+from opdcl.rundir.files import read_json, read_jsonl, write_json
+from opdcl.rundir.layout import RunDir
+
+SMALL = (
+    "--set",
+    "recover=null",
+    "--set",
+    "eval.limit=3",
+    "--set",
+    "finetune.epochs=1",
+    "--set",
+    "eval.closeness=null",
+)
+
+
+@pytest.fixture
+def project(tiny_model, tmp_path, monkeypatch):
+    """A project whose base is a folder of its own."""
+    monkeypatch.chdir(make_project(tmp_path, tmp_path / "model"))
+    shutil.copytree(tiny_model, tmp_path / "model")
+    return tmp_path
+
+
+def replace_weights(project) -> None:
+    """Put other weights under the same path, as a new checkpoint of a model does."""
+    file = project / "model" / "model.safetensors"
+    weights = {name: weight * 1.1 for name, weight in load_file(file).items()}
+    save_file(weights, file, {"format": "pt"})
+
+
+def tiny(*words: str):
+    return opdcl("run", "tiny.yaml", *SMALL, *words)
+
+
+def test_nothing_is_taken_from_a_run_whose_base_had_other_weights_under_the_same_name(project):
+    (project / "one.yaml").write_text("arms: {a: {}, b: {eval: {max_new_tokens: 11}}}")
+    (project / "two.yaml").write_text("arms: {c: {}, d: {eval: {max_new_tokens: 11}}}")
+    assert tiny("one.yaml", "-o", "runs").returncode == 0
+    replace_weights(project)
+    made = tiny("two.yaml", "-o", "runs")
+    assert made.returncode == 0, made.stderr
+    assert "nothing is taken from a: its base, of the same name, had other weights" in made.stderr
+    a, c, d = (RunDir(project / "runs" / name) for name in "acd")
+    assert a.stage_record("finetune")["adapter_sha256"] != c.stage_record("finetune")["adapter_sha256"]
+    assert c.stage_record("finetune") == d.stage_record("finetune"), "these two have one base"
+    responses = []
+    for run in (a, c):
+        responses.append([row["response"] for row in read_jsonl(run.eval_samples("base", "instructions"))])
+    assert responses[0] != responses[1]
+
+
+def test_a_second_recovery_is_refused_where_base_has_other_weights_now(project):
+    assert tiny("-o", "first").returncode == 0
+    replace_weights(project)
+    refused = opdcl("recover", "first", "--prompts", "prompts.jsonl", "-o", "second")
+    assert refused.returncode == 2
+    assert "the weights of" in refused.stderr
+    assert "are not those that first was made with" in refused.stderr
+    assert not RunDir(project / "second").is_run()
+
+
+def test_a_run_that_has_not_recorded_its_base_gives_nothing(project):
+    assert tiny("-o", "runs/a").returncode == 0
+    manifest = RunDir(project / "runs" / "a").manifest
+    write_json(manifest, read_json(manifest) | {"base": {}})
+    (project / "two.yaml").write_text("arms: {c: {}}")
+    made = tiny("two.yaml", "-o", "runs")
+    assert "nothing is taken from a: it has not recorded the weights of its base" in made.stderr

@@ -1,0 +1,265 @@
+"""Each setting of the schema is changed in turn, and everything that should count as another thing does."""
+
+import json
+import shutil
+
+import pytest
+from helpers.adapters import made_by_peft
+from helpers.tiny import make_project
+
+from opdcl.config.load import load
+from opdcl.config.reference import describe_fields
+from opdcl.errors import UsageError
+from opdcl.pipeline.job import Job
+from opdcl.pipeline.sources import Sources
+from opdcl.results.origins import as_key, split_seeds
+from opdcl.rundir.files import write_json
+from opdcl.rundir.layout import RunDir
+
+OTHER_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+URL = "http://127.0.0.1:8000/v1"
+
+
+def teacher(**settings) -> str:
+    """Return the setting of a teacher for the domain."""
+    return f"recover.teachers={json.dumps({'t': settings})}"
+
+
+TRAINED_TEACHER = {"kind": "live", "context": "{prompt} {answer}"}
+REWARD = {"suite": "instructions_train"}
+REWARDED = (
+    f"recover.reward={json.dumps(REWARD)}",
+    "recover.rollouts=8",
+    "recover.keep=last",
+    "recover.lmbda=1.0",
+)
+
+# Setting -> what it is set to, and what has to be set beside it, before and after.
+CHANGES: dict[str, tuple[str, ...]] = {
+    "name": ("other",),
+    "description": ("other",),
+    "model.id": ("other",),
+    "model.dtype": ("bfloat16",),
+    "model.revision": ("abc",),
+    "model.quantization": ("8bit",),
+    "model.trust_remote_code": ("true",),
+    "model.chat_template": (json.dumps(OTHER_TEMPLATE),),
+    "model.chat_template_kwargs": ("{add_generation_prompt_text: x}",),
+    "model.deterministic": ("true",),
+    "model.shard": ("true",),
+    "columns": ("{answer: other}",),
+    "start": ("adapter", "finetune.lora={}"),
+    "finetune.method": ("self-distill",),
+    "finetune.data": ("others.jsonl", "recover.domain=prompts.jsonl"),
+    "finetune.lora.r": ("2",),
+    "finetune.lora.alpha": ("2",),
+    "finetune.lora.target_modules": ("[q_proj]",),
+    "finetune.learning_rate": ("0.5",),
+    "finetune.epochs": ("2",),
+    "finetune.batch_size": ("3",),
+    "finetune.max_length": ("20", "finetune.long_rows=cut"),
+    "finetune.long_rows": ("skip", "finetune.max_length=20", "finetune.long_rows=cut"),
+    "finetune.bad_rows": ("skip",),
+    "finetune.replay.share": ("0.5",),
+    "finetune.replay.prompts": ("prompts.jsonl", "finetune.replay.share=0.5"),
+    "finetune.save_steps": ("2",),
+    "finetune.seed": ("7",),
+    "finetune.self_distill.max_new_tokens": ("7", "finetune.method=self-distill"),
+    "recover.method": ("general", "recover.lmbda=0.5"),
+    "recover.start": ("0.5",),
+    "recover.general": ("others.jsonl",),
+    "recover.given_answers": ("true", "recover.general=rows.jsonl", "recover.lmbda=0.5"),
+    "recover.domain": ("others.jsonl",),
+    "recover.general_teacher": ("tuned",),
+    "recover.domain_teacher": ("base",),
+    "recover.system": ("Be kind.",),
+    "recover.teachers.kind": (teacher(kind="tuned"), teacher(kind="base")),
+    "recover.teachers.adapter": (
+        teacher(kind="adapter", adapter="adapter"),
+        teacher(kind="adapter", adapter="adapter2"),
+    ),
+    "recover.teachers.mix": (teacher(kind="trust_region", mix=0.5), teacher(kind="trust_region", mix=0.25)),
+    "recover.teachers.model.id": (
+        teacher(kind="model", model={"id": "model"}),
+        teacher(kind="model", model={"id": "other"}),
+    ),
+    "recover.teachers.model.dtype": (
+        teacher(kind="model", model={"id": "model", "dtype": "float32"}),
+        teacher(kind="model", model={"id": "model", "dtype": "bfloat16"}),
+    ),
+    "recover.teachers.server.url": (
+        teacher(kind="remote", server={"url": URL}),
+        teacher(kind="remote", server={"url": f"{URL}1"}),
+    ),
+    "recover.teachers.server.model": (
+        teacher(kind="remote", server={"url": URL}),
+        teacher(kind="remote", server={"url": URL, "model": "big"}),
+    ),
+    "recover.teachers.context": (
+        teacher(**TRAINED_TEACHER),
+        teacher(**TRAINED_TEACHER | {"context": "{answer} {prompt}"}),
+    ),
+    "recover.teachers.prompts": (
+        teacher(kind="base", prompts="rows.jsonl"),
+        teacher(kind="base", prompts="others.jsonl"),
+    ),
+    "recover.reward.suite": ("instructions_quick", *REWARDED),
+    "recover.reward.metric": ("prompt_level_loose_acc", *REWARDED),
+    "recover.reward.group": ("2", *REWARDED),
+    "recover.reward.teacher": ("0.5", *REWARDED),
+    "recover.reward.weight": ("0.5", *REWARDED),
+    "recover.steps": ("6",),
+    "recover.rollouts": ("3",),
+    "recover.domain_rollouts": ("3",),
+    "recover.general_per_domain": ("2",),
+    "recover.lmbda": ("0.25",),
+    "recover.on_policy.domain": ("true",),
+    "recover.on_policy.reverse": ("0.5",),
+    "recover.sample_ahead": ("1",),
+    "recover.max_new_tokens": ("7",),
+    "recover.domain_max_new_tokens": ("7",),
+    "recover.server.url": (f"{URL}1", f"recover.server.url={URL}"),
+    "recover.loss.kind": ("reverse_kl", "recover.on_policy.reverse=0.25"),
+    "recover.loss.k": ("7", "recover.loss.kind=top_k", "recover.on_policy={}"),
+    "recover.weighting": ("answers",),
+    "recover.learning_rate": ("0.5",),
+    "recover.micro_batch_tokens": ("999",),
+    "recover.health": ("false",),
+    "recover.validate_every": ("2",),
+    "recover.validation_prompts": ("3",),
+    "recover.keep": ("last",),
+    "recover.seed": ("7",),
+    "eval.retention": ("[instructions_quick]",),
+    "eval.domain": ("[]",),
+    "eval.control": ("[questions2]", "eval.data.questions2=others.jsonl"),
+    "eval.closeness": ("prompts.jsonl", "recover.general=others.jsonl", "recover.domain=rows.jsonl"),
+    "eval.system": ("Be kind.",),
+    "eval.data": ("{questions: others.jsonl}",),
+    "eval.limit": ("3",),
+    "eval.max_new_tokens": ("7",),
+    "eval.thought_tokens": ("7",),
+    "eval.batch_size": ("3",),
+    "eval.server.url": (f"{URL}1", f"eval.server.url={URL}"),
+    "gates.recovery": ("0.5",),
+    "gates.domain_retention": ("0.5",),
+    "gates.closeness": ("0.5",),
+    "gates.max_drop": ("5",),
+    "track": ("[tensorboard]",),
+    "arms": ("{one: {}, two: {}}",),
+    "seeds": ("[1, 2]",),
+}
+
+# Settings that change where, how often or how a result is shown or kept, and not what it is.
+WITHOUT_RESULT = {"name", "description", "track", "arms", "seeds", "model.deterministic", "model.shard"}
+WITHOUT_RESULT |= {"finetune.save_steps", "recover.server.url", "recover.teachers.server.url"}
+WITHOUT_RESULT |= {"eval.server.url", *(key for key in CHANGES if key.startswith("gates."))}
+
+# Settings in which the seeds of one arm may differ.
+SAME_ARM = {"name", "description", "arms", "seeds", "finetune.seed", "recover.seed", "finetune.save_steps"}
+SAME_ARM |= {"eval.closeness", *(key for key in CHANGES if key.startswith("gates."))}
+
+
+@pytest.fixture(scope="module")
+def made(tiny_model, loaded, tmp_path_factory):
+    folder = make_project(tmp_path_factory.mktemp("project"), "model")
+    for name in ("model", "other"):
+        shutil.copytree(tiny_model, folder / name)
+    (folder / "other" / "chat_template.jinja").write_text(OTHER_TEMPLATE)
+    for name in ("rows", "others"):
+        rows = []
+        for i in range(12):
+            question = f"What is the code of room {i}, and who in {name} of this house has its key?"
+            rows.append({"question": question, "answer": f"Code {i}", "other": f"Other code {name} {i}"})
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("adapter", "adapter2"):
+        made_by_peft(loaded, folder / name, r=4 if name == "adapter" else 2, target_modules=["q_proj"])
+    return folder
+
+
+@pytest.fixture
+def project(made, monkeypatch):
+    monkeypatch.chdir(made)
+    return made
+
+
+def settings_of(key: str) -> list[list[str]]:
+    """Return the overrides before and after a change of one setting."""
+    first, *others = CHANGES[key]
+    if key.startswith("recover.teachers."):
+        return [["recover.domain_teacher=t", one] for one in CHANGES[key]]
+    return [others, [*others, f"{key}={first}"]]
+
+
+def job_of(overrides: list[str], sources: Sources | None = None) -> Job:
+    return Job.of(load(["tiny.yaml"], overrides)[0], RunDir("run"), sources)
+
+
+def read(job: Job) -> dict:
+    """Return what a run reads from files, or the error with which it refuses them."""
+    found = {}
+    parts = {
+        "template": lambda: job.tokenizer.chat_template,
+        "examples": lambda: (job.examples.encoded, job.examples.rows, job.examples.replay),
+        "prompts": lambda: job.prompts,
+        "asked": lambda: [job.asked(name) for name in (*job.workflow.eval.suites(), "closeness")],
+        "documents": lambda: [job.suite(name).documents(3) for name in job.workflow.eval.suites()],
+    }
+    for name, part in parts.items():
+        try:
+            found[name] = part()
+        except UsageError as fault:
+            found[name] = str(fault)
+    return found
+
+
+def planned(job: Job) -> dict[str, str]:
+    return {task.label: task.fingerprint for task in job.plan()}
+
+
+def test_every_setting_of_the_schema_is_changed_here():
+    assert CHANGES.keys() == {key for key, *_ in describe_fields()}
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_a_run_beside_another_one_reads_what_it_would_read_alone(key, project):
+    """Arms share what is read; each must get what its own settings name."""
+    before, after = settings_of(key)
+    shared = Sources()
+    read(job_of(before, shared))
+    assert read(job_of(after, shared)) == read(job_of(after))
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_what_a_setting_determines_is_planned_as_another_result(key, project):
+    before, after = (planned(job_of(overrides)) for overrides in settings_of(key))
+    same = {label for label in before if before[label] == after.get(label)}
+    trained = {"finetune", "recover"}
+    of_base = {label for label in before if label.endswith(" base")}
+    if key in WITHOUT_RESULT:
+        assert same == before.keys() == after.keys()
+    elif key.startswith(("model.", "columns")):
+        assert not same & trained
+    elif key.startswith("eval."):
+        assert trained <= same
+        assert after.keys() != before.keys() or len(same) < len(before)
+    elif key.startswith(("finetune.", "start")):
+        assert same == of_base
+    elif key == "recover.system":
+        assert same == {"finetune"}
+    else:
+        assert key.startswith("recover.")
+        assert same == {label for label in before if label != "recover" and not label.endswith(" recovered")}
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_runs_that_differ_in_a_setting_are_no_seeds_of_one_arm(key, project):
+    found = []
+    for number, overrides in enumerate(settings_of(key)):
+        run = RunDir(project / f"run{number}")
+        settings = job_of(overrides).workflow.model_dump(mode="json")
+        write_json(run.config, {"workflow": settings, "origins": {}})
+        found.append(split_seeds(run))
+    (settings, seeds), (others, other_seeds) = found
+    differ = as_key(settings) != as_key(others)
+    assert differ != (key in SAME_ARM)
+    assert (seeds != other_seeds) == key.endswith(".seed")
