@@ -16,7 +16,7 @@ from opdcl.data.chat import check_rendered, encode_prompt, has_thought, render, 
 from opdcl.data.control import control_tokens, find_control, markup
 from opdcl.data.formats import Row, did_you_mean
 from opdcl.data.messages import Message
-from opdcl.data.rows import Tell, check_prompts, counted
+from opdcl.data.rows import Tell, check_prompts, telling
 from opdcl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def read_examples(
     long: list[tuple[int, str]] = []
     errors, unasked, trimmed = [*rows.errors], [], []
     longest, cut_to_nothing = (0, ""), 0
-    for row in counted(rows.usable, f"of {rows.count:,} rows, encoded", tell):
+    for row in telling(rows.usable, f"of {rows.count:,} rows, encoded", tell):
         try:
             examples, whole = encode_example(row, tokenizer, limit)
         except UsageError as fault:

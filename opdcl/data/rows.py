@@ -57,7 +57,7 @@ def load_rows(
     Raises:
         UsageError: A source cannot be read, it has no rows, or a row is refused and there is no list `bad`.
     """
-    raw = counted(_raw(source, split), f"{source}: read", tell)
+    raw = telling(_raw(source, split), f"{source}: read", tell)
     rows = _check_all(raw, source, columns, bad)
     if not rows:
         others = left_out(source).removeprefix(source)
@@ -65,7 +65,7 @@ def load_rows(
     return rows
 
 
-def counted(items: Iterable[T], done: str, tell: Tell | None) -> Iterator[T]:
+def telling(items: Iterable[T], done: str, tell: Tell | None) -> Iterator[T]:
     """Yield the items; every few seconds, tell how many are done."""
     due = time.monotonic() + EVERY
     for number, item in enumerate(items):

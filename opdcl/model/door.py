@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SETTINGS = "adapter_config.json"
 
 
-def read_config(source: str, *, trust_remote_code: bool, **options: Any) -> PretrainedConfig:
+def read_model_config(source: str, *, trust_remote_code: bool, **options: Any) -> PretrainedConfig:
     """Return a model's own configuration.
 
     Raises:

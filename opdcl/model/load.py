@@ -244,7 +244,7 @@ def declared_eos_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) ->
         try:
             generation = door.read_generation(source, config.revision)
         except OSError:  # a model need not have a generation_config.json
-            generation = GenerationConfig.from_model_config(door.read_config(source, **options))
+            generation = GenerationConfig.from_model_config(door.read_model_config(source, **options))
     return _eos_ids(generation, tokenizer)
 
 
@@ -257,7 +257,7 @@ def skeleton(config: ModelConfig) -> PreTrainedModel:
     with to_user_error(config), torch.device("meta"):
         trusted = config.trust_remote_code
         return AutoModelForCausalLM.from_config(
-            door.read_config(source, **options), trust_remote_code=trusted
+            door.read_model_config(source, **options), trust_remote_code=trusted
         )
 
 
@@ -298,7 +298,7 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
     """
     source, options = _loading_options(config)
     with to_user_error(config):
-        found: PretrainedConfig = door.read_config(source, **options).get_text_config()
+        found: PretrainedConfig = door.read_model_config(source, **options).get_text_config()
         sizes = {name: getattr(found, name, None) for name in LARGEST}
         kind = found.model_type
     head_dim = getattr(found, "head_dim", None)  # which not all have

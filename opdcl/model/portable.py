@@ -12,7 +12,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from opdcl.model.door import read_config
+from opdcl.model.door import read_model_config
 from opdcl.rundir.files import read_json, write_json
 
 # The tokenizer class that transformers 5 writes for every tokenizer.json without a class of its own.
@@ -57,7 +57,7 @@ def _positions(folder: Path) -> list[dict[str, Any]] | None:
     It cannot where old names are foreign to it, nor where code of its own would have to read them.
     """
     try:
-        read = read_config(str(folder), trust_remote_code=False).to_dict()
+        read = read_model_config(str(folder), trust_remote_code=False).to_dict()
     except Exception:
         return None
     positions = []
