@@ -38,7 +38,7 @@ FOLDER = Path(tempfile.gettempdir()) / "opdcl-golden"
 KINDS = {".safetensors", ".json", ".jsonl", ".yaml"}
 SEAL = "seal.json"
 SAID = "said"  # what reports and plans print, as JSON
-IN_ANY_ORDER = "target_modules"  # PEFT writes a set
+SETS = {"target_modules", "target_parameters"}  # PEFT writes them in any order
 TIMES = {"seconds", "started", "finished", "created", "peak_memory_bytes"}
 
 # The settings in which a whole run differs from the workflow in helpers/tiny.py.
@@ -231,14 +231,12 @@ def without_times(file: Path) -> bytes:
 
 
 def timeless(value: Any) -> Any:
-    """Return JSON without the keys of times, and a set in one order, at any depth."""
+    """Return JSON without the keys of times, and with sets in one order, at any depth."""
     if isinstance(value, list):
         return [timeless(item) for item in value]
     if isinstance(value, dict):
         kept = {key: timeless(item) for key, item in value.items() if key not in TIMES}
-        if isinstance(layers := kept.get(IN_ANY_ORDER), list):
-            kept[IN_ANY_ORDER] = sorted(layers)
-        return kept
+        return {k: sorted(item) if k in SETS and isinstance(item, list) else item for k, item in kept.items()}
     return value
 
 
