@@ -1,5 +1,6 @@
 """Results are shared only where all that they depend on is the same: contents and settings, not names."""
 
+import json
 import shutil
 
 import pytest
@@ -7,6 +8,8 @@ from helpers.command import opdcl
 from helpers.tiny import make_project
 from safetensors.torch import load_file, save_file
 
+from opdcl.config.load import load
+from opdcl.pipeline.job import Job
 from opdcl.rundir.files import read_json, read_jsonl, write_json
 from opdcl.rundir.layout import RunDir
 
@@ -75,3 +78,13 @@ def test_a_run_that_has_not_recorded_its_base_gives_nothing(project):
     (project / "two.yaml").write_text("arms: {c: {}}")
     made = tiny("two.yaml", "-o", "runs")
     assert "nothing is taken from a: it has not recorded the weights of its base" in made.stderr
+
+
+def test_a_teacher_that_lies_here_is_known_by_its_weights(project):
+    teacher = json.dumps({"t": {"kind": "model", "model": {"id": str(project / "model")}}})
+    found = []
+    for _ in range(2):
+        workflow, _ = load(["tiny.yaml"], [f"recover.teachers={teacher}", "recover.domain_teacher=t"])
+        found.append(Job.of(workflow, RunDir("run")).hashes["recover.teachers.t.model"])
+        replace_weights(project)
+    assert found[0] != found[1]

@@ -312,3 +312,19 @@ def test_where_a_server_is_does_not_matter_but_that_there_is_one_does(run):
 
     assert fingerprint() == fingerprint(url="http://two:9000/v1")
     assert fingerprint() != fingerprint(model="other")
+
+
+def test_other_weights_of_a_teacher_make_another_recovery(run):
+    tree = changed("recover", teachers={"big": {"kind": "model", "model": {"id": "big"}}})
+    before = {**DATA, "recover.teachers.big.model": "weights-1"}
+    finish(tree, run, before)
+    assert actions(plan(tree, run, before))["recover"] == "skip"
+    after = plan(tree, run, {**before, "recover.teachers.big.model": "weights-2"})["recover"]
+    assert (after.action, after.why) == ("stale", "changed: content of teachers.big.model")
+
+
+def test_a_recovery_of_an_earlier_version_is_done_although_it_names_no_weights_of_its_teacher(run):
+    tree = changed("recover", teachers={"big": {"kind": "model", "model": {"id": "big"}}})
+    finish(tree, run)
+    now = plan(tree, run, {**DATA, "recover.teachers.big.model": "weights-1"})
+    assert {*actions(now).values()} == {"skip"}
