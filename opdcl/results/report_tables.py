@@ -178,6 +178,7 @@ def detail_tables(summary: Summary) -> list[Table]:
     rows = [[stage, *_cost_cells(spent)] for stage, spent in summary.cost.items()]
     cost = Table("Cost", ["stage", "time, min:s", "tokens", "peak memory"], rows)
     tables = [_differences_table(summary), _ceiling_table(summary.ceiling), metrics, cost]
+    tables += [_dose_table(summary.cost), _parts_table(summary.cost)]
     return _of_its_states(summary, with_rows(tables))
 
 
@@ -240,7 +241,25 @@ def _metric_rows(name: str, suite: SuiteScores) -> list[list[str]]:
     return rows if suite.role == "retention" else rows + _writing_rows(name, suite)
 
 
-def _cost_cells(spent: Mapping[str, float]) -> list[str]:
+def _dose_table(cost: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Return what each training learned from, by stream and author."""
+    rows = []
+    for stage, spent in cost.items():
+        for stream, authors in spent.get("graded", {}).items():
+            for author, graded in authors.items():
+                rows.append([stage, stream, author, f"{graded['answers']:,}", f"{graded['tokens']:,}"])
+    caption = "What was learned from: an answer counts each time that a step learns from it."
+    return Table("Dose", ["stage", "prompts", "answers by", "answers", "tokens"], rows, caption)
+
+
+def _parts_table(cost: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Return how long the parts of a recovery took."""
+    parts = cost.get("recover", {}).get("parts", {})
+    rows = [[part, format.clock(seconds)] for part, seconds in parts.items()]
+    return Table("Time of the recovery", ["part", "min:s"], rows, "")
+
+
+def _cost_cells(spent: Mapping[str, Any]) -> list[str]:
     if not spent:
         return ["not run", "", ""]
     tokens = f"{spent['tokens']:,}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from opdcl.results.closeness import Closeness
 from opdcl.results.intervals import Estimate
@@ -89,7 +90,7 @@ class Summary:
     groups: dict[str, Group]
     tests: Tests
     ceiling: dict[str, Ceiling]
-    cost: dict[str, dict[str, float]]
+    cost: dict[str, dict[str, Any]]
     faults: list[str]
     notes: list[str]
     """What to know when reading the results. It begins with the faults."""

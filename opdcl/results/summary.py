@@ -209,11 +209,16 @@ def _ceiling(suites: list[Suite], recover: dict[str, Any]) -> dict[str, Ceiling]
     return ceiling
 
 
-def _cost(run: RunDir, suites: list[Suite]) -> dict[str, dict[str, float]]:
-    """Return seconds, tokens and peak memory per stage; empty if a stage is not finished."""
-    costs = {}
+def _cost(run: RunDir, suites: list[Suite]) -> dict[str, dict[str, Any]]:
+    """Return seconds, tokens and peak memory per stage; empty if a stage is not finished.
+
+    A training also has its dose, unless an earlier version has recorded it: answers and tokens that were
+    graded, by stream and author, and the seconds of its parts.
+    """
+    costs: dict[str, dict[str, Any]] = {}
     for stage in ("finetune", "recover"):
-        costs[stage] = _total([run.stage_record(stage).get("cost")])
+        spent = run.stage_record(stage).get("cost") or {}
+        costs[stage] = _total([spent]) | {key: spent[key] for key in ("graded", "parts") if spent.get(key)}
     results = [result for suite in suites for result in suite.results.values()]
     return costs | {"eval": _total([result.get("cost") for result in results])}
 

@@ -138,6 +138,22 @@ def test_teachers_equal_what_they_must(script, monkeypatch, tmp_path):
     assert sum("equal" in r["claim"] for r in record["rows"]) == 5
 
 
+def test_the_tail_counts_short_and_far_answers_of_base_and_of_an_adapter(script, call, tmp_path):
+    from opdcl.config.finetune import LoraSection
+    from opdcl.config.model import ModelConfig
+    from opdcl.training import save_adapter
+
+    tail = script("tail")
+    backbone = tail.Backbone.load(ModelConfig())
+    backbone.new_adapter(LoraSection(), 0)
+    save_adapter(backbone, tmp_path / "adapter")
+    models = call(tail, tmp_path / "adapter", "--requests", 3)["models"]
+    assert [found["n"] for found in models.values()] == [3, 3]
+    base, same = models.values()
+    assert same["lengths"] == base["lengths"]  # a new adapter changes nothing
+    assert max(same["nats"]) < 1e-4
+
+
 def test_growth_is_measured_in_every_direction(script, call, monkeypatch):
     speed = script("speed")
     sizes = {"BATCHES": (1, 2), "LENGTHS": (2, 4), "LAYERS": (1, 2), "MEAN_LENGTH": 11, "STRAGGLERS": 2}

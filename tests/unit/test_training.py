@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+import time
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.stages.recover import _student
-from opdcl.training import Schedule, StageLog, is_finite
+from opdcl.training import Clock, Schedule, StageLog, dose, is_finite
 
 
 class Shown(Silent):
@@ -191,3 +192,47 @@ def test_an_interrupt_in_the_last_step_is_not_lost(backbone, tuned):
         fresh.drop_adapters()
     name = "adapter_model.safetensors"
     assert (out.adapter / name).read_bytes() == (whole.adapter / name).read_bytes()
+
+
+def test_a_dose_counts_answers_and_tokens_by_stream_and_author_and_the_seconds_of_the_parts():
+    rows = [
+        {"step": 0, "validation": {}},
+        {
+            "step": 1,
+            "stream": "general",
+            "author": "teacher",
+            "answers": 2,
+            "graded": 30,
+            "parts": {"teacher": 1.5},
+        },
+        {"step": 2, "stream": "domain", "author": "teacher", "answers": 4, "graded": 9},
+        {"step": 3, "skipped": "not finite", "parts": {"teacher": 0.25, "student": 2.0}},
+        {"step": 4, "stream": "general", "author": "student", "answers": 2, "graded": 12},
+        {"step": 5, "stream": "general", "author": "teacher", "answers": 1, "graded": 7},
+    ]
+    assert dose(rows) == {
+        "graded": {
+            "general": {"teacher": {"answers": 3, "tokens": 37}, "student": {"answers": 2, "tokens": 12}},
+            "domain": {"teacher": {"answers": 4, "tokens": 9}},
+        },
+        "parts": {"teacher": 1.75, "student": 2.0},
+    }
+
+
+def test_the_parts_of_a_step_add_up_to_its_time_and_its_dose_to_its_tokens(backbone, tuned):
+    rows = [row for row in run(backbone, tuned) if "loss" in row]
+    for row in rows:
+        assert row["graded"] == row["tokens"]
+        assert row["answers"] == pytest.approx(row["tokens"] / row["mean_length"])
+        assert {"sampling", "teacher", "student", "validation"} >= row["parts"].keys()
+    # The first step's parts hold what came before it: base and tuned were measured.
+    assert all(sum(row["parts"].values()) <= row["seconds"] + 0.01 for row in rows[1:])
+
+
+def test_a_clock_adds_up_the_times_of_a_part_and_begins_anew():
+    clock = Clock()
+    for _ in range(2):
+        with clock.part("waiting"):
+            time.sleep(0.02)
+    assert 0.04 <= clock.take()["waiting"] < 5
+    assert clock.take() == {}

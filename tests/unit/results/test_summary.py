@@ -122,6 +122,22 @@ def test_a_base_at_the_floor_gets_a_note(run):
     assert any(f"{reason} a guess, so" in note for note in summarise(run)["notes"])
 
 
+def test_the_dose_of_a_training_is_in_the_cost_and_in_the_report(run):
+    record = run.stage_record("recover")
+    graded = {
+        "general": {"teacher": {"answers": 64, "tokens": 5560}, "student": {"answers": 64, "tokens": 4321}}
+    }
+    parts = {"sampling": 61.0, "teacher": 30.4}
+    run.stage(2, "recover").record.write_text(
+        json.dumps(record | {"cost": record["cost"] | {"graded": graded, "parts": parts}})
+    )
+    cost = summarise(run)["cost"]["recover"]
+    assert (cost["graded"], cost["parts"]) == (graded, parts)
+    text = " ".join(pages(run)["report.md"].split())
+    assert "| recover | general | student | 64 | 4,321 |" in text
+    assert "| sampling | 1:01 |" in text
+
+
 def test_before_recovery_a_fine_tune_that_cost_nothing_is_told_so(run):
     run.stage(2, "recover").record.unlink()
     for suite in ("instructions", "handbook"):
