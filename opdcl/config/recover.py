@@ -157,7 +157,8 @@ class RecoverConfig(Section):
     lmbda: Share | Auto = "auto"
     """Share of the general steps, the last ones, in which the student writes the answers: rounded, but at
     least one of two or more. In those before, their teacher writes, as it does in domain steps. `auto`: from
-    the first validation on at which the student's own answers have four fifths of the length of base's. 1 is
+    the first validation on at which the student's own answers have four fifths of the length of base's, or of
+    those that are given. 1 is
     on-policy, 0 off-policy. TRL's GKD draws each step with this chance."""
     on_policy: OnPolicySection = OnPolicySection()
     """What is different where the student writes."""
@@ -214,6 +215,8 @@ class RecoverConfig(Section):
             raise ValueError("without general prompts use method alternating and general_per_domain 0")
         for name, teacher in self.teachers.items():
             self._check_teacher(name, teacher)
+        if self.general is None and not self.reward and self.hands_over("domain"):
+            raise ValueError("lmbda auto compares general answers, and there are none: give lmbda a number")
         if self.given_answers and self.loss.kind == "policy_gradient":
             raise ValueError("given_answers needs another loss.kind: nobody sampled these answers")
         if self.reward:

@@ -139,10 +139,14 @@ class Grader:
         unread = [r for r in batch.rollouts if r.states_NH is None]
         found: dict[int, TeacherDistribution] = {}
         if unread:
+            whole = teacher.distribution(unread)
             lengths = [len(r.completion_ids) for r in unread]
-            read: Sequence[TeacherDistribution] = teacher.distribution(unread).split(lengths)
+            read: Sequence[TeacherDistribution] = whole.split(lengths)
             found = {id(r): distribution for r, distribution in zip(unread, read, strict=True)}
+            is_all = len(unread) == len(batch.rollouts)
             self._keep(unread, found)
+            if is_all:
+                return whole
         parts = []
         for r in batch.rollouts:
             known = found.get(id(r))
@@ -153,7 +157,7 @@ class Grader:
         """Keep the states over completions as long as all kept ones fit into `KEPT_STATES`."""
         for r in rollouts:
             distribution = found[id(r)]
-            if isinstance(distribution, HiddenStates) and r.states_NH is None:
+            if r.recurs and isinstance(distribution, HiddenStates) and r.states_NH is None:
                 size = distribution.states_NH.nbytes
                 if self.kept_states + size <= KEPT_STATES:
                     self.kept_states += size
@@ -312,7 +316,7 @@ def _add(sums: dict[str, Any], batch: MicroBatch, losses: TokenLosses) -> None:
 
 
 def _over_workers(sums: Sums, tokens: int) -> Sums:
-    """Return the sums of all workers as numbers. Only here does the host wait for the device, once."""
+    """Return the sums of all workers as numbers."""
     own = {name: float(value) for name, value in sums.items()}
     return defaultdict(float, parallel.sum_over_workers(own), tokens=tokens)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from opdcl.training import StageReport, counted
 if TYPE_CHECKING:
     from opdcl.distill.reward import Reward
 
-Author = Literal["student", "teacher"]
+Author = Literal["student", "teacher", "rows"]
 
 # The file of a checkpoint with the teachers' states over texts that come again.
 STATES = "states.safetensors"
@@ -83,7 +84,10 @@ class RolloutQueue:
                 fresh = self._sample_from(index)
             rollouts = self._ahead.pop(index)
         self.latest[step.stream] = rollouts
-        return StepRollouts(rollouts, fresh, "student" if step.on_policy else "teacher")
+        author: Author = "student" if step.on_policy else "teacher"
+        if author == "teacher" and rollouts[0].prompt.answer is not None:
+            author = "rows"
+        return StepRollouts(rollouts, fresh, author)
 
     def hand_over(self, done: int) -> None:
         """Let the student write in all steps after the first `done`; its answers are no stubs any more."""
@@ -91,6 +95,12 @@ class RolloutQueue:
         for index in range(done, len(self.steps)):
             if self.config.hands_over(self.steps[index].stream):
                 self.steps[index] = replace(self.steps[index], on_policy=True)
+
+    @property
+    def kept_states(self) -> int:
+        """The bytes of teachers' states that texts hold."""
+        texts = [text for drawn in self.drawn.values() for text in drawn.values()]
+        return sum(text.states_NH.nbytes for text in texts if text.states_NH is not None)
 
     def _is_dynamic(self, stream: Stream) -> bool:
         return any(teacher.is_dynamic for teacher in self.teachers[stream].values())
@@ -113,8 +123,10 @@ class RolloutQueue:
             missing = [number for number in dict.fromkeys(asked) if number not in drawn]
             prompts = [self.prompts[step.stream][number] for number in missing]
             texts = self._write_by_teacher(step.stream, prompts, self._seed(index))
+            left = [s for s in self.steps[index:] if s.stream == step.stream and not s.on_policy]
+            times = Counter(number for s in left for number in s.prompts)
             for number, text in zip(missing, texts, strict=True):
-                text.recurs = True
+                text.recurs = times[number] > 1
                 drawn[number] = text
         return [drawn[number] for number in step.prompts]
 

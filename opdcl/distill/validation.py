@@ -124,6 +124,15 @@ class Validation:
     def begin(self, is_new: bool) -> None:
         """Let the teachers answer; in a stage that `is_new`, measure base and tuned, and choose the start."""
         self.write_held_out()
+        if (
+            self.config.hands_over("general")
+            and self.queue.prompts["general"]
+            and not self.prompts["general"]
+        ):
+            self.log.report.note(
+                "no general prompt is held out, so nothing tells when the student can write: base writes all "
+                "answers; --set recover.lmbda=0.5 lets the student write the last half"
+            )
         if "general" in self._held_out:
             self._shown[self._name_of("general")] = self._held_out["general"].rollouts[0]
         if is_new:
@@ -281,13 +290,14 @@ class Validation:
 
     def _hand_over(self, step: int, kl: KL) -> None:
         """Let the student write from here on if its answers are nearly as long as base's."""
-        may = self.config.hands_over("general") and not self.queue.handed_over
+        may = self.config.hands_over("general") and not self.queue.handed_over and step < self.config.steps
         if not may or kl.get("own_length", 0.0) < NEARLY * self.measurements.base.get("own_length", math.inf):
             return
         self.queue.hand_over(step)
         own, base = kl["own_length"], self.measurements.base["own_length"]
+        writer = "those given" if self.config.given_answers else f"{self._name_of('general')}'s"
         self.log.report.note(
-            f"step {step}: its answers have {own:.0f} tokens ({self._name_of('general')}'s: {base:.0f}); "
+            f"step {step}: the student's answers have {own:.0f} tokens ({writer}: {base:.0f}); "
             "from here on the student writes the general answers"
         )
 

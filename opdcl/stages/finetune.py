@@ -96,7 +96,9 @@ def finetune(
         return
     domain_steps, replay_steps = planned_steps(config, len(examples.encoded))
     steps = domain_steps + replay_steps
-    replayed = replayed_rows(config, examples, backbone, out.replay, report)
+    replayed = replayed_rows(config, examples, backbone, out.replay, report) if replay_steps else []
+    if config.replays and not replay_steps:
+        report.note("so few rows, with so small a share, make no step of replayed rows: nothing is replayed")
     if start:
         backbone.drop_adapters()
         model = backbone.load_adapter(start, "student", trainable=True)
@@ -168,8 +170,14 @@ def read_by_base(
     backbone.causal_lm.eval()
     for start in range(0, len(ordered), int(config.batch_size)):
         rows = ordered[start : start + int(config.batch_size)]
-        with _precision(backbone), torch.no_grad(), backbone.state("base"):
-            read = answer_states(backbone.causal_lm, rows)
+        try:
+            with _precision(backbone), torch.no_grad(), backbone.state("base"):
+                read = answer_states(backbone.causal_lm, rows)
+        except (RuntimeError, MemoryError) as fault:
+            if not is_out_of_memory(fault):
+                raise
+            release()
+            return {}  # steps cut their rows finer
         parts = read.split([len(row.predicting) for row in rows])
         for row, part in zip(rows, parts, strict=True):
             states[id(row)] = part.clone()
@@ -226,7 +234,8 @@ def planned_steps(config: FinetuneConfig, rows: int) -> tuple[int, int]:
             "lower finetune.epochs",
         )
     domain = max(1, math.ceil(rows * config.epochs / config.batch_size))
-    return domain, config.replayed(domain)
+    # Rows and steps are rounded apart: of a few rows none may be replayed, and then no step has any.
+    return domain, config.replayed(domain) if config.replayed(rows) else 0
 
 
 def lay_out(rows: Sequence[Example], batch_size: int, steps: int, seed: int) -> list[list[Example]]:

@@ -107,6 +107,7 @@ def learn(recovery: Recovery) -> None:
     if checkpoint:
         report.note(f"resuming from step {done} of {config.steps}")
         checkpoints.restore(checkpoint)
+        recovery.grader.kept_states = recovery.queue.kept_states
     interruption = Interruption(report)
     with interruption.awaited():
         with recovery.clock.part("validation"):
@@ -118,8 +119,8 @@ def learn(recovery: Recovery) -> None:
                 teacher.after_step()
             with recovery.clock.part("validation"):
                 recovery.validation.after_step(step, optimizer)
-            values["parts"] = recovery.clock.take()
-            if "loss" in values:
+            if values:  # those of a skipped step are counted with the next one's
+                values["parts"] = recovery.clock.take()
                 log.step(step, values, tokens, time.perf_counter() - started)
             is_interrupted = parallel.any_worker(interruption.came)
             if step % config.validate_every == 0 or step == config.steps or is_interrupted:

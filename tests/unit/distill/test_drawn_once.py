@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from helpers.recovering import run, short_recovery, train
+from helpers.recovering import run, short_recovery, train, whole_and_resumed
 from safetensors.torch import load_file
 
 from opdcl.distill.rollout_queue import STATES
@@ -77,3 +77,10 @@ def test_a_checkpoint_holds_the_states_bit_by_bit(backbone, tuned):
     assert first.keys() <= last.keys()
     assert any(place.startswith("domain/") for place in last)
     assert all(torch.equal(first[place], last[place]) for place in first)
+
+
+@pytest.mark.parametrize("room", [0, 4_000, 2**28])
+@pytest.mark.parametrize("stop", [7, 9])
+def test_a_resume_is_exact_however_many_states_fit(backbone, tuned, monkeypatch, room, stop):
+    monkeypatch.setattr("opdcl.distill.grading.KEPT_STATES", room)
+    whole_and_resumed(backbone, tuned, short_recovery(tuned, **SETTINGS), stop)

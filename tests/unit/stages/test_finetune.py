@@ -9,7 +9,7 @@ import torch
 from helpers.command import opdcl
 from helpers.learning import encode_example
 from helpers.near import ROUNDING, flat, relative_error
-from helpers.recovering import Silent
+from helpers.recovering import Notes, Silent
 from helpers.tiny import make_project
 from safetensors.torch import load_file
 from trl import SFTConfig
@@ -87,6 +87,25 @@ def test_the_domain_has_its_share_of_the_loss_for_any_number_of_rows(rows, share
     for start in range(0, len(batches) - 10, 10):
         stretch = of_domain[start : start + 10]
         assert abs(sum(stretch) - 10 * domain_steps / len(batches)) < 1 + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("rows", "epochs", "batch", "share"),
+    [(2, 5, 1, 0.1), (49, 5, 2, 0.01), (4, 20, 4, 0.1), (2, 5, 16, 0.25)],
+)
+def test_few_rows_and_a_small_share_make_steps_of_both_kinds_or_no_replay(rows, epochs, batch, share):
+    """Rows and steps are rounded apart: a step without a row to fill it would never be laid out."""
+    config = FinetuneConfig(data="d", batch_size=batch, epochs=epochs, replay=ReplaySection(share=share))
+    domain_steps, replay_steps = planned_steps(config, rows)
+    assert domain_steps >= 1
+    assert not replay_steps or config.replayed(rows)
+
+
+def test_a_share_too_small_for_a_step_is_said(learn, replay):
+    notes = Notes()
+    _, steps = learn("few", replay=replay | {"share": 0.01}, report=notes)
+    assert len(steps) == 2  # as without replay
+    assert any("nothing is replayed" in line for line in notes.lines)
 
 
 def test_without_replay_the_steps_are_those_of_the_domain_alone():
