@@ -157,8 +157,8 @@ class RecoverConfig(Section):
     lmbda: Share | Auto = "auto"
     """Share of the general steps, the last ones, in which the student writes the answers: rounded, but at
     least one of two or more. In those before, their teacher writes, as it does in domain steps. `auto`: from
-    the first validation on at which the student's own answers have four fifths of the length of base's, or of
-    those that are given. 1 is
+    the first validation on at which the student's own answers are half as long as base's, or as those that
+    are given. 1 is
     on-policy, 0 off-policy. TRL's GKD draws each step with this chance."""
     on_policy: OnPolicySection = OnPolicySection()
     """What is different where the student writes."""
