@@ -37,7 +37,7 @@ SHARES = {"general_kl": "general_gap_closed", "domain_kl": "domain_gap_closed"}
 FROZEN: dict[Stream, State] = {"general": "base", "domain": "tuned"}
 
 # Share of the length of base's answers from which the student's are no stubs, and worth grading. In the
-# quickstart it is .16 at the start and .62 at half of the steps, from where its own answers were seen to help.
+# quickstart it is .16 at the start and .62 at half of the steps, from where its own answers have helped.
 LONG_ENOUGH = 0.5
 
 # A held-out measurement: KL by stream in nats per token, and other values by name.
