@@ -284,7 +284,7 @@ def test_runs_of_one_seed_have_intervals_over_prompts(tables, tmp_path, monkeypa
     write(tmp_path / "contradictions.json", {"rows": rows})
     then, _, mix = lines("contradictions")
     assert re.match(r"\| a plain fine-tune, then the recovery, seed 0 \| 0.80 \[.*\| 80 \| 30 \|$", then)
-    assert mix.startswith("| seven tenths replayed, no recovery, seed 0 | 0.80 [0.70, 0.90] |  | 40 [")
+    assert mix.startswith("| 70 % replay, no recovery, seed 0 | 0.80 [0.70, 0.90] |  | 40 [")
 
 
 def test_the_second_model_has_a_row_for_each_data_set(tables, tmp_path, monkeypatch):

@@ -125,7 +125,7 @@ def test_a_run_records_a_command_that_can_be_typed(monkeypatch, argv, command):
     assert command_line(RunDir(Path("runs/x"))) == command
 
 
-def test_a_recovery_that_keeps_the_tuned_adapter_says_so_where_it_ends_and_at_the_end(tmp_path, tiny_model):
+def test_a_recovery_that_keeps_the_tuned_adapter_says_so_once(tmp_path, tiny_model):
     """Steps of this size lead away from both teachers, so none is nearer than step 0."""
     make_project(tmp_path, tiny_model)
     harm = [
@@ -141,5 +141,4 @@ def test_a_recovery_that_keeps_the_tuned_adapter_says_so_where_it_ends_and_at_th
     said = "Recovered is the tuned adapter: no training step came nearer to the teachers on held-out prompts."
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
-    assert [line for line in lines if said in line] == [f"recover: {said}", f"note: {said}"]
-    assert lines.index(f"recover: {said}") < lines.index(f"wrote {Path('out') / 'report.md'}")
+    assert [line for line in lines if said in line] == [f"note: {said}"]
