@@ -39,7 +39,7 @@ KINDS = {".safetensors", ".json", ".jsonl", ".yaml"}
 SEAL = "seal.json"
 SAID = "said"  # what reports and plans print, as JSON
 SETS = {"target_modules", "target_parameters"}  # PEFT writes them in any order
-TIMES = {"seconds", "started", "finished", "created", "peak_memory_bytes"}
+TIMES = {"seconds", "parts", "started", "finished", "created", "peak_memory_bytes"}
 
 # The settings in which a whole run differs from the workflow in helpers/tiny.py.
 UNWATCHED = "recover.health=false"  # a few large steps on random weights go astray

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from opdcl.errors import EnvironmentFault
-from opdcl.results.notes import of_the_student, started_elsewhere
 from opdcl.results.status import STATES
 from opdcl.rundir.files import read_json, read_new_rows, write_json
 from opdcl.rundir.layout import RunDir, StageDir
@@ -148,6 +147,8 @@ def _log(tracker: Any, values: dict[str, Any], step: int) -> None:
 
 def _numbers(row: dict[str, Any]) -> dict[str, float]:
     """Return the numbers of a row of metrics and of its validation, and at step 0 those of tuned and base."""
+    from opdcl.results.notes import of_the_student, started_elsewhere  # it brings numpy
+
     parts = {"": row, "base": row.get("base", {})}
     if row.get("validation"):
         parts["validation"] = of_the_student(row)
