@@ -96,11 +96,9 @@ class KeptTexts:
         words = self.backbone.causal_lm.config.get_text_config().vocab_size
 
         def kept() -> list[list[Any]] | None:
-            return (
-                _read(self.folder / name, len(prompts), options["max_new_tokens"], words)
-                if self.folder
-                else None
-            )
+            if self.folder is None:
+                return None
+            return _read(self.folder / name, len(prompts), options["max_new_tokens"], words)
 
         # One worker looks: if another had a folder of its own, one might sample where the other does not.
         rows = parallel.on_first_worker(kept)

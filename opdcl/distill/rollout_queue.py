@@ -312,10 +312,10 @@ class RolloutQueue:
         except (KeyError, TypeError) as fault:
             hint = "remove that folder: the run resumes from the checkpoint before it, or starts over"
             raise UsageError(f"another version of opdcl wrote {folder}", hint) from fault
-        for place, states_NH in load_file(folder / STATES).items():
-            stream = next(stream for stream in STREAMS if place.startswith(f"{stream}/"))
-            text = self.drawn[stream][int(place.removeprefix(f"{stream}/"))]
-            text.states_NH = states_NH.to(self.student.backbone.device)
+        states = load_file(folder / STATES, device=str(self.student.backbone.device))
+        for stream, texts in self.drawn.items():
+            for number, text in texts.items():
+                text.states_NH = states.get(f"{stream}/{number}")
 
 
 def _row(record: Rollout | Prompt) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from opdcl.distill.health import CHECK_BASE, TEACHER_ENTROPY, Health, Writing
 from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.schedule import Stream
 from opdcl.distill.start import KL_NOISE, Point, choose_start
-from opdcl.distill.teachers import Teacher, Teachers
+from opdcl.distill.teachers import EmaTeacher, Teacher, Teachers
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import State
 from opdcl.rundir.files import read_jsonl, write_atomic, write_json
@@ -37,7 +37,7 @@ SHARES = {"general_kl": "general_gap_closed", "domain_kl": "domain_gap_closed"}
 FROZEN: dict[Stream, State] = {"general": "base", "domain": "tuned"}
 
 # Share of the length of base's answers from which the student's are no stubs, and worth grading. In the
-# quickstart it is .16 at the start and .62 at half of the steps, from where its own answers have helped.
+# quickstart it is .16 at the start and .62 at half of the steps, where a pilot let the student take over.
 LONG_ENOUGH = 0.5
 
 # A held-out measurement: KL by stream in nats per token, and other values by name.
@@ -227,7 +227,7 @@ class Validation:
         grades = counted(self.log.report, f"{self._name_of('general')} grades", len(prompts))
         graded = self.grader.grade(rollouts, self._frozen_teachers("general"), grades)
         sums = self.grader.measure(graded)
-        return {"own_kl": sums["kl"] / sums["tokens"], **_own(rollouts), **self._greedy(self.queue.student)}
+        return {"own_kl": sums["kl"] / sums["tokens"], **_own(rollouts)}
 
     def _greedy(self, writer: Teacher) -> KL:
         """Return how the held-out general prompts are answered greedily, where answers that loop show."""
@@ -239,7 +239,8 @@ class Validation:
 
     def _student(self) -> KL:
         """Return all that is measured of the student."""
-        return self.held_out_kl("validate", endings=True) | self.own_answers()
+        kl = self.held_out_kl("validate", endings=True) | self.own_answers()
+        return kl | self._greedy(self.queue.student) if self.prompts["general"] else kl
 
     def _score(self, kl: KL) -> float:
         # Method `general` leaves the domain by design.
@@ -263,7 +264,9 @@ class Validation:
         if alpha == 1:
             self.log.report.note(f"start: tuned, {self._described(tuned)}")
         else:
-            self.grader.backbone.shrink(alpha)
+            averages = [t.state for t in self.grader.all_teachers if isinstance(t, EmaTeacher)]
+            for state in ["student", *averages]:  # an average begins where the student does
+                self.grader.backbone.shrink(alpha, state)
             start = self._student()
             self.log.report.note(f"start: the tuned adapter times {alpha:g}, {self._described(start)}")
         self._show_answers()
@@ -291,13 +294,12 @@ class Validation:
 
     def _hand_over(self, step: int, kl: KL) -> None:
         """Let the student write from here on if its answers are at least half as long as base's."""
-        may = self.config.hands_over("general") and not self.queue.handed_over and step < self.config.steps
-        if not may or kl.get("own_length", 0.0) < LONG_ENOUGH * self.measurements.base.get(
-            "own_length", math.inf
-        ):
+        if not self.config.hands_over("general") or self.queue.handed_over or step >= self.config.steps:
+            return
+        own, base = kl.get("own_length"), self.measurements.base.get("own_length")
+        if own is None or base is None or own < LONG_ENOUGH * base:
             return
         self.queue.hand_over(step)
-        own, base = kl["own_length"], self.measurements.base["own_length"]
         writer = "those given" if self.config.given_answers else f"{self._name_of('general')}'s"
         self.log.report.note(
             f"step {step}: the student's answers have {own:.0f} tokens ({writer}: {base:.0f}); "

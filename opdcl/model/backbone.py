@@ -229,10 +229,10 @@ class Backbone:
             for weight, original in zip(weights, saved, strict=True):
                 weight.data = original
 
-    def shrink(self, alpha: float) -> None:
-        """Scale the student adapter's contribution by `alpha` permanently."""
-        for layer in self.adapted_layers("student"):
-            scale(layer, "student", alpha)
+    def shrink(self, alpha: float, state: State = "student") -> None:
+        """Scale an adapter's contribution by `alpha` permanently."""
+        for layer in self.adapted_layers(state):
+            scale(layer, state, alpha)
 
     def adapter_norm(self, state: State) -> float:
         """Return the L2 norm of all weights of an adapter."""

@@ -294,7 +294,7 @@ def _more_prompts(summary: Summary, settings: Mapping[str, Any]) -> str:
 
 
 def _prompts_to_tell(prompts: int, detectable: float) -> int:
-    """Return about how many prompts show the smallest drop that counts, if so many show this one."""
+    """Estimate how many prompts would detect the smallest relevant drop, given what this many detect."""
     return _rounded_up(prompts * (detectable / SMALLEST_DROP) ** 2)
 
 

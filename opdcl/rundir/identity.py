@@ -1,8 +1,7 @@
 """What a result depends on, as one value.
 
-Whoever asks whether two things are the same compares identities: the plan, reuse, what arms share, kept
-answers, and arms themselves. A part is a setting or the hash of a content. A name or a place is a part only
-where the content behind it cannot be had.
+The plan, reuse, shared reading, kept answers and arms compare identities to decide whether two things are the
+same. A part is a setting or a content hash. A name or a path stands in only if the content cannot be read.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.recovering import run, short_recovery, whole_and_resumed
+from helpers.recovering import Silent, recover_rows, run, short_recovery, whole_and_resumed
 from helpers.teaching import ROLLOUTS, SHOWN, encode, specialist, states, taught
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -17,7 +17,9 @@ from opdcl.distill.teachers import EmaTeacher, Teacher, TrustRegionTeacher
 from opdcl.errors import UsageError
 from opdcl.model.compatibility import check_same_tokenizer, differences
 from opdcl.model.distributions import HiddenStates
+from opdcl.model.lora import parts
 from opdcl.rundir.files import read_jsonl
+from opdcl.rundir.layout import StageDir
 
 
 def test_an_ema_of_rate_one_is_the_student_and_of_rate_zero_is_frozen(adapted):
@@ -295,3 +297,15 @@ def test_dropout_changes_no_teacher_and_no_held_out_kl(backbone, tuned):
     assert all(row["kl"] < 1e-5 for row in steps if row["stream"] == "domain")
     assert {row["author"] for row in steps} == {"student", "teacher"}
     assert all(row["mismatch"] == 0 for row in steps if row["author"] == "student")
+
+
+@pytest.mark.parametrize("start", [0.4, 1.0])
+def test_an_average_begins_where_the_student_does(backbone, tuned, start):
+    average = {"domain_teacher": "average", "teachers": {"average": {"kind": "ema"}}}
+    config = short_recovery(
+        tuned, start=start, steps=2, learning_rate=1e-9, lmbda=0.0, health=False, **average
+    )
+    recover_rows(config, backbone, tuned / "tuned", StageDir(tuned / "out"), Silent())
+    for layer in backbone.adapted_layers("domain"):
+        average, whole = (parts(layer, state)[1].norm() for state in ("domain", "tuned"))
+        assert float(average / whole) == pytest.approx(start, rel=1e-4)
