@@ -74,3 +74,13 @@ def test_the_same_command_takes_what_the_other_one_finished(command, weights):
     _before_lock.append(other_command)
     command("Code")
     assert [weights.stat().st_mtime_ns] == finished
+
+
+def test_what_is_damaged_while_a_command_checks_is_not_taken_for_whole(command, weights):
+    """The plan knows an adapter by its weights, so its settings are looked at under the lock."""
+    command("Code")
+    settings = weights.with_name("adapter_config.json")
+    _before_lock.append(lambda: settings.write_text(settings.read_text().replace("8", "88")))
+    with pytest.raises(UsageError, match="has changed"):
+        command("Code")
+    assert "88" in settings.read_text()

@@ -2,7 +2,7 @@
 
 import hashlib
 
-from opdcl.rundir.hashes import file_hash, hash_files, hash_value
+from opdcl.rundir.hashes import SEAL, damage, file_hash, hash_files, hash_value, seal
 
 
 def test_the_order_of_keys_does_not_change_a_values_hash_and_its_values_do():
@@ -25,3 +25,14 @@ def test_a_hash_of_files_depends_on_names_contents_and_order(tmp_path):
 def test_a_files_hash_is_the_one_that_sha256sum_prints(tmp_path):
     (tmp_path / "file").write_bytes(b"weights")
     assert file_hash(tmp_path / "file") == hashlib.sha256(b"weights").hexdigest()
+
+
+def test_a_seal_that_was_changed_together_with_a_file_is_seen(tmp_path):
+    (tmp_path / "weights").write_text("as they were made")
+    seal(tmp_path)
+    assert damage(tmp_path) == ""
+    before = file_hash(tmp_path / "weights")
+    (tmp_path / "weights").write_text("as somebody would have them")
+    text = (tmp_path / SEAL).read_text()
+    (tmp_path / SEAL).write_text(text.replace(before, file_hash(tmp_path / "weights")))
+    assert damage(tmp_path) == "its seal is missing or unreadable"

@@ -529,6 +529,15 @@ def test_an_interrupt_while_base_writes_loses_one_piece_at_most(learn, replay, t
     assert file.read_bytes() == StageDir(tmp_path / "whole").replay.read_bytes()
 
 
+def test_a_prompt_that_comes_again_in_another_piece_is_answered_anew(learn, replay, tmp_path, monkeypatch):
+    """Each piece begins with the same place in its draws, so it needs a seed of its own."""
+    monkeypatch.setattr("opdcl.stages.finetune.REPLAYED_AT_ONCE", 1)
+    (tmp_path / "general.jsonl").write_text(json.dumps({"prompt": "Write a line."}))
+    learn("replayed", replay=replay, epochs=1)
+    rows = read_jsonl(StageDir(tmp_path / "replayed").replay)
+    assert len({tuple(row["completion_ids"]) for row in rows}) > 4
+
+
 def test_a_fine_tune_of_one_step_learns(learn):
     adapter, ((_, rate),) = learn("one", "learning_rate", epochs=1)
     assert rate == 1e-3
