@@ -84,8 +84,8 @@ RECOVERIES = {
         "recover.teachers.other={kind: model, model: {id: ./models/second, dtype: float32}}",
     ],
     "given-answers": ["recover.general=[answered.jsonl]", "recover.given_answers=true"],
-    "interpolate": ["recover.method=interpolate", "recover.steps=96", "recover.lmbda=0.5"],
-    "imitation": ["recover.method=replay", "recover.lmbda=0.5"],
+    "interpolate": ["recover.method=interpolate", "recover.steps=96", "recover.lmbda=auto"],
+    "imitation": ["recover.method=replay", "recover.lmbda=auto"],
     "served": [
         "recover.general_teacher=other",
         "recover.teachers.other={kind: remote, server: {url: URL}}",
