@@ -81,12 +81,13 @@ def load_tree(
 
 
 def without_former_defaults(tree: dict[str, Any], origins: Collection[str]) -> dict[str, Any]:
-    """Remove the settings of a stored run that this version no longer has, unless somebody had set them.
+    """Remove the settings of a stored run that this version no longer has or uses, unless they had been set.
 
-    A run stores all settings, so it holds the defaults of those that are gone. Of one that somebody had set,
-    the schema says that it is gone or unknown, unless it had no influence on the result.
+    A run stores all settings, so it holds former defaults too, which may have no effect beside the others. Of
+    one that somebody had set, the schema says that it is gone or unknown, unless it had no influence on the
+    result.
     """
-    for key in _faulty_keys(tree, "extra_forbidden"):
+    for key in _faulty_keys(tree, "extra_forbidden") | _faulty_keys(tree, "no_effect"):
         is_set = any(f"{origin}.".startswith(f"{key}.") for origin in origins)
         has_meaning = key.rpartition(".")[2] not in WITHOUT_MEANING | MACHINE
         if not (is_set and has_meaning):

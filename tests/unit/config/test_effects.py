@@ -158,3 +158,14 @@ def test_a_written_workflow_names_automatic_settings_and_reads_back(tmp_path):
     flow = validate({"finetune": {"data": "d"}, "recover": {}, "eval": {}})
     (tmp_path / "flow.yaml").write_text(dump(flow))
     assert load([str(tmp_path / "flow.yaml")])[0].recover.learning_rate == "auto"
+
+
+@pytest.mark.parametrize("recover", [{"method": "replay"}, {"method": "interpolate"}])
+def test_a_former_default_without_effect_is_no_fault_of_a_stored_run(recover):
+    """Runs of earlier versions hold `lmbda: 0.5`, which nobody had set, beside methods that do not use it."""
+    stored = {"model": {}, "finetune": {"data": "rows"}, "recover": recover | {"lmbda": 0.5}}
+    workflow, _ = load_tree(stored, {"recover.method": "flow.yaml:3"}, [], {}, "eval")
+    assert workflow.recover.lmbda == "auto"
+    stored = {"model": {}, "finetune": {"data": "rows"}, "recover": recover | {"lmbda": 0.5}}
+    with pytest.raises(UsageError, match="lmbda has no effect"):
+        load_tree(stored, {"recover.lmbda": "flow.yaml:4"}, [], {}, "eval")
