@@ -87,7 +87,7 @@ def without_former_defaults(tree: dict[str, Any], origins: Collection[str]) -> d
     one that somebody had set, the schema says that it is gone or unknown, unless it had no influence on the
     result.
     """
-    for key in _faulty_keys(tree, "extra_forbidden") | _faulty_keys(tree, "no_effect"):
+    for key in _faulty_keys(tree, "extra_forbidden", "no_effect"):
         is_set = any(f"{origin}.".startswith(f"{key}.") for origin in origins)
         has_meaning = key.rpartition(".")[2] not in WITHOUT_MEANING | MACHINE
         if not (is_set and has_meaning):
@@ -166,12 +166,12 @@ def _take_out(tree: dict[str, Any], key: str) -> None:
     del tree[name]
 
 
-def _faulty_keys(tree: dict[str, Any], kind: str) -> set[str]:
-    """Return the keys at which the schema finds this kind of error."""
+def _faulty_keys(tree: dict[str, Any], *kinds: str) -> set[str]:
+    """Return the keys at which the schema finds these kinds of error."""
     try:
         Workflow.model_validate(tree)
     except ValidationError as fault:
-        return {error_key(error)[0] for error in fault.errors() if error["type"] == kind}
+        return {error_key(error)[0] for error in fault.errors() if error["type"] in kinds}
     return set()
 
 
