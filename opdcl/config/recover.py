@@ -144,8 +144,10 @@ class RecoverConfig(Section):
     prompts whose `teacher` field names it."""
     reward: RewardSection | None = None
     """Verifiable reward for general completions, in addition to the teacher."""
-    steps: Steps = 96
-    """Optimizer steps, both streams together."""
+    steps: Steps | Auto = 96
+    """Optimizer steps, both streams together. `auto`: as many as learn from the tokens that the fine-tune's
+    rows have over all epochs, if all answers reach their maximum length; at least 32, at most 512. Without a
+    fine-tune, 96."""
     rollouts: BatchSize | Auto = "auto"
     """Completions per optimizer step. `auto`: 8 below hidden size 1536, 16 below 3072, 32 from there. For the
     same number of completions in all, many small steps recover more than few large ones."""
@@ -227,7 +229,7 @@ class RecoverConfig(Section):
         """Refuse more completions than can be planned in reasonable time."""
         in_general = 1 if self.rollouts == "auto" else self.rollouts
         of_step = max(in_general, self.domain_rollouts or in_general)
-        if self.steps * of_step > MOST_COMPLETIONS:
+        if self.steps != "auto" and self.steps * of_step > MOST_COMPLETIONS:
             raise ValueError(
                 f"{self.steps} steps of {of_step:g} completions are more than {MOST_COMPLETIONS} in all: "
                 "lower steps or rollouts"

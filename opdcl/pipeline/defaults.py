@@ -15,6 +15,9 @@ from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
 from opdcl.rundir.layout import adapter_config
 
+# The bounds of a recovery that follows the size of its fine-tune, and its steps where no fine-tune is known.
+FEWEST_STEPS, MOST_STEPS, STEPS = 32, 512, 96
+
 # SmolLM2-135M. Neither rate comes from a sweep.
 HIDDEN, ALPHA_OVER_R = 576, 2.0
 FINETUNE_RATE, RECOVER_SHARE = 1e-3, 0.5
@@ -52,6 +55,26 @@ def resolve(
             "eval.batch_size": (256 if on_cuda else 320, device),
         },
     )
+
+
+def with_steps(workflow: Workflow, learned: int | None) -> tuple[Workflow, dict[str, str]]:
+    """Return the workflow with a number for `recover.steps` at `auto`, and its origin by key.
+
+    `learned` is how many tokens the fine-tune's rows have over all epochs; None without a fine-tune.
+    """
+    config = workflow.recover
+    if config is None or config.steps != "auto":
+        return workflow, {}
+    if learned is None:
+        return _fill(workflow, {"recover.steps": (STEPS, "without a fine-tune")})
+    tokens, period = config.general_per_domain * config.completions("general") * config.limit("general"), 1
+    if config.method == "general":
+        tokens = config.completions("general") * config.limit("general")
+    else:
+        tokens += config.completions("domain") * config.limit("domain")
+        period += config.general_per_domain
+    steps = min(max(math.ceil(learned / tokens) * period, FEWEST_STEPS), MOST_STEPS)
+    return _fill(workflow, {"recover.steps": (steps, f"the fine-tune learns from {learned:,} tokens")})
 
 
 def _fill(workflow: Workflow, choices: dict[str, tuple[Any, str]]) -> tuple[Workflow, dict[str, str]]:

@@ -19,7 +19,7 @@ from opdcl.data.chat import encode_prompt
 from opdcl.data.examples import Examples, bad_rows, read_examples
 from opdcl.data.rows import Row, check_prompts
 from opdcl.errors import UsageError, nearest_path
-from opdcl.pipeline.defaults import named_after, resolve_for_machine, text_config
+from opdcl.pipeline.defaults import named_after, resolve_for_machine, text_config, with_steps
 from opdcl.pipeline.plan import STAGE_NUMBERS, Records, StageRecord, Task, make_plan, stage_folder
 from opdcl.pipeline.sources import Sources
 from opdcl.rundir.files import RESTORE
@@ -75,13 +75,11 @@ class Job:
             domain = recover.model_copy(update={"domain": finetune.data})
             workflow = workflow.model_copy(update={"recover": domain})
         workflow, automatic = resolve_for_machine(named_after(workflow, run.path))
-        return cls(
-            workflow=workflow,
-            run=run,
-            sources=sources,
-            origins={**(origins or {}), **automatic},
-            automatic=automatic,
-        )
+        job = cls(workflow, run, sources, origins={}, automatic={})
+        learned = job.learned_tokens if recover and recover.steps == "auto" and finetune else None
+        workflow, steps = with_steps(workflow, learned)
+        automatic = automatic | steps
+        return cls(workflow, run, sources, {**(origins or {}), **automatic}, automatic)
 
     def _once(self, parts: dict[str, Any], make: Callable[[], T]) -> T:
         """Return what is made of these parts and of `READING`; runs in which all are equal share it."""
@@ -157,6 +155,15 @@ class Job:
             return read_examples(rows, config, self.tokenizer, replay, self.sources.tell)
 
         return self._once({"examples": config.model_dump(include=ENCODING)}, encode)
+
+    @property
+    def learned_tokens(self) -> int:
+        """How many tokens the fine-tune's rows have over all epochs, without answers that it samples."""
+        if encoded := self.examples.encoded:
+            rows = [len(example.ids) for example in encoded]
+        else:
+            rows = [len(encode_prompt(row, self.tokenizer, sys.maxsize)) for row in self.examples.rows]
+        return round(sum(rows) * self.workflow.finetune.epochs)
 
     @cached_property
     def recovery(self) -> RecoverySource:

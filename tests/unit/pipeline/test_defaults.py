@@ -8,7 +8,13 @@ from safetensors.numpy import save_file
 
 from opdcl.config.load import load_tree, validate
 from opdcl.errors import UsageError
-from opdcl.pipeline.defaults import describe_automatic, resolve, resolve_for_machine, with_dtype
+from opdcl.pipeline.defaults import (
+    describe_automatic,
+    resolve,
+    resolve_for_machine,
+    with_dtype,
+    with_steps,
+)
 from opdcl.pipeline.job import read_records
 from opdcl.pipeline.plan import make_plan
 from opdcl.rundir.layout import RunDir
@@ -108,6 +114,26 @@ def test_rollouts_are_whole_groups_of_a_reward():
     workflow, _ = resolve(flow(**reward), 576, 2.0, "cpu")
     assert workflow.recover.rollouts == 12
     assert validate(workflow.model_dump()) == workflow
+
+
+@pytest.mark.parametrize(
+    ("learned", "settings", "steps"),
+    [
+        (None, {}, 96),
+        (10, {}, 32),
+        (10**9, {}, 512),
+        # 8 answers of 100 tokens, and 48 of 10: 1,280 tokens in two steps
+        (128_000, {"max_new_tokens": 100, "domain_max_new_tokens": 10}, 200),
+        (128_001, {"max_new_tokens": 100, "domain_max_new_tokens": 10}, 202),
+        (128_000, {"max_new_tokens": 100, "domain_max_new_tokens": 10, "general_per_domain": 2}, 186),
+        (128_000, {"max_new_tokens": 100, "method": "general"}, 160),
+    ],
+)
+def test_a_recovery_learns_from_as_many_tokens_as_the_fine_tune(learned, settings, steps):
+    workflow, origins = with_steps(resolve(flow(steps="auto", **settings), 576, 2.0, "cpu")[0], learned)
+    assert workflow.recover.steps == steps
+    assert origins["recover.steps"].startswith("auto: ")
+    assert with_steps(workflow, 7) == (workflow, {})
 
 
 def test_the_hidden_size_is_that_of_the_model(tiny_model):
