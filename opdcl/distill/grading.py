@@ -304,10 +304,11 @@ def micro_batches(lengths: Mapping[int, int], tokens: int, padded: bool = True) 
 
 
 def _add(sums: dict[str, Any], batch: MicroBatch, losses: TokenLosses) -> None:
-    """Add a micro-batch's KL and entropies to the sums."""
+    """Add a micro-batch's KL and entropies to the sums, and the mean KL of each of its answers."""
     if batch.filler:
         return
     sums["kl"] += losses.kl.sum().double()
+    sums["answer_kl"] += sum(answer.mean().double() for answer in losses.kl.split(batch.lengths))
     sums["student_entropy"] += losses.student_entropy.sum().double()
     sums["teacher_entropy"] += losses.teacher_entropy.sum().double()
     if batch.route:

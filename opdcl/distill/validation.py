@@ -214,7 +214,9 @@ class Validation:
     def own_answers(self, name: str = "student") -> KL:
         """Let the student answer the held-out general prompts; return its KL to base and how it writes.
 
-        `name` is what the answers are called on the screen.
+        `own_kl` is the mean over tokens; `own_distance` that over answers, as an evaluation's distance is. An
+        answer in the domain's style is short, and hardly counts in the first. `name` is what the answers are
+        called on the screen.
         """
         prompts = self.prompts["general"]
         if not prompts:
@@ -227,7 +229,8 @@ class Validation:
         grades = counted(self.log.report, f"{self._name_of('general')} grades", len(prompts))
         graded = self.grader.grade(rollouts, self._frozen_teachers("general"), grades)
         sums = self.grader.measure(graded)
-        return {"own_kl": sums["kl"] / sums["tokens"], **_own(rollouts)}
+        distance = sums["answer_kl"] / len(rollouts)
+        return {"own_kl": sums["kl"] / sums["tokens"], "own_distance": distance, **_own(rollouts)}
 
     def _greedy(self, writer: Teacher) -> KL:
         """Return how the held-out general prompts are answered greedily, where answers that loop show."""
@@ -310,7 +313,7 @@ class Validation:
         """Say how far the student is from base, beside tuned, and on the domain from tuned, beside base."""
         parts = []
         if "general_kl" in kl:
-            before, now = general_score(self.measurements.tuned), general_score(kl)
+            before, now = (of.get("own_distance", of["general_kl"]) for of in (self.measurements.tuned, kl))
             change = f"{before:.2f}" if kl is self.measurements.tuned else f"{before:.2f} -> {now:.2f}"
             parts.append(f"distance to {self._name_of('general')} {change} nats")
         if "domain_kl" in kl:
