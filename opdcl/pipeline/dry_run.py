@@ -113,9 +113,8 @@ def data_table(plan: dict[str, Any]) -> list[Table]:
         rows += [["tokens", learned], ["longest row", longest]]
     rows.append(["duplicated rows", f"{data['duplicates']:,}"])
     if replayed := data["replayed"]:
-        whose = {"base": "base's answers", "student": "the student's, new ones in each epoch,"}
-        words = f"{replayed['rows']:,} more: {whose[replayed['author']]} to {replayed['prompts']}; "
-        words += "finetune.replay.share=0: none"
+        whose = {"base": "base's answers", "student": "the student's, new in each epoch,"}[replayed["author"]]
+        words = f"{replayed['rows']:,} more: {whose} to {replayed['prompts']}; finetune.replay.share=0: none"
         rows.append(["replayed rows", words])
     shown = ""
     for part in data["example"]["parts"]:

@@ -169,12 +169,12 @@ def read_by_base(
 ) -> BaseStates:
     """Return base's last hidden states at the answers of replayed rows, by the row's `id`.
 
-    Base says the same of a row in every epoch. Empty if each row comes once, if its states would not fit
+    Base says the same of a row in every epoch. Empty if each row comes once, if the states would not fit
     into `KEPT_STATES`, or if workers share the rows: then base reads the rows of each step.
     """
     hidden, dtype = backbone.head_VH.shape[1], backbone.causal_lm.dtype
     size = sum(len(row.predicting) for row in replayed) * hidden * dtype.itemsize
-    if config.epochs < 2 or size > KEPT_STATES or parallel.worker_count() > 1:
+    if not replayed or config.epochs < 2 or size > KEPT_STATES or parallel.worker_count() > 1:
         return {}
     states: BaseStates = {}
     count = counted(report, "base reads rows to replay", len(replayed))

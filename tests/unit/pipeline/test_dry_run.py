@@ -52,7 +52,7 @@ def test_rows_that_base_or_the_student_will_write_are_named(plan, loaded):
     assert said.startswith("12 more: base's answers to ")
     assert said.endswith("/prompts.jsonl; finetune.replay.share=0: none")
     ((_, said),) = shown("finetune.replay.share=0.5", "finetune.replay.author=student")
-    assert said.startswith("12 more: the student's, new ones in each epoch, to everyday")
+    assert said.startswith("12 more: the student's, new in each epoch, to everyday")
 
 
 def test_one_row_is_shown_as_the_model_sees_it_with_the_learned_part_marked(plan, loaded):
