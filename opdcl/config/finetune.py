@@ -45,21 +45,24 @@ class SelfDistillSection(Section):
 # The share of the steps, the first ones, in which the learning rate rises.
 WARM_UP = 0.05
 
-# The longest answer of base that is replayed, in tokens.
+# The longest answer that is replayed, in tokens.
 REPLAYED_TOKENS = 128
 
 
 class ReplaySection(Section):
-    """Replay: general prompts with base's own answers, which base writes once, before the first step. An
-    answer has at most 128 tokens. At each of them the student learns base's whole distribution."""
+    """Replay: general prompts with answers of at most 128 tokens. At each of these the student learns base's
+    whole distribution."""
 
-    unused = (("prompts", lambda s: s.share == 0, "unless replay.share is above 0"),)
+    unused = (("prompts author", lambda s: s.share == 0, "unless replay.share is above 0"),)
 
     share: Annotated[float, Field(ge=0, le=0.99)] = 0.7
     """Share of all rows that are replayed; 0: none. They come on top of the domain's rows: with 0.7 there are
     a little more than three times as many steps, and base writes seven answers for three of your rows."""
     prompts: str = Field(default="everyday", min_length=1)
     """General prompts: `everyday` (shipped), a file, or a Hub dataset."""
+    author: Literal["base", "student"] = "base"
+    """Who writes the answers. `base`: base, once, before the first step. `student`: the model in training, at
+    temperature 1, to the next prompts at the start of each epoch; base still grades them."""
 
 
 class FinetuneConfig(Section):

@@ -149,15 +149,15 @@ def _general_sources(recover: RecoverConfig) -> dict[str, str]:
     return {f"recover.general.{number}": source for number, source in enumerate(sources)}
 
 
-# A setting that finished runs do not name, and the value that stands for what those did.
-ADDED_LATER = ("given_answers", False)
+# Settings that finished runs do not name, and the values that stand for what those did.
+ADDED_LATER = (("given_answers", False), ("author", "base"))
 
 
 def meaningful_settings(config: dict[str, Any], ignored: set[str] = WITHOUT_MEANING) -> dict[str, Any]:
     """Return the settings of a stage that determine its result, at every depth."""
     # Where rows are refused nothing is made, so `refuse` is no part of a result.
     settings = {
-        k: v for k, v in config.items() if k not in ignored and v != "refuse" and (k, v) != ADDED_LATER
+        k: v for k, v in config.items() if k not in ignored and v != "refuse" and (k, v) not in ADDED_LATER
     }
     for key, value in settings.items():
         if isinstance(value, dict):

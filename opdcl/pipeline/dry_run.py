@@ -80,7 +80,7 @@ def _data(job: Job) -> dict[str, Any]:
     rows = job.sources.finetune_rows(job.workflow)
     replayed, parts = None, []
     if count := finetune.replayed(len(examples.encoded)):
-        replayed = {"rows": count, "prompts": finetune.replay.prompts}
+        replayed = {"rows": count, "prompts": finetune.replay.prompts, "author": finetune.replay.author}
     if examples.encoded:
         first = examples.encoded[0]
         pairs = zip(first.ids, first.learned, strict=True)
@@ -113,10 +113,8 @@ def data_table(plan: dict[str, Any]) -> list[Table]:
         rows += [["tokens", learned], ["longest row", longest]]
     rows.append(["duplicated rows", f"{data['duplicates']:,}"])
     if replayed := data["replayed"]:
-        words = (
-            f"{replayed['rows']:,} more: base's answers to {replayed['prompts']}; "
-            "finetune.replay.share=0: none"
-        )
+        whose = {"base": "base's answers", "student": "the student's, new in each epoch,"}[replayed["author"]]
+        words = f"{replayed['rows']:,} more: {whose} to {replayed['prompts']}; finetune.replay.share=0: none"
         rows.append(["replayed rows", words])
     shown = ""
     for part in data["example"]["parts"]:

@@ -150,7 +150,8 @@ def opening(job: Job, tasks: Sequence[Task]) -> str:
         tokens = sum(len(example.ids) for example in job.examples.encoded)
         per_epoch = f", {tokens:,} tokens per epoch" if tokens else ""
         replayed = job.workflow.finetune.replayed(len(job.examples.encoded))
-        general = f", and {replayed:,} replayed" if replayed else ""
+        author = job.workflow.finetune.replay.author
+        general = f", and {replayed:,} replayed with answers of {author}" if replayed else ""
         parts.append(f"{len(job.examples.rows):,} rows{per_epoch}{general}")
     work = [f"{name} ({count} steps)" for name, count in steps.items()]
     if count := sum(task.name == "eval" for task in tasks if task.unfinished):
@@ -169,10 +170,11 @@ def _finetune_need(job: Job, size: Size) -> int:
     config, examples = job.workflow.finetune, job.examples
     if config.method == "self-distill":
         return _recovery_need(job, *job.self_distillation, size)
-    longest = max(len(example.ids) for example in examples.encoded)
+    longest, sampler = max(len(example.ids) for example in examples.encoded), 0
     if config.replays:
         longest = max(longest, max(map(len, examples.replay)) + REPLAYED_TOKENS)
-    return size.adapter * 16 + int(config.batch_size) * longest * size.trained_token + size.loss
+        sampler = size.merged if config.replay.author == "student" else 0
+    return sampler + size.adapter * 16 + int(config.batch_size) * longest * size.trained_token + size.loss
 
 
 def _recovery_need(job: Job, config: RecoverConfig, prompts: dict[Stream, Prompts], size: Size) -> int:

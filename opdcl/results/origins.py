@@ -12,7 +12,7 @@ from typing import Any
 
 from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.load import flatten
-from opdcl.config.workflow import WITHOUT_MEANING
+from opdcl.config.workflow import ADDED_LATER, WITHOUT_MEANING
 from opdcl.errors import UsageError
 from opdcl.rundir.hashes import ADAPTER, hash_files
 from opdcl.rundir.identity import Identity, recorded_contents, weights_of_base
@@ -38,7 +38,8 @@ def split_seeds(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
     sections = {key: value for key, value in run.settings().items() if key not in IGNORED}
     for key, value in flatten(sections).items():
         option = key.rsplit(".", 1)[-1]
-        is_unset = option == "system" and value is None  # runs of an earlier version have no such setting
+        # Runs of an earlier version have no such settings.
+        is_unset = (option, value) in (*ADDED_LATER, ("system", None))
         if option in SEEDS:
             seeds[key] = value
         elif option not in ignored and not is_unset:

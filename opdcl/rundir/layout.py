@@ -33,7 +33,7 @@ class StageDir:
         self.record = self.path / "stage.json"
         self.metrics = self.path / "metrics.jsonl"
         self.samples = self.path / "samples.jsonl"
-        self.replay = self.path / "replay.jsonl"  # general prompts with answers of base
+        self.replay = self.path / "replay.jsonl"  # general prompts with their answers
         self.adapter = self.path / "adapter"
         self.trainer = self.path / "trainer"  # holds checkpoint-N/
         self.best = self.trainer / "best"  # the adapter that a recovery would end with now

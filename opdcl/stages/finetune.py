@@ -5,15 +5,10 @@ opdcl finetune rows.jsonl -o runs/mine
 
 from __future__ import annotations
 
-import itertools
-import json
 import logging
 import math
-import random
 import time
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,34 +19,30 @@ from transformers import PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from opdcl import parallel
-from opdcl.config.finetune import REPLAYED_TOKENS, SHOWN_ANSWER, WARM_UP, FinetuneConfig
+from opdcl.config.finetune import SHOWN_ANSWER, WARM_UP, FinetuneConfig
 from opdcl.config.recover import MOST_COMPLETIONS, OnPolicySection, RecoverConfig
 from opdcl.config.section import LARGEST, MOST_STEPS
 from opdcl.config.teacher import LossSection, TeacherSection
 from opdcl.data.examples import Example, Examples
-from opdcl.distill.kept_texts import KeptTexts
 from opdcl.distill.losses import cross_entropy, token_losses
 from opdcl.distill.prompts import encode_prompts, read_recovery_source
-from opdcl.distill.schedule import endless
-from opdcl.distill.teachers import Teacher
 from opdcl.errors import Interrupted, OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates
 from opdcl.model.forward import answer_ids, answer_states
 from opdcl.model.memory import is_out_of_memory, release
-from opdcl.rundir.files import read_jsonl, write_atomic
 from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import StageDir
-from opdcl.sampling.rollout import Prompt
 from opdcl.stages.recover import recover
+from opdcl.stages.replay import BaseStates, Replay, interleave, lay_out, read_by_base
 from opdcl.training import (
     CHECKPOINTS,
     LONGEST_GRADIENT,
+    Clock,
     Interruption,
     Schedule,
     StageLog,
     StageReport,
-    counted,
     is_finite,
     keep_records,
     last_checkpoint,
@@ -60,15 +51,6 @@ from opdcl.training import (
 )
 
 logger = logging.getLogger(__name__)
-
-# Bytes of base's states at replayed answers that are kept: those of some ten thousand rows of a small model.
-KEPT_STATES = 2**30
-
-# Base's last hidden states at the answers of rows, by the row's `id`.
-BaseStates = dict[int, torch.Tensor]
-
-# How many answers base writes between two savings of those to be replayed.
-REPLAYED_AT_ONCE = 512
 
 
 def finetune(
@@ -96,8 +78,11 @@ def finetune(
         return
     domain_steps, replay_steps = planned_steps(config, len(examples.encoded))
     steps = domain_steps + replay_steps
-    replayed = replayed_rows(config, examples, backbone, out.replay, report) if replay_steps else []
-    if config.replays and not replay_steps:
+    replay = Replay(config, examples.replay, replay_steps, backbone, out.replay, report)
+    of_base: list[Example] = []
+    if replay_steps and config.replay.author == "base":
+        of_base = replay.let_base_write(config.replayed(len(examples.encoded)))
+    elif config.replays and not replay_steps:
         report.note("so few rows, with so small a share, make no step of replayed rows: nothing is replayed")
     if start:
         backbone.drop_adapters()
@@ -105,12 +90,10 @@ def finetune(
         report.note(f"continuing the adapter of {start}, which keeps its shape")
     else:
         model = backbone.new_adapter(config.lora, config.seed)
-    batches = interleave(
-        lay_out(examples.encoded, config.batch_size, domain_steps, config.seed),
-        lay_out(replayed, config.batch_size, replay_steps, config.seed),
-    )
-    base_states = read_by_base(config, replayed, backbone, report)
-    callback = StageCallback(StageLog(report, out, steps), backbone, batches)
+    domain = lay_out(examples.encoded, config.batch_size, domain_steps, config.seed)
+    batches = interleave(domain, replay.batches)
+    base_states = read_by_base(config, of_base, backbone, report)
+    callback = StageCallback(StageLog(report, out, steps), backbone, batches, replay)
     trainer = AnswerTrainer(
         backbone,
         Schedule(steps, WARM_UP, "cosine"),
@@ -122,73 +105,6 @@ def finetune(
     )
     callback.run(trainer)
     save_adapter(backbone, out.adapter)
-
-
-def replayed_rows(
-    config: FinetuneConfig, examples: Examples, backbone: Backbone, file: Path, report: StageReport
-) -> list[Example]:
-    """Return the rows to replay: general prompts with base's own answers (arXiv 2602.20162).
-
-    Those that `file` does not have yet are written first, in pieces: a run that breaks off loses one. The
-    prompts come in seeded order. If there are too few, they come again, with other answers.
-    """
-    count = config.replayed(len(examples.encoded))
-    if not count:
-        return []
-    rows = parallel.on_first_worker(partial(read_jsonl, file))
-    order = endless(len(examples.replay), config.seed)
-    prompts = [Prompt(examples.replay[i]) for i in itertools.islice(order, count)]
-    texts, base = KeptTexts(backbone), Teacher(backbone, "base")
-    progress = counted(report, "base writes answers to replay", count, len(rows))
-    for start in range(len(rows), count, REPLAYED_AT_ONCE):
-        piece = prompts[start : start + REPLAYED_AT_ONCE]
-        rollouts = texts.complete(
-            base, piece, progress, max_new_tokens=REPLAYED_TOKENS, seed=config.seed + start
-        )
-        rows += [{"prompt_ids": r.prompt_ids, "completion_ids": r.completion_ids} for r in rollouts]
-        if parallel.rank() == 0:
-            write_atomic(file, "".join(json.dumps(row) + "\n" for row in rows))
-    texts.tell(report.note)
-    return [Example.of(row["prompt_ids"], row["completion_ids"], is_replayed=True) for row in rows]
-
-
-def read_by_base(
-    config: FinetuneConfig, replayed: list[Example], backbone: Backbone, report: StageReport
-) -> BaseStates:
-    """Return base's last hidden states at the answers of replayed rows, by the row's `id`.
-
-    Base says the same of a row in every epoch. Empty if each row comes once, if its states would not fit
-    into `KEPT_STATES`, or if workers share the rows: then base reads the rows of each step.
-    """
-    hidden, dtype = backbone.head_VH.shape[1], backbone.causal_lm.dtype
-    size = sum(len(row.predicting) for row in replayed) * hidden * dtype.itemsize
-    if config.epochs < 2 or size > KEPT_STATES or parallel.worker_count() > 1:
-        return {}
-    states: BaseStates = {}
-    count = counted(report, "base reads rows to replay", len(replayed))
-    ordered = sorted(replayed, key=lambda row: len(row.ids))  # a batch of similar lengths has little padding
-    backbone.causal_lm.eval()
-    for start in range(0, len(ordered), int(config.batch_size)):
-        rows = ordered[start : start + int(config.batch_size)]
-        try:
-            with _precision(backbone), torch.no_grad(), backbone.state("base"):
-                read = answer_states(backbone.causal_lm, rows)
-        except (RuntimeError, MemoryError) as fault:
-            if not is_out_of_memory(fault):
-                raise
-            release()
-            return {}  # steps cut their rows finer
-        parts = read.split([len(row.predicting) for row in rows])
-        for row, part in zip(rows, parts, strict=True):
-            states[id(row)] = part.clone()
-        count(rows)
-    return states
-
-
-def _precision(backbone: Backbone) -> torch.autocast:
-    """Return the context in which the trainer computes: a bf16 base meets its fp32 adapter."""
-    is_half = backbone.causal_lm.dtype == torch.bfloat16
-    return torch.autocast(backbone.device.type, dtype=torch.bfloat16, enabled=is_half)
 
 
 def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:
@@ -238,45 +154,6 @@ def planned_steps(config: FinetuneConfig, rows: int) -> tuple[int, int]:
     return domain, config.replayed(domain) if config.replayed(rows) else 0
 
 
-def lay_out(rows: Sequence[Example], batch_size: int, steps: int, seed: int) -> list[list[Example]]:
-    """Return the rows of each step, epoch after epoch; rows of similar length mostly share a step.
-
-    Otherwise half of a batch of short rows would be padding. Every step has `batch_size` rows: after the last
-    rows of an epoch come the first of the next. The order is fixed beforehand, so that a resumed run draws
-    the same rows as an uninterrupted one.
-    """
-    shuffle = random.Random(seed)
-    lengths = [len(row.ids) for row in rows]
-    order: list[int] = []
-    # Sorted within stretches of fifty batches, as in transformers: similar, not identical, each epoch.
-    stretch = 50 * batch_size
-    while len(order) < steps * batch_size:
-        epoch = list(range(len(rows)))
-        shuffle.shuffle(epoch)
-        starts = range(0, len(epoch), stretch)
-        epoch = [r for i in starts for r in sorted(epoch[i : i + stretch], key=lambda r: lengths[r])]
-        batches = [epoch[i : i + batch_size] for i in range(0, len(epoch), batch_size)]
-        shuffle.shuffle(batches)
-        order += [row for batch in batches for row in batch]
-    starts = range(0, steps * batch_size, batch_size)
-    return [[rows[row] for row in order[start : start + batch_size]] for start in starts]
-
-
-def interleave(domain: list[list[Example]], replayed: list[list[Example]]) -> list[list[Example]]:
-    """Return the domain's and the replayed steps in one order, both spread evenly over the run.
-
-    No step holds both kinds: its loss is the mean over tokens, so base's long answers would outweigh the
-    domain's short ones.
-    """
-    total = len(domain) + len(replayed)
-    batches = []
-    for step in range(total):
-        # Rounded up, so that the domain comes first: a new adapter is base, with nothing to learn from it.
-        done, due = (math.ceil(s * len(domain) / total) for s in (step, step + 1))
-        batches.append(domain[done] if due > done else replayed[step - done])
-    return batches
-
-
 def trainer_arguments(
     config: FinetuneConfig, backbone: Backbone, out: StageDir, steps: int
 ) -> dict[str, Any]:
@@ -312,8 +189,9 @@ def trainer_arguments(
 class StageCallback(TrainerCallback):
     """Writes a trainer's metrics, seals its checkpoints, and lets a signal end it with one."""
 
-    def __init__(self, log: StageLog, backbone: Backbone, batches: list[list[Example]]):
-        self.log, self.backbone, self.batches = log, backbone, batches
+    def __init__(self, log: StageLog, backbone: Backbone, batches: list[list[Example]], replay: Replay):
+        self.log, self.backbone, self.batches, self.replay = log, backbone, batches, replay
+        self.clock = Clock()
         self.interruption = Interruption(log.report)
         self.skipped: int | None = None
         self._base = backbone.checksum()
@@ -347,6 +225,9 @@ class StageCallback(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._step_started = time.perf_counter()
+        if not self.batches[state.global_step]:
+            with self.clock.part("sampling"):
+                self.replay.let_student_write(self.batches[state.global_step])
 
     def on_step_end(self, args, state, control, **kwargs):
         self.interruption.came = parallel.any_worker(self.interruption.came)
@@ -370,10 +251,12 @@ class StageCallback(TrainerCallback):
             values = {key: value for key, value in logs.items() if key != "epoch"}
             seconds = time.perf_counter() - self._step_started
             batch = self.batches[state.global_step - 1]
-            author = "base" if batch[0].is_replayed else "rows"
+            author = self.replay.author if batch[0].is_replayed else "rows"
             stream = "general" if batch[0].is_replayed else "domain"
             graded = sum(len(row.predicting) for row in batch)
             values |= {"stream": stream, "author": author, "answers": len(batch), "graded": graded}
+            if parts := self.clock.take():
+                values["parts"] = parts
             self.log.step(state.global_step, values, sum(len(row.ids) for row in batch), seconds)
 
 
@@ -381,8 +264,8 @@ class AnswerTrainer(SFTTrainer):
     """SFTTrainer that takes planned batches, computes their rows' shared prefix once, and projects answer
     positions only.
 
-    The loss of domain rows is cross-entropy. Replayed rows, whose answers base wrote, are held to base's
-    distribution at every token: the same gradient on average, without the noise of one answer.
+    The loss of domain rows is cross-entropy. Replayed rows are held to base's distribution at every token. If
+    base wrote the answers, that is the same gradient on average, without the noise of one answer.
     """
 
     pieces = 1  # micro-batches per batch; doubled whenever memory runs out
@@ -406,6 +289,7 @@ class AnswerTrainer(SFTTrainer):
         for weight, original in weights.items():
             weight.data = original
         self.backbone, self.schedule, self.base_states = backbone, schedule, base_states
+        self.batches = batches
 
     def create_scheduler(self, num_training_steps, optimizer=None):
         if getattr(self, "lr_scheduler", None) is None:
@@ -416,6 +300,8 @@ class AnswerTrainer(SFTTrainer):
         return 0  # nobody reads it, and it would be counted from tensors
 
     def training_step(self, model, inputs, num_items_in_batch=None):
+        # The loader asks for a step's rows before the student has written them.
+        inputs = inputs or self.batches[self.state.global_step]
         # Each piece divides by the tokens of the whole batch, so that the gradients of all pieces and workers
         # add up to the batch's.
         tokens = sum(len(row.predicting) for row in inputs)

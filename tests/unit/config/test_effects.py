@@ -88,6 +88,7 @@ REWARD = {"reward": {"suite": "instructions_train"}, "keep": "last", "lmbda": 1.
         ({"finetune": DISTILL | {"max_length": 5}}, "finetune.max_length"),
         ({"finetune": DISTILL | {"replay": {"share": 0.1}}}, "finetune.replay"),
         ({"finetune": {"data": "d", "replay": {"share": 0, "prompts": "p"}}}, "finetune.replay.prompts"),
+        ({"finetune": {"data": "d", "replay": {"share": 0, "author": "student"}}}, "finetune.replay.author"),
         ({"start": "runs/x", "finetune": {"data": "d", "lora": {"r": 8}}}, "finetune.lora"),
     ],
 )

@@ -97,5 +97,6 @@ def test_what_cannot_learn_from_them_is_refused(settings, message):
 
 def test_a_finished_run_stays_what_it_was():
     before = {"steps": 5, "lmbda": 0.5}
-    assert meaningful_settings(before | {"given_answers": False}) == before
-    assert meaningful_settings(before | {"given_answers": True}) != before
+    for name, former, other in (("given_answers", False, True), ("author", "base", "student")):
+        assert meaningful_settings(before | {name: former}) == before
+        assert meaningful_settings(before | {name: other}) != before

@@ -42,7 +42,7 @@ def test_rows_tokens_longest_row_and_duplicates_are_counted(plan, tmp_path, load
     assert "questions with several different answers: 1" in notes
 
 
-def test_rows_that_base_will_write_are_named(plan, loaded):
+def test_rows_that_base_or_the_student_will_write_are_named(plan, loaded):
     def shown(*settings: str) -> list[list[str]]:
         (table,) = data_table(plan(*settings))
         return [row for row in table.rows if row[0] == "replayed rows"]
@@ -51,6 +51,8 @@ def test_rows_that_base_will_write_are_named(plan, loaded):
     ((_, said),) = shown("finetune.replay.share=0.5", "finetune.replay.prompts=prompts.jsonl")
     assert said.startswith("12 more: base's answers to ")
     assert said.endswith("/prompts.jsonl; finetune.replay.share=0: none")
+    ((_, said),) = shown("finetune.replay.share=0.5", "finetune.replay.author=student")
+    assert said.startswith("12 more: the student's, new in each epoch, to everyday")
 
 
 def test_one_row_is_shown_as_the_model_sees_it_with_the_learned_part_marked(plan, loaded):

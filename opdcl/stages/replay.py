@@ -1,0 +1,203 @@
+"""Replay: general rows among the domain's. Base or the student writes their answers, and base grades them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from opdcl import parallel
+from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
+from opdcl.data.examples import Example
+from opdcl.distill.kept_texts import KeptTexts
+from opdcl.distill.schedule import endless
+from opdcl.distill.teachers import Teacher
+from opdcl.errors import OpdclError
+from opdcl.model.backbone import Backbone, State
+from opdcl.model.forward import answer_states
+from opdcl.model.memory import is_out_of_memory, release
+from opdcl.rundir.files import read_jsonl, write_atomic
+from opdcl.sampling.rollout import Prompt
+from opdcl.training import StageReport, counted
+
+# Bytes of base's states at replayed answers that are kept: those of some ten thousand rows of a small model.
+KEPT_STATES = 2**30
+
+# Base's last hidden states at the answers of rows, by the row's `id`.
+BaseStates = dict[int, torch.Tensor]
+
+# How many answers are written between two savings.
+REPLAYED_AT_ONCE = 512
+
+
+class Replay:
+    """The replayed steps of a fine-tune: general prompts, with answers of base or of the student.
+
+    Base writes once, before the first step (arXiv 2602.20162). The student writes anew in each epoch, when
+    its first step begins; until then the epoch's `batches` are empty. `file` keeps the rows, so that a
+    resumed run learns from the same ones. The prompts come in seeded order. If there are too few, they come
+    again, with other answers.
+    """
+
+    def __init__(
+        self,
+        config: FinetuneConfig,
+        prompts: Sequence[list[int]],
+        steps: int,
+        backbone: Backbone,
+        file: Path,
+        report: StageReport,
+    ):
+        self.config, self.prompts, self.backbone = config, prompts, backbone
+        self.file, self.report = file, report
+        self.author = config.replay.author
+        self.batches: list[list[Example]] = [[] for _ in range(steps)]
+        found = parallel.on_first_worker(partial(read_jsonl, file)) if steps else []
+        # What another author wrote is no answer of this one.
+        self._rows = [row for row in found if ("epoch" in row) == (self.author == "student")]
+
+    def let_base_write(self, count: int) -> list[Example]:
+        """Fill all steps with `count` rows, epoch after epoch, and return these; base writes them first."""
+        self._write("base", 0, count)
+        return self._fill(self.batches, 0, count)
+
+    def let_student_write(self, batch: list[Example]) -> None:
+        """Fill the steps of the epoch to which an empty batch belongs, each row once.
+
+        The student writes the answers that are missing, as it is now, without dropout.
+
+        Raises:
+            OpdclError: The epoch is under way, and rows of its beginning are missing: no student writes them.
+        """
+        number = next(i for i, own in enumerate(self.batches) if own is batch)
+        of_epoch = math.ceil(len(self.batches) / self.config.epochs)
+        first = number - number % of_epoch
+        epoch = self.batches[first : first + of_epoch]
+        size = int(self.config.batch_size)
+        start, end = first * size, (first + len(epoch)) * size
+        if len(self._rows) < (start if number == first else end):
+            message = f"{self.file} lacks answers that the student has written in an earlier step"
+            hint = f"restore the file, or remove {self.file.parent}: the same command then repeats the stage"
+            raise OpdclError(message, hint)
+        model = self.backbone.causal_lm
+        was_training = model.training
+        model.eval()
+        release()  # sampling takes what the steps have left
+        self._write("student", start, end, epoch=first // of_epoch + 1)
+        model.train(was_training)
+        self._fill(epoch, start, end)
+
+    def _write(self, author: State, start: int, end: int, **about: int) -> None:
+        """Let a state write those of the rows from `start` to `end` that the file does not have yet.
+
+        It writes in pieces: a run that breaks off loses one.
+        """
+        order = itertools.islice(endless(len(self.prompts), self.config.seed), end)
+        prompts = [Prompt(self.prompts[i]) for i in order]
+        texts, writer = KeptTexts(self.backbone), Teacher(self.backbone, author)
+        what, done = f"{author} writes answers to replay", len(self._rows) - start
+        progress = counted(self.report, what, end - start, min(done, end - start))
+        for begin in range(len(self._rows), end, REPLAYED_AT_ONCE):
+            piece = prompts[begin : begin + REPLAYED_AT_ONCE]
+            seed = self.config.seed + begin
+            rollouts = texts.complete(writer, piece, progress, max_new_tokens=REPLAYED_TOKENS, seed=seed)
+            for rollout in rollouts:
+                row = {"prompt_ids": rollout.prompt_ids, "completion_ids": rollout.completion_ids}
+                self._rows.append(row | about)
+            if parallel.rank() == 0:
+                write_atomic(self.file, "".join(json.dumps(row) + "\n" for row in self._rows))
+        texts.tell(self.report.note)
+
+    def _fill(self, batches: list[list[Example]], start: int, end: int) -> list[Example]:
+        """Lay out some rows in some of the steps, and return them."""
+        rows = []
+        for row in self._rows[start:end]:
+            rows.append(Example.of(row["prompt_ids"], row["completion_ids"], is_replayed=True))
+        size = int(self.config.batch_size)
+        for batch, laid_out in zip(batches, lay_out(rows, size, len(batches), self.config.seed), strict=True):
+            batch += laid_out
+        return rows
+
+
+def lay_out(rows: Sequence[Example], batch_size: int, steps: int, seed: int) -> list[list[Example]]:
+    """Return the rows of each step, epoch after epoch; rows of similar length mostly share a step.
+
+    Otherwise half of a batch of short rows would be padding. Every step has `batch_size` rows: after the last
+    rows of an epoch come the first of the next. The order is fixed beforehand, so that a resumed run draws
+    the same rows as an uninterrupted one.
+    """
+    shuffle = random.Random(seed)
+    lengths = [len(row.ids) for row in rows]
+    order: list[int] = []
+    # Sorted within stretches of fifty batches, as in transformers: similar, not identical, each epoch.
+    stretch = 50 * batch_size
+    while len(order) < steps * batch_size:
+        epoch = list(range(len(rows)))
+        shuffle.shuffle(epoch)
+        starts = range(0, len(epoch), stretch)
+        epoch = [r for i in starts for r in sorted(epoch[i : i + stretch], key=lambda r: lengths[r])]
+        batches = [epoch[i : i + batch_size] for i in range(0, len(epoch), batch_size)]
+        shuffle.shuffle(batches)
+        order += [row for batch in batches for row in batch]
+    starts = range(0, steps * batch_size, batch_size)
+    return [[rows[row] for row in order[start : start + batch_size]] for start in starts]
+
+
+def interleave(domain: list[list[Example]], replayed: list[list[Example]]) -> list[list[Example]]:
+    """Return the domain's and the replayed steps in one order, both spread evenly over the run.
+
+    No step holds both kinds: its loss is the mean over tokens, so base's long answers would outweigh the
+    domain's short ones.
+    """
+    total = len(domain) + len(replayed)
+    batches = []
+    for step in range(total):
+        # Rounded up, so that the domain comes first: a new adapter is base, with nothing to learn from it.
+        done, due = (math.ceil(s * len(domain) / total) for s in (step, step + 1))
+        batches.append(domain[done] if due > done else replayed[step - done])
+    return batches
+
+
+def read_by_base(
+    config: FinetuneConfig, replayed: list[Example], backbone: Backbone, report: StageReport
+) -> BaseStates:
+    """Return base's last hidden states at the answers of replayed rows, by the row's `id`.
+
+    Base says the same of a row in every epoch. Empty if each row comes once, if the states would not fit
+    into `KEPT_STATES`, or if workers share the rows: then base reads the rows of each step.
+    """
+    hidden, dtype = backbone.head_VH.shape[1], backbone.causal_lm.dtype
+    size = sum(len(row.predicting) for row in replayed) * hidden * dtype.itemsize
+    if not replayed or config.epochs < 2 or size > KEPT_STATES or parallel.worker_count() > 1:
+        return {}
+    states: BaseStates = {}
+    count = counted(report, "base reads rows to replay", len(replayed))
+    ordered = sorted(replayed, key=lambda row: len(row.ids))  # a batch of similar lengths has little padding
+    backbone.causal_lm.eval()
+    for start in range(0, len(ordered), int(config.batch_size)):
+        rows = ordered[start : start + int(config.batch_size)]
+        try:
+            with _precision(backbone), torch.no_grad(), backbone.state("base"):
+                read = answer_states(backbone.causal_lm, rows)
+        except (RuntimeError, MemoryError) as fault:
+            if not is_out_of_memory(fault):
+                raise
+            release()
+            return {}  # steps cut their rows finer
+        parts = read.split([len(row.predicting) for row in rows])
+        for row, part in zip(rows, parts, strict=True):
+            states[id(row)] = part.clone()
+        count(rows)
+    return states
+
+
+def _precision(backbone: Backbone) -> torch.autocast:
+    """Return the context in which the trainer computes: a bf16 base meets its fp32 adapter."""
+    is_half = backbone.causal_lm.dtype == torch.bfloat16
+    return torch.autocast(backbone.device.type, dtype=torch.bfloat16, enabled=is_half)
