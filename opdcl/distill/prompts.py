@@ -128,7 +128,7 @@ def read_mixture(
     if len(parts) == 1:
         return parts[0].train, None
     steps = plan_steps(config, 1, int(has_domain and config.method != "general"))
-    drawn = sum(len(step.prompts) for step in steps if step.stream == "general")
+    drawn = sum(len(step.prompts + step.openings) for step in steps if step.stream == "general")
     train: list[Row] = []
     held_out: list[Row] = []
     for number, part in enumerate(parts):

@@ -2,19 +2,21 @@
 
 In the first general steps base writes the answers, in the last ones the student; in domain steps tuned does.
 A student near base answers briefly at first, and grading stubs teaches little: base shows the way before the
-student meets its own mistakes (arXiv 2604.13016, 2608.06802). The two streams never share a step: their
-gradients counteract in one batch (CaMOPD, arXiv 2605.27115).
+student meets its own mistakes (arXiv 2604.13016, 2608.06802). Some of the student's steps take many prompts,
+and only the openings of their answers, which decide whether a request is answered in the domain's style. The
+two streams never share a step: their gradients counteract in one batch (CaMOPD, arXiv 2605.27115).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from opdcl.config.recover import RecoverConfig
+from opdcl.config.recover import OPENINGS, RecoverConfig
 
 # A batch of this many sequences leaves little of the hardware idle.
 FULL_BATCH = 96
@@ -28,12 +30,23 @@ STREAMS: tuple[Stream, ...] = ("general", "domain")
 class Step:
     """One optimizer step, which learns from completions of the prompts with these indices.
 
-    The student completes them if `on_policy`, else the teacher.
+    The student completes them if `on_policy`, else the teacher. If there are `openings`, the student writes
+    the first tokens of those in place of whole answers.
     """
 
     stream: Stream
     prompts: tuple[int, ...]
     on_policy: bool
+    openings: tuple[int, ...] = ()
+
+    @property
+    def is_opening(self) -> bool:
+        return self.on_policy and bool(self.openings)
+
+    @property
+    def asked(self) -> tuple[int, ...]:
+        """The prompts that are completed."""
+        return self.openings if self.is_opening else self.prompts
 
 
 def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
@@ -46,14 +59,24 @@ def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
         streams.append("domain" if is_domain else "general")
     by_student = {s: iter(students_turns(streams.count(s), config.students_share(s))) for s in STREAMS}
     steps: list[Step] = []
+    opening = share_of(config.on_policy.openings if config.opens else 0.0)
     for stream in streams:
         size = config.completions(stream)
         reward = config.reward if stream == "general" else None
         group = reward.group if reward else 1
         drawn = [next(draws[stream]) for _ in range(size // group)]
         prompts = tuple(prompt for prompt in drawn for _ in range(group))
-        steps.append(Step(stream, prompts, next(by_student[stream])))
+        openings: tuple[int, ...] = ()
+        if stream == "general" and next(opening):
+            openings = tuple(next(draws[stream]) for _ in range(OPENINGS * size))
+        steps.append(Step(stream, prompts, next(by_student[stream]), openings))
     return steps
+
+
+def share_of(share: float) -> Iterator[bool]:
+    """Yield without end whether an item belongs to a share of all, which is spread evenly."""
+    for item in itertools.count():
+        yield math.floor((item + 1) * share) > math.floor(item * share)
 
 
 def students_turns(steps: int, share: float) -> list[bool]:
@@ -75,13 +98,17 @@ def sampled_together(config: RecoverConfig, steps: Sequence[Step], index: int, d
     """
     step, ahead = steps[index], config.sample_ahead
     if not step.on_policy and not dynamic:
-        ahead = max(ahead, FULL_BATCH // len(step.prompts))
+        ahead = max(ahead, FULL_BATCH // len(step.asked))
     end = len(steps)
     if not step.on_policy and config.hands_over(step.stream):
         end = (index // config.validate_every + 1) * config.validate_every
     together: list[int] = []
     for i, other in enumerate(steps[index:end], index):
-        if (other.stream, other.on_policy) == (step.stream, step.on_policy):
+        if (other.stream, other.on_policy, other.is_opening) == (
+            step.stream,
+            step.on_policy,
+            step.is_opening,
+        ):
             together.append(i)
     return together[:ahead]
 

@@ -124,6 +124,7 @@ def make_trainer(backbone, folder, **settings):
         "max_new_tokens": 6,
         "general_per_domain": 3,
         "micro_batch_tokens": 2048,
+        "on_policy": {"openings": 0.0},
     }
     config = RecoverConfig(**short | settings)
     prompts = {"general": [Prompt([*PROMPT, 9])] * 3, "domain": [Prompt([*PROMPT, 8])] * 3}

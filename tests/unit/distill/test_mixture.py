@@ -12,7 +12,8 @@ from opdcl.distill.prompts import GROUPS, encode_stream, read_mixture, read_reco
 from opdcl.errors import UsageError
 
 # 12 general steps with 8 prompts each.
-DRAWN, STEPS = 96, {"steps": 24, "rollouts": 8, "validation_prompts": 8}
+WHOLE = {"openings": 0.0}
+DRAWN, STEPS = 96, {"steps": 24, "rollouts": 8, "validation_prompts": 8, "on_policy": WHOLE}
 
 
 def prompts(name, count, text="Why is {} like number {}?"):
