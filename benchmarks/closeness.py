@@ -33,8 +33,8 @@ from opdcl.results import closeness as results
 from opdcl.results.intervals import ratio
 from opdcl.results.plain import as_json
 from opdcl.rundir.layout import RunDir
-from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.stages import answers, closeness
+from opdcl.types import Prompt, Rollout
 
 # Prompt, answer so far, log-probabilities of base -> those of the spoilt model.
 Rule = Callable[[list[int], list[int], torch.Tensor], torch.Tensor]

@@ -25,8 +25,8 @@ import opdcl.distill.grading as grading
 from opdcl.config.load import load
 from opdcl.config.model import ModelConfig
 from opdcl.console import Output
+from opdcl.data.prompts import encode_prompts, read_recovery_source
 from opdcl.distill.losses import token_losses
-from opdcl.distill.prompts import encode_prompts, read_recovery_source
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_json, read_jsonl
@@ -114,7 +114,7 @@ def case(adapter: Path, spoil: Callable[[Backbone], Any] | None, settings: dict[
             with (spoil and spoil(backbone)) or contextlib.nullcontext():
                 source = read_recovery_source(config)
                 prompts = encode_prompts(config, source, backbone.tokenizer, backbone.context_length)
-                recover(config, source, prompts, backbone, adapter, out, line)
+                recover(config, prompts, backbone, adapter, out, line)
         except OpdclError as fault:
             ends = fault.message
         rows, kept = list(read_jsonl(out.metrics)), out.trainer / "best" / "validation.json"

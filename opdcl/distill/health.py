@@ -19,8 +19,8 @@ from opdcl.errors import OpdclError, UsageError
 from opdcl.repetition import repetition
 from opdcl.rundir.layout import StageDir
 from opdcl.rundir.records import read_metrics
-from opdcl.sampling.rollout import Rollout
 from opdcl.training import StageLog
+from opdcl.types import Rollout
 
 if TYPE_CHECKING:
     from opdcl.distill.checkpoints import StudentOptimizer

@@ -17,8 +17,8 @@ from opdcl.model.architecture import architecture
 from opdcl.model.backbone import Backbone, State
 from opdcl.model.compatibility import HINT, PROBES, check_same_tokenizer
 from opdcl.model.load import eos_ids, load_base, load_tokenizer
-from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.server import Server
+from opdcl.types import Prompt, Rollout
 
 # Nats per token by which a model may differ from its copy on a server: between rounding and another model.
 SAME_MODEL = 0.3

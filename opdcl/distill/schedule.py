@@ -11,29 +11,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from opdcl.config.recover import RecoverConfig
+from opdcl.types import STREAMS, Step, Stream
 
 # A batch of this many sequences leaves little of the hardware idle.
 FULL_BATCH = 96
-
-Stream = Literal["general", "domain"]
-
-STREAMS: tuple[Stream, ...] = ("general", "domain")
-
-
-@dataclass(frozen=True)
-class Step:
-    """One optimizer step, which learns from completions of the prompts with these indices.
-
-    The student completes them if `on_policy`, else the teacher.
-    """
-
-    stream: Stream
-    prompts: tuple[int, ...]
-    on_policy: bool
 
 
 def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:

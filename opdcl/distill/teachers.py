@@ -30,15 +30,14 @@ import torch
 from transformers import PreTrainedModel
 
 from opdcl import parallel
-from opdcl.data.examples import Example
 from opdcl.model.backbone import Backbone, State
 from opdcl.model.distributions import HiddenStates, Served, TeacherDistribution, join
 from opdcl.model.forward import answer_states
 from opdcl.model.lora import parts
-from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.sample import sample
 from opdcl.sampling.server import Server
 from opdcl.training import save_adapter
+from opdcl.types import Example, Prompt, Rollout
 
 
 class Teacher:

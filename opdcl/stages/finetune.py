@@ -24,14 +24,11 @@ from transformers import PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from opdcl import parallel
-from opdcl.config.finetune import REPLAYED_TOKENS, SHOWN_ANSWER, WARM_UP, FinetuneConfig
-from opdcl.config.recover import MOST_COMPLETIONS, OnPolicySection, RecoverConfig
-from opdcl.config.section import LARGEST, MOST_STEPS
-from opdcl.config.teacher import LossSection, TeacherSection
-from opdcl.data.examples import Example, Examples
+from opdcl.config.finetune import REPLAYED_TOKENS, WARM_UP, FinetuneConfig
+from opdcl.config.section import LARGEST
+from opdcl.config.teacher import LossSection
 from opdcl.distill.kept_texts import KeptTexts
 from opdcl.distill.losses import cross_entropy, token_losses
-from opdcl.distill.prompts import encode_prompts, read_recovery_source
 from opdcl.distill.schedule import endless
 from opdcl.distill.teachers import Teacher
 from opdcl.errors import Interrupted, OpdclError, UsageError
@@ -42,8 +39,6 @@ from opdcl.model.memory import is_out_of_memory, release
 from opdcl.rundir.files import read_jsonl, write_atomic
 from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import StageDir
-from opdcl.sampling.rollout import Prompt
-from opdcl.stages.recover import recover
 from opdcl.training import (
     CHECKPOINTS,
     LONGEST_GRADIENT,
@@ -58,6 +53,7 @@ from opdcl.training import (
     save_adapter,
     steps_done,
 )
+from opdcl.types import Example, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -73,30 +69,22 @@ REPLAYED_AT_ONCE = 512
 
 def finetune(
     config: FinetuneConfig,
-    examples: Examples,
+    rows: Sequence[Example],
+    replay: Sequence[list[int]],
     backbone: Backbone,
     start: Path | None,
     out: StageDir,
     report: StageReport,
 ) -> None:
-    """Train the adapter in `start`, or a new one, on the examples; resume from the stage's last checkpoint.
+    """Train the adapter in `start`, or a new one, on rows; resume from the stage's last checkpoint.
 
-    Method `self-distill` is the recovery loop with another teacher: an EMA copy of the student, shown the
-    reference answer, grades the student's completions (SDFT, arXiv 2601.19897, algorithm 1).
+    `replay` holds the token ids of the prompts that base answers for replay.
     """
-    if config.method == "self-distill":
-        start = start or out.path / "start"
-        if not start.exists():
-            backbone.new_adapter(config.lora, config.seed)
-            save_adapter(backbone, start)
-        recovery = as_distillation(config, len(examples.rows))
-        source = read_recovery_source(recovery, lambda *_: examples.rows)
-        prompts = encode_prompts(recovery, source, backbone.tokenizer, backbone.context_length)
-        recover(recovery, source, prompts, backbone, start, out, report)
-        return
-    domain_steps, replay_steps = planned_steps(config, len(examples.encoded))
+    domain_steps, replay_steps = planned_steps(config, len(rows))
     steps = domain_steps + replay_steps
-    replayed = replayed_rows(config, examples, backbone, out.replay, report) if replay_steps else []
+    replayed: list[Example] = []
+    if replay_steps:
+        replayed = replayed_rows(config, config.replayed(len(rows)), replay, backbone, out.replay, report)
     if config.replays and not replay_steps:
         report.note("so few rows, with so small a share, make no step of replayed rows: nothing is replayed")
     if start:
@@ -106,7 +94,7 @@ def finetune(
     else:
         model = backbone.new_adapter(config.lora, config.seed)
     batches = interleave(
-        lay_out(examples.encoded, config.batch_size, domain_steps, config.seed),
+        lay_out(rows, config.batch_size, domain_steps, config.seed),
         lay_out(replayed, config.batch_size, replay_steps, config.seed),
     )
     base_states = read_by_base(config, replayed, backbone, report)
@@ -125,19 +113,21 @@ def finetune(
 
 
 def replayed_rows(
-    config: FinetuneConfig, examples: Examples, backbone: Backbone, file: Path, report: StageReport
+    config: FinetuneConfig,
+    count: int,
+    replay: Sequence[list[int]],
+    backbone: Backbone,
+    file: Path,
+    report: StageReport,
 ) -> list[Example]:
-    """Return the rows to replay: general prompts with base's own answers (arXiv 2602.20162).
+    """Return `count` rows to replay: general prompts with base's own answers (arXiv 2602.20162).
 
     Those that `file` does not have yet are written first, in pieces: a run that breaks off loses one. The
     prompts come in seeded order. If there are too few, they come again, with other answers.
     """
-    count = config.replayed(len(examples.encoded))
-    if not count:
-        return []
     rows = parallel.on_first_worker(partial(read_jsonl, file))
-    order = endless(len(examples.replay), config.seed)
-    prompts = [Prompt(examples.replay[i]) for i in itertools.islice(order, count)]
+    order = endless(len(replay), config.seed)
+    prompts = [Prompt(replay[i]) for i in itertools.islice(order, count)]
     texts, base = KeptTexts(backbone), Teacher(backbone, "base")
     progress = counted(report, "base writes answers to replay", count, len(rows))
     for start in range(len(rows), count, REPLAYED_AT_ONCE):
@@ -189,35 +179,6 @@ def _precision(backbone: Backbone) -> torch.autocast:
     """Return the context in which the trainer computes: a bf16 base meets its fp32 adapter."""
     is_half = backbone.causal_lm.dtype == torch.bfloat16
     return torch.autocast(backbone.device.type, dtype=torch.bfloat16, enabled=is_half)
-
-
-def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:
-    """Return self-distillation as a recovery: domain steps only, an EMA copy as teacher.
-
-    Raises:
-        UsageError: There are too many steps.
-    """
-    steps, _ = planned_steps(config, rows)
-    if steps > MOST_STEPS or steps * config.batch_size > MOST_COMPLETIONS:
-        message = f"{rows} rows in {config.epochs:g} epochs are {steps} steps of self-distillation"
-        raise UsageError(f"{message}, more than can be planned", "lower finetune.epochs, or take fewer rows")
-    return RecoverConfig(
-        general=None,
-        general_per_domain=0,
-        domain=config.data,
-        steps=steps,
-        lmbda=1.0,  # a teacher that sees the answer would write it: then this is imitation
-        on_policy=OnPolicySection(domain=True),
-        rollouts=config.batch_size,
-        micro_batch_tokens=2048,
-        max_new_tokens=config.self_distill.max_new_tokens,
-        domain_teacher="average",
-        teachers={"average": TeacherSection(kind="ema", context=SHOWN_ANSWER)},
-        learning_rate=config.learning_rate,
-        validate_every=config.save_steps,
-        keep="last",
-        seed=config.seed,
-    )
 
 
 def planned_steps(config: FinetuneConfig, rows: int) -> tuple[int, int]:

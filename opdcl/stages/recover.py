@@ -24,10 +24,8 @@ from opdcl.distill.checkpoints import Checkpoints, StudentOptimizer
 from opdcl.distill.grading import Grader, Sums, kl_by_route
 from opdcl.distill.health import check_turn_end
 from opdcl.distill.make_teacher import make_teacher, reach_own_model
-from opdcl.distill.prompts import Prompts, RecoverySource
-from opdcl.distill.reward import Reward
 from opdcl.distill.rollout_queue import RolloutQueue, StepRollouts
-from opdcl.distill.schedule import STREAMS, Stream, plan_steps
+from opdcl.distill.schedule import plan_steps
 from opdcl.distill.teachers import EmaTeacher, ServedStudent, Teacher, Teachers
 from opdcl.distill.validation import Validation
 from opdcl.errors import Interrupted, OpdclError
@@ -37,9 +35,16 @@ from opdcl.repetition import repetition
 from opdcl.rundir.files import folder_appears_whole
 from opdcl.rundir.hashes import SEAL, damage
 from opdcl.rundir.layout import StageDir
-from opdcl.sampling.rollout import Prompt
 from opdcl.sampling.sample import pick_engine
 from opdcl.training import Clock, Interruption, StageLog, StageReport, is_finite, last_checkpoint, steps_done
+from opdcl.types import STREAMS, Judge, Prompt, Prompts, Stream
+
+
+@dataclass(frozen=True)
+class Provided:
+    """What a recovery is given besides prompts and models, where its settings ask for it."""
+
+    reward: Judge | None = None
 
 
 @dataclass
@@ -58,17 +63,16 @@ class Recovery:
 
 def recover(
     config: RecoverConfig,
-    source: RecoverySource,
     prompts: dict[Stream, Prompts],
     backbone: Backbone,
     tuned: Path,
     out: StageDir,
     report: StageReport,
+    provided: Provided = Provided(),
 ) -> None:
     """Train the tuned adapter towards base on general prompts, and hold it to tuned on domain prompts.
 
-    `prompts` are those of the source as token ids. This resumes from the stage's last checkpoint, if there is
-    one.
+    This resumes from the stage's last checkpoint, if there is one.
     """
     if config.method == "replay":
         imitation = config.loss.model_copy(update={"kind": "cross_entropy"})
@@ -79,7 +83,7 @@ def recover(
     backbone.load_adapter(tuned, "tuned")
     # Without dropout: with it, the model that is graded would not be the one that wrote the completions.
     backbone.causal_lm.eval()
-    with _recovery(config, source, prompts, backbone, tuned, out, report) as recovery:
+    with _recovery(config, prompts, backbone, tuned, out, report, provided) as recovery:
         if config.method == "interpolate":
             recovery.validation.keep_start()
         else:
@@ -181,12 +185,12 @@ def step_metrics(batch: StepRollouts, sums: Sums) -> dict[str, float]:
 @contextlib.contextmanager
 def _recovery(
     config: RecoverConfig,
-    source: RecoverySource,
     prompts: dict[Stream, Prompts],
     backbone: Backbone,
     tuned: Path,
     out: StageDir,
     report: StageReport,
+    provided: Provided,
 ) -> Iterator[Recovery]:
     """Yield a recovery with its prompts, teachers and schedule; afterwards the teachers' servers are left."""
     train = {stream: of_stream.train for stream, of_stream in prompts.items()}
@@ -205,17 +209,12 @@ def _recovery(
         if config.method == "general":
             train["domain"] = []
         steps = plan_steps(config, len(train["general"]), len(train["domain"]))
-        reward = None
-        if config.reward:
-            context, rows = config.teacher_of("general").context, source.rows["general"]
-            reward = Reward(config.reward, source.reward_task, rows, backbone, context, report.note)
-        queue = RolloutQueue(config, steps, train, student, teachers, report, reward)
+        queue = RolloutQueue(config, steps, train, student, teachers, report, provided.reward)
         clock = Clock()
         grader = Grader(backbone, config, teachers, clock)
         log = StageLog(report, out, config.steps)
         validation = Validation(config, grader, queue, held_out, out, log)
-        if held_out["general"]:
-            validation.question = source.question_of(held_out["general"][0], "general")
+        validation.question = prompts["general"].question
         yield Recovery(config, backbone, grader, queue, validation, out, log, clock)
 
 

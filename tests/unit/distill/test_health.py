@@ -12,8 +12,8 @@ from opdcl.errors import OpdclError, UsageError
 from opdcl.repetition import repetition
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.training import StageLog
+from opdcl.types import Prompt, Rollout
 
 BASE = Writing(length=40.0, ended=0.8, repetition=0.02)
 TUNED = Writing(length=9.0, ended=1.0, repetition=0.05)

@@ -24,9 +24,9 @@ from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates, TopTokens, join
 from opdcl.rundir.files import read_jsonl
-from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.server import KEY, Server, _key_of, check_access
 from opdcl.stages.evaluate import BackboneLM
+from opdcl.types import Prompt, Rollout
 
 K = SERVED_TOKENS
 ROLLOUTS = [
