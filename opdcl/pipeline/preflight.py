@@ -327,7 +327,7 @@ def system_note(job: Job, used: str | None) -> str:
 
 
 def _check_turn_end(job: Job) -> None:
-    from opdcl.distill.health import check_turn_end
+    from opdcl.data.chat import check_turn_end
     from opdcl.model.load import declared_eos_ids
 
     check_turn_end(job.tokenizer, declared_eos_ids(job.workflow.model, job.tokenizer))

@@ -22,7 +22,6 @@ from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
 from opdcl.distill.checkpoints import Checkpoints, StudentOptimizer
 from opdcl.distill.grading import Grader, Sums, kl_by_route
-from opdcl.distill.health import check_turn_end
 from opdcl.distill.make_teacher import make_teacher, reach_own_model
 from opdcl.distill.rollout_queue import RolloutQueue, StepRollouts
 from opdcl.distill.schedule import plan_steps
@@ -77,7 +76,6 @@ def recover(
     if config.method == "replay":
         imitation = config.loss.model_copy(update={"kind": "cross_entropy"})
         config = config.model_copy(update={"loss": imitation})
-    check_turn_end(backbone.tokenizer, backbone.eos_ids)
     backbone.drop_adapters()
     backbone.load_adapter(tuned, "student", trainable=True)
     backbone.load_adapter(tuned, "tuned")

@@ -7,7 +7,8 @@ import pytest
 import torch
 from helpers.recovering import Silent, run, short_recovery, train
 
-from opdcl.distill.health import Health, Writing, check_turn_end, drift, writing_sign
+from opdcl.data.chat import check_turn_end
+from opdcl.distill.health import Health, Writing, drift, writing_sign
 from opdcl.errors import OpdclError, UsageError
 from opdcl.repetition import repetition
 from opdcl.rundir.files import read_jsonl
