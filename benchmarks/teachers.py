@@ -24,8 +24,8 @@ from opdcl.config.teacher import LossSection, TeacherSection
 from opdcl.data.prompts import encode_stream, read_recovery_source
 from opdcl.data.rows import Row
 from opdcl.distill.losses import token_losses
-from opdcl.distill.make_teacher import make_teacher
 from opdcl.distill.teachers import EmaTeacher, Teacher, TrustRegionTeacher
+from opdcl.distill.teachers_elsewhere import make_teacher
 from opdcl.model.backbone import Backbone
 from opdcl.sampling.sample import sample
 from opdcl.types import Prompt, Rollout

@@ -276,8 +276,9 @@ class Session:
                 start = find_adapter(workflow.start) if workflow.start else None
                 if task.name == "recover":
                     tuned = run.adapters()["tuned"]
-                    more = provided(workflow.recover, job.recovery, backbone, line.note)
-                    recover(workflow.recover, job.prompts, backbone, tuned, stage, line, more)
+                    config, prompts = workflow.recover, job.prompts
+                    with provided(config, job.recovery, prompts, backbone, stage, line.note) as more:
+                        recover(config, prompts, backbone, tuned, stage, line, more)
                 elif workflow.finetune.method == "self-distill":
                     self_distill(workflow.finetune, *job.self_distillation, backbone, start, stage, line)
                 else:

@@ -51,8 +51,8 @@ def recover_rows(config, backbone, tuned, out, report):
     """Recover on the rows that the settings name."""
     source = read_recovery_source(config)
     prompts = encode_prompts(config, source, backbone.tokenizer, backbone.context_length)
-    more = provided(config, source, backbone, report.note)
-    recover(config, prompts, backbone, tuned, out, report, more)
+    with provided(config, source, prompts, backbone, out, report.note) as more:
+        recover(config, prompts, backbone, tuned, out, report, more)
 
 
 def train(backbone, folder, name, config, stop=None):
@@ -65,6 +65,7 @@ def train(backbone, folder, name, config, stop=None):
 
     shutil.rmtree(texts_folder(), ignore_errors=True)  # what it samples itself is what is tested
     out = StageDir(folder / name)
+    backbone.drop_adapters()
     fresh = Backbone(backbone.causal_lm, backbone.tokenizer, backbone.base_lm)
     try:
         recover_rows(config, fresh, folder / "tuned", out, StopAt())

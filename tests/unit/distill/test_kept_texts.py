@@ -12,7 +12,8 @@ from helpers.scripts import load_script
 
 from opdcl.distill import kept_texts
 from opdcl.distill.kept_texts import KeptTexts, texts_folder
-from opdcl.distill.teachers import EmaTeacher, SecondModel, Teacher, TrustRegionTeacher
+from opdcl.distill.teachers import EmaTeacher, Teacher, TrustRegionTeacher
+from opdcl.distill.teachers_elsewhere import SecondModel
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.hashes import hash_value
