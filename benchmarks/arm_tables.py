@@ -218,9 +218,8 @@ def reached() -> str:
     for name, (arm, state) in models.items():
         rows = arms[arm]
         near = fmean(row["closeness"]["distance"][state]["value"] for row in rows)
-        skill, domain = (
-            fmean(scores(rows, suite, state)) for suite in ("instructions_quick", "handbook_quick")
-        )
+        suites = ("instructions_quick", "handbook_quick")
+        skill, domain = (fmean(scores(rows, suite, state)) for suite in suites)
         end = "" if state == end_of(rows[0]) else state
         table.append([name, f"{skill:.0f} %", f"{domain:.0f} %", f"{near:.2f}", *effort(rows, end)])
     columns = [f"model, {seeds_of(len(arms['half']))}", "instructions followed", "handbook known"]

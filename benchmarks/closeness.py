@@ -33,8 +33,8 @@ from opdcl.results import closeness as results
 from opdcl.results.intervals import ratio
 from opdcl.results.plain import as_json
 from opdcl.rundir.layout import RunDir
-from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.stages import answers, closeness
+from opdcl.types import Prompt, Rollout
 
 # Prompt, answer so far, log-probabilities of base -> those of the spoilt model.
 Rule = Callable[[list[int], list[int], torch.Tensor], torch.Tensor]
@@ -96,9 +96,8 @@ def spoilt(rule: Rule) -> Iterator[None]:
         cache, ids, mask = None, *padded([p.ids for p in prompts], eos_ids[0])
         for step in range(max_new_tokens):
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-            found = model(
-                ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-            )
+            places = {"attention_mask": mask, "position_ids": positions}
+            found = model(ids, past_key_values=cache, use_cache=True, **places)
             cache, log_p = found.past_key_values, found.logits[:, -1].float().log_softmax(-1)
             drawn = []
             for rollout, row, u in zip(rollouts, log_p, uniform[:, step], strict=True):

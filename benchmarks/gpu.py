@@ -26,8 +26,8 @@ from speed import floor, load_model, machine_rates, measure, prompt_ids, start_a
 from opdcl.config.finetune import LoraSection
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_json
-from opdcl.sampling.rollout import Prompt
 from opdcl.sampling.sample import sample
+from opdcl.types import Prompt
 
 EMBEDDED = "smollm2-135m"
 # What is wanted of each arm, and what vLLM does where that is published: 8B on one H100, in the ML.ENERGY

@@ -43,22 +43,23 @@ from opdcl.config.model import ModelConfig, ServerSection
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import LossSection
 from opdcl.config.workflow import Workflow
+from opdcl.data.prompts import encode_prompts, encode_stream, read_recovery_source
 from opdcl.data.suites import load_suite
 from opdcl.distill.losses import token_losses
-from opdcl.distill.make_teacher import reach_server
-from opdcl.distill.prompts import encode_prompts, encode_stream, read_recovery_source
-from opdcl.distill.teachers import ServedStudent, Teacher
+from opdcl.distill.teachers import Teacher
+from opdcl.distill.teachers_elsewhere import ServedStudent, reach_server
 from opdcl.model.backbone import Backbone
 from opdcl.results.plain import as_json
 from opdcl.results.stats import mean
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import RunDir, StageDir
-from opdcl.sampling.rollout import Rollout
 from opdcl.sampling.sample import sample
 from opdcl.sampling.server import Server
 from opdcl.stages.evaluate import evaluate
+from opdcl.stages.provide import provided
 from opdcl.stages.recover import recover
 from opdcl.training import StageReport
+from opdcl.types import Rollout
 
 IN_FLIGHT = (1, 8, 32)
 
@@ -191,7 +192,8 @@ def compare_teachers(served: Served, options: argparse.Namespace, folder: Path) 
         began, out = time.monotonic(), StageDir(folder / told.name.replace(" ", "-"))
         source = read_recovery_source(config)
         prompts = encode_prompts(config, source, backbone.tokenizer, backbone.context_length)
-        recover(config, source, prompts, backbone, options.adapter, out, told)
+        with provided(config, source, prompts, backbone, out, told.note) as more:
+            recover(config, prompts, backbone, options.adapter, out, told, more)
         seconds[told.name] = round(time.monotonic() - began, 1)
         kl[told.name] = whole_kl(backbone, out.adapter, texts)
     outage["notes"] = [note for note in interrupted.notes if "waiting" in note]

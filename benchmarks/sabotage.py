@@ -25,8 +25,9 @@ import opdcl.distill.grading as grading
 from opdcl.config.load import load
 from opdcl.config.model import ModelConfig
 from opdcl.console import Output
+from opdcl.data.chat import check_turn_end
+from opdcl.data.prompts import encode_prompts, read_recovery_source
 from opdcl.distill.losses import token_losses
-from opdcl.distill.prompts import encode_prompts, read_recovery_source
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_json, read_jsonl
@@ -113,8 +114,9 @@ def case(adapter: Path, spoil: Callable[[Backbone], Any] | None, settings: dict[
         try:
             with (spoil and spoil(backbone)) or contextlib.nullcontext():
                 source = read_recovery_source(config)
+                check_turn_end(backbone.tokenizer, backbone.eos_ids)  # as a run does beforehand
                 prompts = encode_prompts(config, source, backbone.tokenizer, backbone.context_length)
-                recover(config, source, prompts, backbone, adapter, out, line)
+                recover(config, prompts, backbone, adapter, out, line)
         except OpdclError as fault:
             ends = fault.message
         rows, kept = list(read_jsonl(out.metrics)), out.trainer / "best" / "validation.json"

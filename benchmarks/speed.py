@@ -52,10 +52,10 @@ from opdcl.model.architecture import architecture
 from opdcl.model.backbone import Backbone
 from opdcl.model.llama_pass import attends_within_rows
 from opdcl.model.load import EMBEDDED, load_base, model_source, pick_device, pick_dtype
-from opdcl.sampling.rollout import Prompt
 from opdcl.sampling.sample import sample
 from opdcl.stages.recover import take_step
 from opdcl.training import peak_memory, reset_peak_memory
+from opdcl.types import Prompt
 
 ARMS = {
     "stock": "TRL DistillationTrainer, its defaults",
@@ -80,9 +80,7 @@ END = 0  # the id that ends a completion of `growth`; the uniform number 0 draws
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="kind", required=True)
-    steps, losses, engines, grown = (
-        commands.add_parser(name) for name in ("steps", "agreement", "engines", "growth")
-    )
+    steps, losses, engines, grown = map(commands.add_parser, ("steps", "agreement", "engines", "growth"))
     steps.add_argument("--arms", nargs="+", choices=ARMS, default=["stock-fp32", "stock-tuned", "opdcl"])
     steps.add_argument("--arm", choices=ARMS, help="run one arm in this process and print its figures")
     steps.add_argument("--shape", choices=SHAPES, help="random weights of this shape, not the embedded model")

@@ -22,7 +22,7 @@ from opdcl.distill.grading import Grader
 from opdcl.distill.teachers import Teacher
 from opdcl.model.backbone import Backbone
 from opdcl.results.status import DOMAIN_STYLE
-from opdcl.sampling.rollout import Prompt
+from opdcl.types import Prompt
 
 REQUESTS, TOKENS, SHORT, SEED = 300, 24, 8, 11
 

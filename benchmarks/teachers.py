@@ -21,14 +21,14 @@ from common import head, parser_of, store
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import LossSection, TeacherSection
+from opdcl.data.prompts import encode_stream, read_recovery_source
 from opdcl.data.rows import Row
 from opdcl.distill.losses import token_losses
-from opdcl.distill.make_teacher import make_teacher
-from opdcl.distill.prompts import encode_stream, read_recovery_source
 from opdcl.distill.teachers import EmaTeacher, Teacher, TrustRegionTeacher
+from opdcl.distill.teachers_elsewhere import make_teacher
 from opdcl.model.backbone import Backbone
-from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.sample import sample
+from opdcl.types import Prompt, Rollout
 
 CONTEXT = "{prompt}\n\nThe answer is: {answer}"
 PROMPTS = 24

@@ -72,6 +72,22 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
         raise UsageError(fault, "write it where add_generation_prompt is true, or " + hint)
 
 
+def check_turn_end(tokenizer: PreTrainedTokenizerBase, eos_ids: list[int]) -> None:
+    """Refuse a chat template that does not end answers with an end-of-sequence id, so stopping is learned."""
+    marker = "finis"
+    turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": marker}]
+    text = render(tokenizer, turns, False, tokenize=False)
+    rest = tokenizer(text[text.rindex(marker) + len(marker) :], add_special_tokens=False)["input_ids"]
+    if set(rest) & set(eos_ids):
+        return
+    ends = tokenizer.convert_ids_to_tokens(rest[:3])
+    known = tokenizer.convert_ids_to_tokens(eos_ids)
+    raise UsageError(
+        f"the chat template ends an answer with {ends}, none of which is an end of sequence ({known})",
+        "use the template and generation config that the checkpoint was trained with",
+    )
+
+
 def render(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Message],

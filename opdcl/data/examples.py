@@ -18,36 +18,13 @@ from opdcl.data.formats import Row, did_you_mean
 from opdcl.data.messages import Message
 from opdcl.data.rows import Tell, check_prompts, telling
 from opdcl.errors import UsageError
+from opdcl.types import Example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # What opens a thought -> what ends one without words, where a prompt opens it: Qwen3, DeepSeek R1; Gemma 4.
 EMPTY_THOUGHTS = {"<think>": "\n</think>\n\n", "<|channel>thought": "<channel|>"}
-
-
-@dataclass(frozen=True)
-class Example:
-    """What the training pass reads: token ids, and for each id whether it is learned or graded.
-
-    A row of a fine-tune has one or several; a replayed row is one, and so is a completion with its prompt.
-    """
-
-    ids: list[int]
-    learned: list[bool]
-    is_replayed: bool = False
-    """Whether base wrote what is learned, for a fine-tune to be held to base's distribution."""
-
-    @classmethod
-    def of(cls, prompt_ids: list[int], answer_ids: list[int], is_replayed: bool = False) -> Example:
-        """Return the example that teaches an answer to a prompt."""
-        learned = [False] * len(prompt_ids) + [True] * len(answer_ids)
-        return cls(prompt_ids + answer_ids, learned, is_replayed)
-
-    @property
-    def predicting(self) -> list[int]:
-        """The positions that predict a learned token; the first token has nothing before it to predict it."""
-        return [i for i, is_learned in enumerate(self.learned[1:]) if is_learned]
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from opdcl.data.chat import encode_prompt
 from opdcl.data.formats import Row
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone
-from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.sample import sample
+from opdcl.types import Prompt, Rollout
 
 
 class Chat:

@@ -13,7 +13,6 @@ import torch
 
 from opdcl.config.model import ModelConfig
 from opdcl.data.chat import encode_prompt
-from opdcl.data.examples import Example
 from opdcl.data.rows import load_prompts
 from opdcl.deploy.gguf import answer
 from opdcl.distill.losses import both_divergences
@@ -31,6 +30,7 @@ from opdcl.model.extract import (
 from opdcl.model.forward import answer_states
 from opdcl.model.load import load_base, load_model
 from opdcl.model.tensors import shown_shape
+from opdcl.types import Example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

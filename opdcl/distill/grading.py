@@ -13,9 +13,7 @@ import torch
 
 from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
-from opdcl.data.examples import Example
 from opdcl.distill.losses import TokenLosses, missed_ends, token_losses
-from opdcl.distill.schedule import Stream
 from opdcl.distill.teachers import Teacher, Teachers, by_teacher
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
@@ -23,8 +21,9 @@ from opdcl.model.distributions import HiddenStates, TeacherDistribution, join
 from opdcl.model.forward import answer_ids, answer_states
 from opdcl.model.llama_pass import packs
 from opdcl.model.memory import is_out_of_memory, release
-from opdcl.sampling.rollout import MISMATCH_RATIO, Rollout
+from opdcl.sampling.rollout import MISMATCH_RATIO
 from opdcl.training import Clock
+from opdcl.types import Example, Rollout, Stream
 
 logger = logging.getLogger(__name__)
 

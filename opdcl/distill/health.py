@@ -12,15 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from transformers import PreTrainedTokenizerBase
-
-from opdcl.data.chat import render
-from opdcl.errors import OpdclError, UsageError
+from opdcl.errors import OpdclError
 from opdcl.repetition import repetition
 from opdcl.rundir.layout import StageDir
 from opdcl.rundir.records import read_metrics
-from opdcl.sampling.rollout import Rollout
 from opdcl.training import StageLog
+from opdcl.types import Rollout
 
 if TYPE_CHECKING:
     from opdcl.distill.checkpoints import StudentOptimizer
@@ -148,19 +145,3 @@ class Health:
         """Return the error that ends a recovery and names the best adapter so far."""
         message = f"recovery halted at step {step}: {reason}"
         return OpdclError(message, f"{hint}; the best adapter so far is in {self.out.best}")
-
-
-def check_turn_end(tokenizer: PreTrainedTokenizerBase, eos_ids: list[int]) -> None:
-    """Refuse a chat template that does not end answers with an end-of-sequence id, so stopping is learned."""
-    marker = "finis"
-    turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": marker}]
-    text = render(tokenizer, turns, False, tokenize=False)
-    rest = tokenizer(text[text.rindex(marker) + len(marker) :], add_special_tokens=False)["input_ids"]
-    if set(rest) & set(eos_ids):
-        return
-    ends = tokenizer.convert_ids_to_tokens(rest[:3])
-    known = tokenizer.convert_ids_to_tokens(eos_ids)
-    raise UsageError(
-        f"the chat template ends an answer with {ends}, none of which is an end of sequence ({known})",
-        "use the template and generation config that the checkpoint was trained with",
-    )

@@ -29,7 +29,7 @@ from opdcl.model.backbone import Backbone, State
 from opdcl.rundir.environment import machine_of, versions
 from opdcl.rundir.files import UNFINISHED, cache_home, write_atomic
 from opdcl.rundir.hashes import hash_files, hash_value
-from opdcl.sampling.rollout import Prompt, Rollout
+from opdcl.types import Prompt, Rollout
 
 logger = logging.getLogger(__name__)
 

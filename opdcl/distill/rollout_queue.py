@@ -7,22 +7,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from safetensors.torch import load_file, save_file
 
 from opdcl import parallel
 from opdcl.config.recover import OPENING_TOKENS, RecoverConfig
 from opdcl.distill.kept_texts import KeptTexts
-from opdcl.distill.schedule import STREAMS, Step, Stream, sampled_together
+from opdcl.distill.schedule import sampled_together
 from opdcl.distill.teachers import Teacher, Teachers, by_teacher
 from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
-from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.training import StageReport, counted
-
-if TYPE_CHECKING:
-    from opdcl.distill.reward import Reward
+from opdcl.types import STREAMS, Judge, Prompt, Rollout, Step, Stream
 
 Author = Literal["student", "teacher", "rows"]
 
@@ -59,7 +56,7 @@ class RolloutQueue:
         student: Teacher,
         teachers: Mapping[Stream, Teachers],
         report: StageReport,
-        reward: Reward | None = None,
+        reward: Judge | None = None,
     ):
         self.config, self.steps, self.prompts = config, steps, prompts
         self.student, self.teachers, self.reward = student, teachers, reward

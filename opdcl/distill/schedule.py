@@ -13,40 +13,12 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from opdcl.config.recover import OPENINGS, RecoverConfig
+from opdcl.types import STREAMS, Step, Stream
 
 # A batch of this many sequences leaves little of the hardware idle.
 FULL_BATCH = 96
-
-Stream = Literal["general", "domain"]
-
-STREAMS: tuple[Stream, ...] = ("general", "domain")
-
-
-@dataclass(frozen=True)
-class Step:
-    """One optimizer step, which learns from completions of the prompts with these indices.
-
-    The student completes them if `on_policy`, else the teacher. If there are `openings`, the student writes
-    the first tokens of those in place of whole answers.
-    """
-
-    stream: Stream
-    prompts: tuple[int, ...]
-    on_policy: bool
-    openings: tuple[int, ...] = ()
-
-    @property
-    def is_opening(self) -> bool:
-        return self.on_policy and bool(self.openings)
-
-    @property
-    def asked(self) -> tuple[int, ...]:
-        """The prompts that are completed."""
-        return self.openings if self.is_opening else self.prompts
 
 
 def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.distill.grading import Grader
-from opdcl.distill.schedule import Stream
-from opdcl.sampling.rollout import Prompt
+from opdcl.types import Prompt, Stream
 
 # Scales of the adapter that are measured for a start, from tuned, 1, towards base, 0, until less is gained
 # than lost; closer together where answers change from the domain's to base's.

@@ -11,9 +11,10 @@
 | `model` | another model of the same family: strong to weak | arXiv 2306.13649 |
 | `remote` | a model on a server, which returns whole distributions or the top tokens | |
 
-All but the last two are adapter states of the student's own backbone, so they need no second model. A
-`context` shows the teacher what the student does not see: the answer, or a demonstration. With the answer in
-its prompt, base does not penalize facts that it does not know (arXiv 2606.00147).
+All but the last two, which are in `teachers_elsewhere`, are adapter states of the student's own backbone, so
+they need no second model. A `context` shows the teacher what the student does not see: the answer, or a
+demonstration. With the answer in its prompt, base does not penalize facts that it does not know (arXiv
+2606.00147).
 
 A prompt may name a teacher of its own, so that several specialists can teach one student.
 """
@@ -21,24 +22,19 @@ A prompt may name a teacher of its own, so that several specialists can teach on
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing.pool import AsyncResult
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from opdcl import parallel
-from opdcl.data.examples import Example
+from opdcl.config.teacher import EMA_RATE, TeacherSection
 from opdcl.model.backbone import Backbone, State
-from opdcl.model.distributions import HiddenStates, Served, TeacherDistribution, join
+from opdcl.model.distributions import HiddenStates, TeacherDistribution
 from opdcl.model.forward import answer_states
 from opdcl.model.lora import parts
-from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.sample import sample
-from opdcl.sampling.server import Server
-from opdcl.training import save_adapter
+from opdcl.types import Example, Prompt, Rollout
 
 
 class Teacher:
@@ -146,79 +142,22 @@ class TrustRegionTeacher(Teacher):
         return torch.lerp(super().states(rollouts), self._student.states(rollouts), self.mix)
 
 
-class SecondModel(Teacher):
-    """Another model with the same tokenizer."""
+def teacher_here(config: TeacherSection, backbone: Backbone, state: State = "general") -> Teacher:
+    """Return the teacher that a configuration describes, if it is a state of the backbone.
 
-    def __init__(self, backbone: Backbone, model: PreTrainedModel):
-        super().__init__(backbone, "base")
-        self.model = model
-
-    @property
-    def frozen_state(self) -> None:
-        """None: what writes is no state of the backbone."""
-
-    @property
-    def head_VH(self) -> torch.Tensor:
-        return self.model.get_output_embeddings().weight
-
-    @torch.no_grad()
-    def states(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
-        return answer_states(self.model, self._examples(rollouts))
-
-    @contextlib.contextmanager
-    def as_sampler(self) -> Iterator[PreTrainedModel]:
-        with parallel.unsharded(self.model):
-            yield self.model
-
-
-class RemoteTeacher(Teacher):
-    """A model on a server, which is asked for its distribution as soon as a completion is whole."""
-
-    def __init__(self, backbone: Backbone, server: Server):
-        super().__init__(backbone, "base")
-        self.server = server
-
-    @property
-    def frozen_state(self) -> None:
-        """None: what writes is no state of the backbone."""
-
-    def complete(self, prompts: Sequence[Prompt], **options: Any) -> list[Rollout]:
-        def request() -> list[Rollout]:
-            return self.server.complete(prompts, eos_ids=self.backbone.eos_ids, **options)
-
-        return parallel.on_first_worker(request)
-
-    def distribution(self, rollouts: Sequence[Rollout]) -> TeacherDistribution:
-        return join([request.get() for request in self._requests(rollouts)]).to(self.backbone.device)
-
-    def prefetch(self, rollouts: Sequence[Rollout]) -> None:
-        if not self.server.is_whole:  # those of many completions would not fit into memory
-            self._requests(rollouts)
-
-    def _requests(self, rollouts: Sequence[Rollout]) -> list[AsyncResult[Served]]:
-        return [self.server.grade(r.prompt.shown, r.completion_ids) for r in rollouts]
-
-    def close(self) -> None:
-        self.server.close()
-
-
-class ServedStudent(Teacher):
-    """The student, sampled on a server that loads its current adapter from `folder` for each call."""
-
-    def __init__(self, backbone: Backbone, server: Server, folder: Path):
-        super().__init__(backbone, "student")
-        self.server, self.folder = server, folder
-
-    def complete(self, prompts: Sequence[Prompt], **options: Any) -> list[Rollout]:
-        def request() -> list[Rollout]:
-            save_adapter(self.backbone, self.folder)
-            with self.server.adapter(self.folder) as name:
-                return self.server.complete(prompts, eos_ids=self.backbone.eos_ids, model=name, **options)
-
-        return parallel.on_first_worker(request)
-
-    def close(self) -> None:
-        self.server.close()
+    An `ema` or `adapter` teacher needs its adapter on the backbone already, as `state`.
+    """
+    match config.kind:
+        case "live":
+            return Teacher(backbone, "student")
+        case "adapter":
+            return Teacher(backbone, state)
+        case "ema":
+            return EmaTeacher(backbone, state, EMA_RATE)
+        case "trust_region":
+            return TrustRegionTeacher(backbone, config.mix)
+        case frozen:
+            return Teacher(backbone, frozen)
 
 
 # The teachers of a stream by the names that its prompts give; "" is the stream's own.

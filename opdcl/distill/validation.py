@@ -16,7 +16,6 @@ from opdcl.distill.checkpoints import StudentOptimizer
 from opdcl.distill.grading import Graded, Grader, kl_by_route
 from opdcl.distill.health import CHECK_BASE, TEACHER_ENTROPY, Health, Writing
 from opdcl.distill.rollout_queue import RolloutQueue
-from opdcl.distill.schedule import Stream
 from opdcl.distill.start import KL_NOISE, Point, choose_start
 from opdcl.distill.teachers import EmaTeacher, Teacher, Teachers
 from opdcl.errors import OpdclError
@@ -25,8 +24,8 @@ from opdcl.rundir.files import read_jsonl, write_atomic, write_json
 from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import StageDir
 from opdcl.rundir.records import read_metrics
-from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.training import StageLog, counted, save_adapter
+from opdcl.types import Prompt, Rollout, Stream
 
 SAMPLES_PER_MEASUREMENT = 8
 

@@ -15,11 +15,11 @@ import torch
 from transformers import DynamicCache
 
 from opdcl import parallel
-from opdcl.data.examples import Example
 from opdcl.model.architecture import architecture
 from opdcl.model.llama_pass import packed_states, packs
 from opdcl.model.quantized import is_quantized
 from opdcl.model.side_by_side import side_by_side
+from opdcl.types import Example
 
 # Fewest tokens of a part that runs on its own: with fewer, reading the weights takes longer than multiplying.
 PART_TOKENS = 96

@@ -247,7 +247,9 @@ class Session:
         """Train one stage, showing its progress on the console and in the trackers."""
         from opdcl.model.adapters import find_adapter
         from opdcl.stages.finetune import finetune
+        from opdcl.stages.provide import provided
         from opdcl.stages.recover import recover
+        from opdcl.stages.self_distill import self_distill
         from opdcl.training import dose, peak_memory, reset_peak_memory
 
         job, workflow, run, backbone = self.job, self.workflow, self.run, self.backbone
@@ -271,12 +273,17 @@ class Session:
         started = time.perf_counter()
         try:
             with self.output.stage(task.label, lambda: self.tracking.follow(stage, offset)) as line:
-                if task.name == "finetune":
-                    start = find_adapter(workflow.start) if workflow.start else None
-                    finetune(workflow.finetune, job.examples, backbone, start, stage, line)
-                else:
+                start = find_adapter(workflow.start) if workflow.start else None
+                if task.name == "recover":
                     tuned = run.adapters()["tuned"]
-                    recover(workflow.recover, job.recovery, job.prompts, backbone, tuned, stage, line)
+                    config, prompts = workflow.recover, job.prompts
+                    with provided(config, job.recovery, prompts, backbone, stage, line.note) as more:
+                        recover(config, prompts, backbone, tuned, stage, line, more)
+                elif workflow.finetune.method == "self-distill":
+                    self_distill(workflow.finetune, *job.self_distillation, backbone, start, stage, line)
+                else:
+                    rows, replay = job.examples.encoded, job.examples.replay
+                    finetune(workflow.finetune, rows, replay, backbone, start, stage, line)
             self.tracking.follow(stage, offset)
         finally:
             metrics = read_metrics(stage.metrics)

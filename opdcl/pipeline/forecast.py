@@ -15,8 +15,7 @@ from opdcl.config.finetune import REPLAYED_TOKENS
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.distill.losses import CHUNK, CUDA_CHUNK
-from opdcl.distill.prompts import Prompts
-from opdcl.distill.schedule import FULL_BATCH, STREAMS, Stream
+from opdcl.distill.schedule import FULL_BATCH
 from opdcl.model.adapters import tuned_model
 from opdcl.model.architecture import architecture
 from opdcl.model.llama_pass import FAMILY, WIDE, attends_within_rows
@@ -27,6 +26,7 @@ from opdcl.pipeline.plan import Task
 from opdcl.stages.answers import DRAWN_TOGETHER
 from opdcl.stages.evaluate import LOGIT_BYTES, max_answer_tokens
 from opdcl.stages.finetune import planned_steps
+from opdcl.types import STREAMS, Prompts, Stream
 
 # Bytes that the libraries take on a CPU.
 LIBRARIES = 1_100_000_000

@@ -31,9 +31,9 @@ from opdcl.rundir.records import read_result
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from opdcl.data.prompts import RecoverySource
     from opdcl.data.suites import Suite
-    from opdcl.distill.prompts import Prompts, RecoverySource
-    from opdcl.distill.schedule import Stream
+    from opdcl.types import Prompts, Stream
 
 T = TypeVar("T")
 
@@ -172,7 +172,7 @@ class Job:
         Of a domain that the fine-tune has learned, rows that it left out are no prompts either. Conversations
         about the domain, and those with tools, give one prompt per answer or call.
         """
-        from opdcl.distill.prompts import read_recovery_source
+        from opdcl.data.prompts import read_recovery_source
 
         finetune, recover = self.workflow.finetune, self.workflow.recover
 
@@ -197,15 +197,15 @@ class Job:
         Raises:
             UsageError: A prompt leaves no room for an answer.
         """
-        from opdcl.distill.prompts import encode_prompts
+        from opdcl.data.prompts import encode_prompts
 
         return encode_prompts(self.workflow.recover, self.recovery, self.tokenizer, self.context)
 
     @cached_property
     def self_distillation(self) -> tuple[RecoverConfig, dict[Stream, Prompts]]:
         """A fine-tune by self-distillation as a recovery, and its prompts as token ids."""
-        from opdcl.distill.prompts import encode_prompts, read_recovery_source
-        from opdcl.stages.finetune import as_distillation
+        from opdcl.data.prompts import encode_prompts, read_recovery_source
+        from opdcl.stages.self_distill import as_distillation
 
         rows = self.examples.rows
         config = as_distillation(self.workflow.finetune, len(rows))

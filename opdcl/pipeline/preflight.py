@@ -26,8 +26,7 @@ from opdcl.rundir.layout import TEMPLATE, RunDir
 from opdcl.rundir.seals import refuse_damaged
 
 if TYPE_CHECKING:
-    from opdcl.distill.prompts import Prompts
-    from opdcl.distill.schedule import Stream
+    from opdcl.types import Prompts, Stream
 
 
 # What a model and its base have in common, whatever was trained.
@@ -264,8 +263,8 @@ def _check_finetune(job: Job) -> list[str]:
 
 def _check_recovery(job: Job) -> list[str]:
     """Check that there is an adapter to recover, its teachers and every prompt; return notes on prompts."""
-    from opdcl.distill.prompts import SHIPPED
-    from opdcl.distill.reward import count_short_of_room
+    from opdcl.data.prompts import SHIPPED
+    from opdcl.data.reward_rows import count_short_of_room
     from opdcl.model.adapters import tuned_model
     from opdcl.model.compatibility import check_same_tokenizer
 
@@ -328,7 +327,7 @@ def system_note(job: Job, used: str | None) -> str:
 
 
 def _check_turn_end(job: Job) -> None:
-    from opdcl.distill.health import check_turn_end
+    from opdcl.data.chat import check_turn_end
     from opdcl.model.load import declared_eos_ids
 
     check_turn_end(job.tokenizer, declared_eos_ids(job.workflow.model, job.tokenizer))

@@ -21,7 +21,8 @@ from opdcl.model.forward import common_prefix
 from opdcl.model.memory import is_out_of_memory, release
 from opdcl.sampling.decoder import COLUMNS, Decoder, bucket
 from opdcl.sampling.layout import Layout
-from opdcl.sampling.rollout import Request, Rollout
+from opdcl.sampling.rollout import Request
+from opdcl.types import Rollout
 
 logger = logging.getLogger(__name__)
 

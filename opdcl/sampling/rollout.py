@@ -3,74 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
-from opdcl.data.examples import Example
+from opdcl.types import Rollout
 
 Engine = Literal["slab", "graph", "generate"]
 
 # Sampler and forward pass disagree about a token where they differ about its probability by more than this
 # factor.
 MISMATCH_RATIO = 2
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What a model is asked, and in a recovery all that is known about it.
-
-    `ids` are the token ids that the student sees. `teacher` is the name of the prompt's own teacher, or ""
-    for the stream's. `context` is what that teacher sees in place of `ids`, if it differs. `number` is the
-    position of its row in the stream, by which a reward finds the document. `answer` is given in place of
-    one that the teacher writes.
-    """
-
-    ids: list[int]
-    teacher: str = ""
-    context: list[int] | None = None
-    number: int = 0
-    answer: list[int] | None = None
-
-    @property
-    def shown(self) -> list[int]:
-        """The token ids that the teacher sees."""
-        return self.context or self.ids
-
-
-@dataclass
-class Rollout:
-    """A prompt and its sampled completion.
-
-    `completion_ids` ends with an end-of-sequence id if and only if `finished`; `logprobs` holds the sampler's
-    log-probability (nats, at the sampling temperature) of each of its tokens and is empty under greedy
-    decoding. `reward` is the suite scorer's, `advantage` its distance from the group's mean in standard
-    deviations. If it `recurs`, other steps learn from it too; `states_NH` are then its frozen teacher's last
-    hidden states before each completion token, `(N, H)`, once the teacher has read it.
-    """
-
-    prompt: Prompt
-    completion_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finished: bool = False
-    reward: float | None = None
-    advantage: float = 0.0
-    recurs: bool = False
-    states_NH: torch.Tensor | None = field(default=None, compare=False, repr=False)
-
-    @property
-    def prompt_ids(self) -> list[int]:
-        return self.prompt.ids
-
-    @property
-    def example(self) -> Example:
-        """The prompt and its completion as the student learns them."""
-        return Example.of(self.prompt_ids, self.completion_ids)
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt_ids) + len(self.completion_ids)
 
 
 @dataclass(frozen=True)

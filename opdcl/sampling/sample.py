@@ -23,7 +23,8 @@ from opdcl import parallel
 from opdcl.model.architecture import architecture
 from opdcl.model.quantized import is_quantized
 from opdcl.sampling.decode import decode
-from opdcl.sampling.rollout import MISMATCH_RATIO, Engine, Prompt, Request, Rollout
+from opdcl.sampling.rollout import MISMATCH_RATIO, Engine, Request
+from opdcl.types import Prompt, Rollout
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from opdcl.rundir.files import read_jsonl, write_atomic, write_json
 from opdcl.rundir.hashes import adapter_hash
 from opdcl.rundir.identity import Identity
 from opdcl.rundir.layout import RunDir
-from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.sample import sample
 from opdcl.training import StageReport, peak_memory
+from opdcl.types import Prompt, Rollout
 
 # The number of prompts whose answers are drawn together, in the order of the questions. A sample depends on a
 # prompt's place among them, so the number is fixed: batch size and interrupts change nothing. All states use

@@ -38,9 +38,9 @@ from opdcl.model.distributions import HiddenStates
 from opdcl.model.forward import answer_states
 from opdcl.rundir.files import RESTORE, read_jsonl
 from opdcl.rundir.layout import RunDir
-from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.stages.answers import SEED, KeptRows, Question, answer, made_by, partial_file, store
 from opdcl.training import StageReport, counted, reset_peak_memory
+from opdcl.types import Prompt, Rollout
 
 # Tokens of a forward pass; padding counts.
 MICRO_BATCH, CUDA_MICRO_BATCH = 2048, 8192

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from opdcl.data.chat import render
-from opdcl.data.examples import Example
 from opdcl.data.own_words import own_text
 from opdcl.data.similarity import similarity
 from opdcl.data.suites import Judge, Suite
@@ -25,6 +24,7 @@ from opdcl.distill.losses import token_logprobs
 from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates
 from opdcl.model.forward import answer_ids, answer_states
+from opdcl.types import Example
 
 LONGEST = 64
 """Tokens of an answer that are read."""

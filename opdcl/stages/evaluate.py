@@ -21,12 +21,11 @@ from opdcl.config.evaluate import EvalConfig
 from opdcl.data.answering import answering_of
 from opdcl.data.chat import answer_text, render_request, request_ids
 from opdcl.data.suites import FEWSHOT_SEED, Judge, Suite, cut_at, quiet_lm_eval
-from opdcl.distill.make_teacher import reach_own_model
+from opdcl.distill.teachers_elsewhere import reach_own_model
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone, State
 from opdcl.rundir.identity import Identity
 from opdcl.rundir.layout import RunDir
-from opdcl.sampling.rollout import Rollout
 from opdcl.stages import content
 from opdcl.stages.answers import (
     SECOND_SEED,
@@ -42,6 +41,7 @@ from opdcl.stages.answers import (
     store,
 )
 from opdcl.training import StageReport, reset_peak_memory
+from opdcl.types import Rollout
 
 # Memory for the logits of one batch of log-likelihoods, which are kept for every position, in bytes.
 LOGIT_BYTES = 2**30

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,10 @@ from transformers import PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from opdcl import parallel
-from opdcl.config.finetune import SHOWN_ANSWER, WARM_UP, FinetuneConfig
-from opdcl.config.recover import MOST_COMPLETIONS, OnPolicySection, RecoverConfig
-from opdcl.config.section import LARGEST, MOST_STEPS
-from opdcl.config.teacher import LossSection, TeacherSection
-from opdcl.data.examples import Example, Examples
+from opdcl.config.finetune import WARM_UP, FinetuneConfig
+from opdcl.config.section import LARGEST
+from opdcl.config.teacher import LossSection
 from opdcl.distill.losses import cross_entropy, token_losses
-from opdcl.distill.prompts import encode_prompts, read_recovery_source
 from opdcl.errors import Interrupted, OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates
@@ -33,7 +31,6 @@ from opdcl.model.forward import answer_ids, answer_states
 from opdcl.model.memory import is_out_of_memory, release
 from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import StageDir
-from opdcl.stages.recover import recover
 from opdcl.stages.replay import BaseStates, Replay, interleave, lay_out, read_by_base
 from opdcl.training import (
     CHECKPOINTS,
@@ -49,39 +46,30 @@ from opdcl.training import (
     save_adapter,
     steps_done,
 )
+from opdcl.types import Example
 
 logger = logging.getLogger(__name__)
 
 
 def finetune(
     config: FinetuneConfig,
-    examples: Examples,
+    rows: Sequence[Example],
+    replay: Sequence[list[int]],
     backbone: Backbone,
     start: Path | None,
     out: StageDir,
     report: StageReport,
 ) -> None:
-    """Train the adapter in `start`, or a new one, on the examples; resume from the stage's last checkpoint.
+    """Train the adapter in `start`, or a new one, on rows; resume from the stage's last checkpoint.
 
-    Method `self-distill` is the recovery loop with another teacher: an EMA copy of the student, shown the
-    reference answer, grades the student's completions (SDFT, arXiv 2601.19897, algorithm 1).
+    `replay` holds the token ids of the prompts that base, or the student, answers for replay.
     """
-    if config.method == "self-distill":
-        start = start or out.path / "start"
-        if not start.exists():
-            backbone.new_adapter(config.lora, config.seed)
-            save_adapter(backbone, start)
-        recovery = as_distillation(config, len(examples.rows))
-        source = read_recovery_source(recovery, lambda *_: examples.rows)
-        prompts = encode_prompts(recovery, source, backbone.tokenizer, backbone.context_length)
-        recover(recovery, source, prompts, backbone, start, out, report)
-        return
-    domain_steps, replay_steps = planned_steps(config, len(examples.encoded))
+    domain_steps, replay_steps = planned_steps(config, len(rows))
     steps = domain_steps + replay_steps
-    replay = Replay(config, examples.replay, replay_steps, backbone, out.replay, report)
+    general = Replay(config, replay, replay_steps, backbone, out.replay, report)
     of_base: list[Example] = []
     if replay_steps and config.replay.author == "base":
-        of_base = replay.let_base_write(config.replayed(len(examples.encoded)))
+        of_base = general.let_base_write(config.replayed(len(rows)))
     elif config.replays and not replay_steps:
         report.note("so few rows, with so small a share, make no step of replayed rows: nothing is replayed")
     if start:
@@ -90,10 +78,10 @@ def finetune(
         report.note(f"continuing the adapter of {start}, which keeps its shape")
     else:
         model = backbone.new_adapter(config.lora, config.seed)
-    domain = lay_out(examples.encoded, config.batch_size, domain_steps, config.seed)
-    batches = interleave(domain, replay.batches)
+    domain = lay_out(rows, config.batch_size, domain_steps, config.seed)
+    batches = interleave(domain, general.batches)
     base_states = read_by_base(config, of_base, backbone, report)
-    callback = StageCallback(StageLog(report, out, steps), backbone, batches, replay)
+    callback = StageCallback(StageLog(report, out, steps), backbone, batches, general)
     trainer = AnswerTrainer(
         backbone,
         Schedule(steps, WARM_UP, "cosine"),
@@ -105,35 +93,6 @@ def finetune(
     )
     callback.run(trainer)
     save_adapter(backbone, out.adapter)
-
-
-def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:
-    """Return self-distillation as a recovery: domain steps only, an EMA copy as teacher.
-
-    Raises:
-        UsageError: There are too many steps.
-    """
-    steps, _ = planned_steps(config, rows)
-    if steps > MOST_STEPS or steps * config.batch_size > MOST_COMPLETIONS:
-        message = f"{rows} rows in {config.epochs:g} epochs are {steps} steps of self-distillation"
-        raise UsageError(f"{message}, more than can be planned", "lower finetune.epochs, or take fewer rows")
-    return RecoverConfig(
-        general=None,
-        general_per_domain=0,
-        domain=config.data,
-        steps=steps,
-        lmbda=1.0,  # a teacher that sees the answer would write it: then this is imitation
-        on_policy=OnPolicySection(domain=True),
-        rollouts=config.batch_size,
-        micro_batch_tokens=2048,
-        max_new_tokens=config.self_distill.max_new_tokens,
-        domain_teacher="average",
-        teachers={"average": TeacherSection(kind="ema", context=SHOWN_ANSWER)},
-        learning_rate=config.learning_rate,
-        validate_every=config.save_steps,
-        keep="last",
-        seed=config.seed,
-    )
 
 
 def planned_steps(config: FinetuneConfig, rows: int) -> tuple[int, int]:

@@ -8,11 +8,10 @@ grade every token; learn from that; validate now and then, and keep the best ada
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +21,32 @@ from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
 from opdcl.distill.checkpoints import Checkpoints, StudentOptimizer
 from opdcl.distill.grading import Grader, Sums, kl_by_route
-from opdcl.distill.health import check_turn_end
-from opdcl.distill.make_teacher import make_teacher, reach_own_model
-from opdcl.distill.prompts import Prompts, RecoverySource
-from opdcl.distill.reward import Reward
 from opdcl.distill.rollout_queue import RolloutQueue, StepRollouts
-from opdcl.distill.schedule import STREAMS, Stream, plan_steps
-from opdcl.distill.teachers import EmaTeacher, ServedStudent, Teacher, Teachers
+from opdcl.distill.schedule import plan_steps
+from opdcl.distill.teachers import EmaTeacher, Teacher, Teachers, teacher_here
 from opdcl.distill.validation import Validation
 from opdcl.errors import Interrupted, OpdclError
-from opdcl.model.adapters import find_adapter
 from opdcl.model.backbone import Backbone
 from opdcl.repetition import repetition
 from opdcl.rundir.files import folder_appears_whole
 from opdcl.rundir.hashes import SEAL, damage
 from opdcl.rundir.layout import StageDir
-from opdcl.sampling.rollout import Prompt
 from opdcl.sampling.sample import pick_engine
 from opdcl.training import Clock, Interruption, StageLog, StageReport, is_finite, last_checkpoint, steps_done
+from opdcl.types import STREAMS, Judge, Prompt, Prompts, Stream
+
+
+@dataclass(frozen=True)
+class Provided:
+    """What a recovery is given besides prompts and models, where its settings ask for it."""
+
+    reward: Judge | None = None
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+    """The folders of teachers' adapters, by the place that the settings name."""
+    teachers: Mapping[str, Teacher] = field(default_factory=dict)
+    """Second models, and models on a server, by the teacher's name."""
+    student: Teacher | None = None
+    """The student as a server samples it."""
 
 
 @dataclass
@@ -58,33 +65,49 @@ class Recovery:
 
 def recover(
     config: RecoverConfig,
-    source: RecoverySource,
     prompts: dict[Stream, Prompts],
     backbone: Backbone,
     tuned: Path,
     out: StageDir,
     report: StageReport,
+    provided: Provided = Provided(),
 ) -> None:
     """Train the tuned adapter towards base on general prompts, and hold it to tuned on domain prompts.
 
-    `prompts` are those of the source as token ids. This resumes from the stage's last checkpoint, if there is
-    one.
+    This resumes from the stage's last checkpoint, if there is one.
     """
     if config.method == "replay":
         imitation = config.loss.model_copy(update={"kind": "cross_entropy"})
         config = config.model_copy(update={"loss": imitation})
-    check_turn_end(backbone.tokenizer, backbone.eos_ids)
     backbone.drop_adapters()
     backbone.load_adapter(tuned, "student", trainable=True)
     backbone.load_adapter(tuned, "tuned")
     # Without dropout: with it, the model that is graded would not be the one that wrote the completions.
     backbone.causal_lm.eval()
-    with _recovery(config, source, prompts, backbone, tuned, out, report) as recovery:
-        if config.method == "interpolate":
-            recovery.validation.keep_start()
-        else:
-            learn(recovery)
-        recovery.queue.texts.tell(report.note)
+    train = {stream: of_stream.train for stream, of_stream in prompts.items()}
+    held_out = {stream: of_stream.held_out for stream, of_stream in prompts.items()}
+    if config.given_answers:
+        report.note(_describe_given(train["general"] + held_out["general"], config.limit("general")))
+    teachers: dict[Stream, Teachers] = {}
+    for stream in STREAMS:
+        names = [prompt.teacher for prompt in train[stream] + held_out[stream]]
+        teachers[stream] = _teachers(config, stream, names, backbone, tuned, provided)
+    student = provided.student or _student(backbone, report)
+    if config.method == "general":
+        train["domain"] = []
+    steps = plan_steps(config, len(train["general"]), len(train["domain"]))
+    queue = RolloutQueue(config, steps, train, student, teachers, report, provided.reward)
+    clock = Clock()
+    grader = Grader(backbone, config, teachers, clock)
+    log = StageLog(report, out, config.steps)
+    validation = Validation(config, grader, queue, held_out, out, log)
+    validation.question = prompts["general"].question
+    recovery = Recovery(config, backbone, grader, queue, validation, out, log, clock)
+    if config.method == "interpolate":
+        validation.keep_start()
+    else:
+        learn(recovery)
+    queue.texts.tell(report.note)
     if problem := damage(out.best):
         hint = f"remove {out.trainer}: the same command then repeats the stage"
         raise OpdclError(f"{out.best}, the adapter to end with, is damaged: {problem}", hint)
@@ -178,47 +201,6 @@ def step_metrics(batch: StepRollouts, sums: Sums) -> dict[str, float]:
     return metrics
 
 
-@contextlib.contextmanager
-def _recovery(
-    config: RecoverConfig,
-    source: RecoverySource,
-    prompts: dict[Stream, Prompts],
-    backbone: Backbone,
-    tuned: Path,
-    out: StageDir,
-    report: StageReport,
-) -> Iterator[Recovery]:
-    """Yield a recovery with its prompts, teachers and schedule; afterwards the teachers' servers are left."""
-    train = {stream: of_stream.train for stream, of_stream in prompts.items()}
-    held_out = {stream: of_stream.held_out for stream, of_stream in prompts.items()}
-    if config.given_answers:
-        report.note(_describe_given(train["general"] + held_out["general"], config.limit("general")))
-    with contextlib.ExitStack() as stack:
-        teachers: dict[Stream, Teachers] = {}
-        for stream in STREAMS:
-            names = [prompt.teacher for prompt in train[stream] + held_out[stream]]
-            teachers[stream] = _teachers(config, stream, names, backbone, tuned, report)
-            for teacher in teachers[stream].values():
-                stack.callback(teacher.close)
-        student = _student(config, backbone, out, report)
-        stack.callback(student.close)
-        if config.method == "general":
-            train["domain"] = []
-        steps = plan_steps(config, len(train["general"]), len(train["domain"]))
-        reward = None
-        if config.reward:
-            context, rows = config.teacher_of("general").context, source.rows["general"]
-            reward = Reward(config.reward, source.reward_task, rows, backbone, context, report.note)
-        queue = RolloutQueue(config, steps, train, student, teachers, report, reward)
-        clock = Clock()
-        grader = Grader(backbone, config, teachers, clock)
-        log = StageLog(report, out, config.steps)
-        validation = Validation(config, grader, queue, held_out, out, log)
-        if held_out["general"]:
-            validation.question = source.question_of(held_out["general"][0], "general")
-        yield Recovery(config, backbone, grader, queue, validation, out, log, clock)
-
-
 def _describe_given(prompts: list[Prompt], limit: int) -> str:
     """Say how many answers are given, and how many of them are cut."""
     cut = sum(len(prompt.answer or []) > limit for prompt in prompts)
@@ -226,11 +208,8 @@ def _describe_given(prompts: list[Prompt], limit: int) -> str:
     return f"the answers of {len(prompts)} general rows are graded as they are{ends}"
 
 
-def _student(config: RecoverConfig, backbone: Backbone, out: StageDir, report: StageReport) -> Teacher:
-    """Return the sampler of on-policy steps: this process, or a server with the student's adapter."""
-    if config.server:
-        server = reach_own_model(config.server.url, backbone, report.note)
-        return ServedStudent(backbone, server, out.trainer / "served")
+def _student(backbone: Backbone, report: StageReport) -> Teacher:
+    """Return the sampler of on-policy steps in this process."""
     engine = pick_engine(backbone.causal_lm)
     if engine == "generate":
         report.note(f"the slower sampler `{engine}` is used: some layers are not attention")
@@ -245,14 +224,18 @@ def _teachers(
     names: Iterable[str],
     backbone: Backbone,
     tuned: Path,
-    report: StageReport,
+    provided: Provided,
 ) -> Teachers:
     """Return a stream's own teacher and the named ones, and put their adapters onto the backbone."""
+    own = {"general": config.general_teacher, "domain": config.domain_teacher}[stream]
     teachers: dict[str, Teacher] = {}
     for name in dict.fromkeys(["", *names]):
+        if elsewhere := provided.teachers.get(name or own):
+            teachers[name] = elsewhere
+            continue
         section = config.teacher_of(stream, name)
         state = f"{stream}_{name}" if name else stream
         if section.kind in ("ema", "adapter"):
-            backbone.load_adapter(find_adapter(section.adapter) if section.adapter else tuned, state)
-        teachers[name] = make_teacher(section, backbone, state, report.note, config.served_tokens)
+            backbone.load_adapter(provided.adapters[section.adapter] if section.adapter else tuned, state)
+        teachers[name] = teacher_here(section, backbone, state)
     return teachers

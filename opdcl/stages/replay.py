@@ -14,7 +14,6 @@ import torch
 
 from opdcl import parallel
 from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
-from opdcl.data.examples import Example
 from opdcl.distill.kept_texts import KeptTexts
 from opdcl.distill.schedule import endless
 from opdcl.distill.teachers import Teacher
@@ -23,8 +22,8 @@ from opdcl.model.backbone import Backbone, State
 from opdcl.model.forward import answer_states
 from opdcl.model.memory import is_out_of_memory, release
 from opdcl.rundir.files import read_jsonl, write_atomic
-from opdcl.sampling.rollout import Prompt
 from opdcl.training import StageReport, counted
+from opdcl.types import Example, Prompt
 
 # Bytes of base's states at replayed answers that are kept: those of some ten thousand rows of a small model.
 KEPT_STATES = 2**30

@@ -216,7 +216,7 @@ def server(loaded):
 
 
 def test_remote_grades_on_a_server_as_in_the_process(script, server, backbone, finished):
-    from opdcl.sampling.rollout import Prompt, Rollout
+    from opdcl.types import Prompt, Rollout
 
     remote = script("remote")
     texts = [Rollout(Prompt([1, 520, 3690, 198, i]), [i + 30, 40, 2], [], True) for i in range(3)]

@@ -15,8 +15,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from opdcl.model.backbone import Backbone
-from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.sample import sample
+from opdcl.types import Prompt, Rollout
 
 # The settings of a tiny model of any family.
 SIZES = {

@@ -4,30 +4,24 @@ import shutil
 from types import SimpleNamespace
 
 from opdcl.config.recover import RecoverConfig
+from opdcl.data.prompts import encode_prompts, read_recovery_source
 from opdcl.distill.grading import Grader
 from opdcl.distill.kept_texts import texts_folder
-from opdcl.distill.prompts import encode_prompts, read_recovery_source
 from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.schedule import plan_steps
 from opdcl.distill.teachers import Teacher
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.sampling.rollout import Prompt
+from opdcl.stages.provide import provided
 from opdcl.stages.recover import recover
 from opdcl.training import StageReport
+from opdcl.types import Prompt
 
 PROMPT = [1, 520, 3690, 198]
 
-SHORT = {
-    "steps": 6,
-    "rollouts": 4,
-    "max_new_tokens": 6,
-    "validate_every": 3,
-    "validation_prompts": 2,
-    "learning_rate": 5e-3,
-    "micro_batch_tokens": 2048,
-}
+SHORT = {"steps": 6, "rollouts": 4, "max_new_tokens": 6, "validate_every": 3, "validation_prompts": 2}
+SHORT |= {"learning_rate": 5e-3, "micro_batch_tokens": 2048}
 
 
 class Silent(StageReport):
@@ -57,7 +51,8 @@ def recover_rows(config, backbone, tuned, out, report):
     """Recover on the rows that the settings name."""
     source = read_recovery_source(config)
     prompts = encode_prompts(config, source, backbone.tokenizer, backbone.context_length)
-    recover(config, source, prompts, backbone, tuned, out, report)
+    with provided(config, source, prompts, backbone, out, report.note) as more:
+        recover(config, prompts, backbone, tuned, out, report, more)
 
 
 def train(backbone, folder, name, config, stop=None):
@@ -70,6 +65,7 @@ def train(backbone, folder, name, config, stop=None):
 
     shutil.rmtree(texts_folder(), ignore_errors=True)  # what it samples itself is what is tested
     out = StageDir(folder / name)
+    backbone.drop_adapters()
     fresh = Backbone(backbone.causal_lm, backbone.tokenizer, backbone.base_lm)
     try:
         recover_rows(config, fresh, folder / "tuned", out, StopAt())
@@ -117,16 +113,10 @@ def run(backbone, folder, **settings):
 
 def make_trainer(backbone, folder, **settings):
     """Return queue, grader and model of four short steps: base teaches general prompts, tuned domain ones."""
-    short = {
-        "steps": 4,
-        **({} if settings.get("lmbda") == 0 else {"lmbda": 1.0}),
-        "rollouts": 2,
-        "max_new_tokens": 6,
-        "general_per_domain": 3,
-        "micro_batch_tokens": 2048,
-        "on_policy": {"openings": 0.0},
-    }
-    config = RecoverConfig(**short | settings)
+    short = {"steps": 4, "rollouts": 2, "max_new_tokens": 6, "general_per_domain": 3}
+    on_policy = {} if settings.get("lmbda") == 0 else {"lmbda": 1.0}
+    on_policy |= {"on_policy": {"openings": 0.0}}
+    config = RecoverConfig(micro_batch_tokens=2048, **short | on_policy | settings)
     prompts = {"general": [Prompt([*PROMPT, 9])] * 3, "domain": [Prompt([*PROMPT, 8])] * 3}
     teachers = {"general": {"": Teacher(backbone, "base")}, "domain": {"": Teacher(backbone, "tuned")}}
     grader = Grader(backbone, config, teachers)

@@ -5,8 +5,8 @@ import json
 import torch
 
 from helpers.recovering import PROMPT, make_trainer
-from opdcl.distill.prompts import encode_stream, read_recovery_source
-from opdcl.sampling.rollout import Prompt, Rollout
+from opdcl.data.prompts import encode_stream, read_recovery_source
+from opdcl.types import Prompt, Rollout
 
 ROLLOUTS = [
     Rollout(Prompt([*PROMPT, 7 * i + 3]), list(range(50 + i, 53 + 3 * i)), [], True) for i in range(4)
@@ -15,9 +15,8 @@ SHOWN = {"context": "{prompt} (The answer is: {answer})"}
 
 
 def encode(config, stream, backbone):
-    return encode_stream(
-        config, read_recovery_source(config), stream, backbone.tokenizer, backbone.context_length
-    )
+    source = read_recovery_source(config)
+    return encode_stream(config, source, stream, backbone.tokenizer, backbone.context_length)
 
 
 def taught(teacher, stream="domain"):

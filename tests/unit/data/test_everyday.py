@@ -10,8 +10,8 @@ from helpers.everyday import ROWS, SAID, TEXTS, text_of
 from helpers.wording import nearest
 
 from opdcl.config.shipped import package_folder
+from opdcl.data.prompts import GROUPS
 from opdcl.data.similarity import similarity
-from opdcl.distill.prompts import GROUPS
 
 EVALS = package_folder("evals")
 NEAR = 0.6

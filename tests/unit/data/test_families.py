@@ -5,9 +5,8 @@ from helpers.families import FAMILIES, make_tokenizer, save, scripted, spell, wr
 from helpers.learning import encode_example
 
 from opdcl.config.model import ModelConfig
-from opdcl.data.chat import encode_prompt
+from opdcl.data.chat import check_turn_end, encode_prompt
 from opdcl.data.formats import check_row
-from opdcl.distill.health import check_turn_end
 from opdcl.model.load import declared_eos_ids, load_tokenizer
 
 MESSAGES = [

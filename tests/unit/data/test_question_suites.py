@@ -9,9 +9,9 @@ from helpers.recovering import Silent
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.recover import RewardSection
 from opdcl.data.chat import encode_prompt, render
+from opdcl.data.reward_rows import reward_rows
 from opdcl.data.rows import load_rows
 from opdcl.data.suites import load_suite
-from opdcl.distill.reward import reward_rows
 from opdcl.errors import UsageError
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir

@@ -9,8 +9,8 @@ from helpers.teaching import encode
 
 from opdcl.config.load import validate
 from opdcl.config.workflow import meaningful_settings
+from opdcl.data.prompts import read_recovery_source
 from opdcl.data.rows import load_rows
-from opdcl.distill.prompts import read_recovery_source
 from opdcl.errors import UsageError
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir

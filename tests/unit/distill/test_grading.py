@@ -12,9 +12,9 @@ from opdcl.config.finetune import LoraSection
 from opdcl.distill.grading import kl_by_route, micro_batches, token_weights
 from opdcl.distill.rollout_queue import StepRollouts
 from opdcl.distill.teachers import Teacher
-from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.stages.recover import step_metrics
 from opdcl.training import save_adapter
+from opdcl.types import Prompt, Rollout
 
 ROLLOUTS = [
     Rollout(Prompt([*PROMPT, 7 * i + 3]), list(range(50 + i, 53 + 3 * i)), [], i != 1) for i in range(3)

@@ -7,13 +7,14 @@ import pytest
 import torch
 from helpers.recovering import Silent, run, short_recovery, train
 
-from opdcl.distill.health import Health, Writing, check_turn_end, drift, writing_sign
+from opdcl.data.chat import check_turn_end
+from opdcl.distill.health import Health, Writing, drift, writing_sign
 from opdcl.errors import OpdclError, UsageError
 from opdcl.repetition import repetition
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.training import StageLog
+from opdcl.types import Prompt, Rollout
 
 BASE = Writing(length=40.0, ended=0.8, repetition=0.02)
 TUNED = Writing(length=9.0, ended=1.0, repetition=0.05)

@@ -12,12 +12,13 @@ from helpers.scripts import load_script
 
 from opdcl.distill import kept_texts
 from opdcl.distill.kept_texts import KeptTexts, texts_folder
-from opdcl.distill.teachers import EmaTeacher, SecondModel, Teacher, TrustRegionTeacher
+from opdcl.distill.teachers import EmaTeacher, Teacher, TrustRegionTeacher
+from opdcl.distill.teachers_elsewhere import SecondModel
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.hashes import hash_value
 from opdcl.rundir.layout import StageDir
-from opdcl.sampling.rollout import Prompt, Rollout
+from opdcl.types import Prompt, Rollout
 
 PROMPTS = [Prompt([1, 520, 3690, 198, 9 + i]) for i in range(3)]
 OPTIONS = {"max_new_tokens": 5, "seed": 1}

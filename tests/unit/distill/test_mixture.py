@@ -8,7 +8,7 @@ from opdcl.config.load import load, validate
 from opdcl.config.recover import RecoverConfig, split_share
 from opdcl.data.chat import encode_prompt
 from opdcl.data.formats import Row
-from opdcl.distill.prompts import GROUPS, encode_stream, read_mixture, read_recovery_source
+from opdcl.data.prompts import GROUPS, encode_stream, read_mixture, read_recovery_source
 from opdcl.errors import UsageError
 
 # 12 general steps with 8 prompts each.
@@ -184,5 +184,6 @@ def test_a_prompt_leads_back_to_its_row_where_shipped_ones_without_room_are_left
     assert 0 < len(encoded.train) < len(rows)
     for prompt in encoded.train:
         assert encode_prompt(rows[prompt.number], backbone.tokenizer, 10_000) == prompt.ids
-    asked = encoded.held_out[-1]
-    assert source.question_of(asked, "general") == source.held_out["general"][asked.number].shown()
+    row = source.held_out["general"][encoded.held_out[0].number]
+    assert encode_prompt(row, backbone.tokenizer, 10_000) == encoded.held_out[0].ids
+    assert encoded.question == row.shown()

@@ -17,17 +17,18 @@ from opdcl.config.recover import RecoverConfig, RewardSection
 from opdcl.config.teacher import LossSection
 from opdcl.config.workflow import Workflow
 from opdcl.data.chat import encode_prompt
+from opdcl.data.prompts import read_recovery_source
+from opdcl.data.reward_rows import count_short_of_room, load_reward_task, reward_rows
 from opdcl.data.suites import load_suite
 from opdcl.distill.losses import clipped_gradient, group_advantages, token_losses
-from opdcl.distill.prompts import read_recovery_source
-from opdcl.distill.reward import Reward, count_short_of_room, load_reward_task, reward_rows
+from opdcl.distill.reward import Reward
 from opdcl.distill.schedule import plan_steps
 from opdcl.distill.teachers import Teacher
 from opdcl.errors import UsageError
 from opdcl.model.distributions import HiddenStates
 from opdcl.rundir.files import read_jsonl
-from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.stages.evaluate import BackboneLM
+from opdcl.types import Prompt, Rollout
 
 GROUP = 4
 REWARDED = {"suite": "instructions_train", "metric": "inst_level_strict_acc", "group": GROUP}

@@ -6,8 +6,8 @@ from helpers.recovering import PROMPT, make_trainer
 from opdcl.config.finetune import LoraSection
 from opdcl.distill.teachers import Teacher, TrustRegionTeacher
 from opdcl.sampling import decode
-from opdcl.sampling.rollout import Prompt
 from opdcl.training import save_adapter
+from opdcl.types import Prompt
 
 
 @pytest.fixture

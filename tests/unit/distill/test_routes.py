@@ -11,8 +11,8 @@ from helpers.teaching import ROLLOUTS, SHOWN, encode, graded, specialist
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import TeacherSection
-from opdcl.distill.make_teacher import make_teacher
 from opdcl.distill.teachers import Teacher
+from opdcl.distill.teachers_elsewhere import make_teacher
 from opdcl.errors import UsageError
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
@@ -37,9 +37,8 @@ def test_a_route_to_one_teacher_is_that_teacher(adapted, tmp_path):
 
 def test_each_prompt_is_graded_by_its_own_teacher(adapted, tmp_path, tiny_model):
     """The sums equal those of the parts, each graded by its own teacher; one of these is a second model."""
-    other = make_teacher(
-        TeacherSection(kind="model", model={"id": str(tiny_model), "dtype": "float32"}), adapted
-    )
+    section = TeacherSection(kind="model", model={"id": str(tiny_model), "dtype": "float32"})
+    other = make_teacher(section, adapted)
     teachers = {"": Teacher(adapted, "tuned"), "a": other}
     sums, gradient = graded(adapted, tmp_path, teachers, routed(1, 3))
     parts = {"a": (other, [1, 3]), "": (Teacher(adapted, "tuned"), [0, 2])}

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 
 from opdcl.config.recover import RecoverConfig
+from opdcl.data.prompts import prompts_drawn
 from opdcl.distill.schedule import plan_steps, sampled_together, students_turns
 
 
@@ -44,6 +45,15 @@ def test_a_domain_step_of_short_answers_has_more_rows(general, domain, rows):
     """It has the tokens of a general step, but no more than six times its rows, and no fewer than those."""
     steps = schedule(steps=2, max_new_tokens=general, domain_max_new_tokens=domain)
     assert [len(s.prompts) for s in steps] == [4, rows]
+
+
+@pytest.mark.parametrize("settings", [{}, {"general_per_domain": 0}, {"general_per_domain": 2}])
+@pytest.mark.parametrize(("method", "domain"), [("alternating", 1), ("alternating", 0), ("general", 1)])
+def test_as_many_general_prompts_are_read_as_the_schedule_draws(settings, method, domain):
+    config = RecoverConfig(steps=10, rollouts=4, method=method, **settings)
+    steps = plan_steps(config, 1, 0 if method == "general" else domain)
+    drawn = sum(len(step.prompts) for step in steps if step.stream == "general")
+    assert prompts_drawn(config, bool(domain)) == drawn
 
 
 def test_the_seed_orders_the_prompts():

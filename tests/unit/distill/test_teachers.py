@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import LossSection, TeacherSection
 from opdcl.distill.losses import token_losses
-from opdcl.distill.make_teacher import make_teacher
-from opdcl.distill.teachers import EmaTeacher, Teacher, TrustRegionTeacher
+from opdcl.distill.teachers import EmaTeacher, Teacher, TrustRegionTeacher, teacher_here
+from opdcl.distill.teachers_elsewhere import make_teacher
 from opdcl.errors import UsageError
 from opdcl.model.compatibility import check_same_tokenizer, differences
 from opdcl.model.distributions import HiddenStates
@@ -53,9 +53,8 @@ def test_a_trust_region_lies_between_reference_and_student(adapted, mix):
 
 
 def test_a_second_model_equal_to_base_gives_the_states_of_base(adapted, tiny_model):
-    other = make_teacher(
-        TeacherSection(kind="model", model={"id": str(tiny_model), "dtype": "float32"}), adapted
-    )
+    section = TeacherSection(kind="model", model={"id": str(tiny_model), "dtype": "float32"})
+    other = make_teacher(section, adapted)
     base = Teacher(adapted, "base")
     torch.testing.assert_close(states(other), states(base), atol=1e-5, rtol=1e-5)
     assert torch.equal(other.head_VH, base.head_VH)
@@ -78,9 +77,8 @@ def test_a_wider_model_grades_with_its_own_logits(adapted, tmp_path):
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "wide")
     adapted.tokenizer.save_pretrained(tmp_path / "wide")
-    wide = make_teacher(
-        TeacherSection(kind="model", model={"id": str(tmp_path / "wide"), "dtype": "float32"}), adapted
-    )
+    section = TeacherSection(kind="model", model={"id": str(tmp_path / "wide"), "dtype": "float32"})
+    wide = make_teacher(section, adapted)
     student = Teacher(adapted, "student")
     tokens = torch.tensor([t for r in ROLLOUTS for t in r.completion_ids])
     result = token_losses(
@@ -108,7 +106,7 @@ def test_a_live_teacher_without_context_has_nothing_to_teach(adapted):
         TeacherSection(kind="live")
     student = states(Teacher(adapted, "student"))
     # These prompts have no context, so it sees what the student sees.
-    assert torch.equal(states(make_teacher(TeacherSection(kind="live", **SHOWN), adapted)), student)
+    assert torch.equal(states(teacher_here(TeacherSection(kind="live", **SHOWN), adapted)), student)
 
 
 IN_CONTEXT = [replace(r, prompt=replace(r.prompt, context=[*r.prompt_ids, 77, 78])) for r in ROLLOUTS]
@@ -125,7 +123,7 @@ IN_CONTEXT = [replace(r, prompt=replace(r.prompt, context=[*r.prompt_ids, 77, 78
     ids=lambda x: x.get("kind") if isinstance(x, dict) else x,
 )
 def test_a_frozen_copy_keeps_its_context(adapted, section, frozen, expected):
-    copy = make_teacher(TeacherSection(**section), adapted).frozen_copy(frozen)
+    copy = teacher_here(TeacherSection(**section), adapted).frozen_copy(frozen)
     assert not copy.is_dynamic
     shown = states(copy, IN_CONTEXT)
     assert torch.equal(shown, states(Teacher(adapted, expected), IN_CONTEXT))

@@ -13,8 +13,8 @@ from opdcl.errors import OpdclError, UsageError
 from opdcl.model.forward import answer_ids, answer_states
 from opdcl.rundir.layout import StageDir
 from opdcl.sampling import decode
-from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.training import StageLog, save_adapter
+from opdcl.types import Prompt, Rollout
 
 ROLLOUTS = [
     Rollout(Prompt([*PROMPT, 7 * i + 3]), list(range(50 + i, 53 + 3 * i)), [], True) for i in range(6)

@@ -9,11 +9,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from opdcl.data.examples import Example
 from opdcl.model import forward, llama_pass
 from opdcl.model.forward import answer_states
 from opdcl.model.llama_pass import packs, rms_norm
 from opdcl.model.lora import fuse
+from opdcl.types import Example
 
 FAMILIES = {
     "llama": {"attention_bias": True, "mlp_bias": True},

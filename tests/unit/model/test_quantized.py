@@ -25,9 +25,9 @@ from opdcl.pipeline.job import Job
 from opdcl.rundir.files import read_json, write_json
 from opdcl.rundir.layout import RunDir
 from opdcl.sampling.llama_step import is_llama
-from opdcl.sampling.rollout import Prompt
 from opdcl.sampling.sample import sample
 from opdcl.training import save_adapter
+from opdcl.types import Prompt
 
 needs_bitsandbytes = pytest.mark.skipif(
     quantized.importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opdcl.data.examples import Example
 from opdcl.model import forward
 from opdcl.model.forward import answer_states
 from opdcl.model.side_by_side import side_by_side
+from opdcl.types import Example
 
 PREFIX = [1, 520, 3690, 198, 60]
 

@@ -16,9 +16,9 @@ from opdcl.errors import UsageError
 from opdcl.model.adapters import start_files, tuned_model
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_json, read_jsonl
-from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.sample import sample
 from opdcl.training import save_adapter
+from opdcl.types import Prompt, Rollout
 
 IDS = torch.arange(40, 60)[None]
 

@@ -10,7 +10,7 @@ from opdcl.config.load import load
 from opdcl.config.shipped import package_folder
 from opdcl.distill.schedule import plan_steps
 from opdcl.pipeline.sweep import expand
-from opdcl.stages.finetune import as_distillation
+from opdcl.stages.self_distill import as_distillation
 
 # Recipe, arm -> general steps of the teacher and of the student, domain steps of the teacher and of the
 # student, as planned: the general ones of the teacher become the student's once its answers are long enough.

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from opdcl.deploy.gguf import answer
-from opdcl.sampling.rollout import Prompt
 from opdcl.sampling.sample import pick_engine, sample
+from opdcl.types import Prompt
 
 PROMPT, VOCABULARY, DRAWS = [5, 9, 11, 7], 24, 4000
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from opdcl.config.finetune import LoraSection
-from opdcl.data.examples import Example
 from opdcl.model.forward import answer_states
 from opdcl.sampling import decode, llama_step
 from opdcl.sampling.decoder import DRAW_BLOCK, PREFILL_ROWS, draw
 from opdcl.sampling.llama_step import is_llama
-from opdcl.sampling.rollout import Prompt, cut
+from opdcl.sampling.rollout import cut
 from opdcl.sampling.sample import pick_engine, sample
+from opdcl.types import Example, Prompt
 
 TAILS = [[198], [198, 88, 99, 77], [33], [5, 6]]
 PROMPTS = [Prompt([1, 520, 3690, *tail]) for tail in TAILS]

@@ -18,15 +18,21 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import LossSection, TeacherSection
 from opdcl.data.suites import load_suite
 from opdcl.distill.losses import token_logprobs, token_losses
-from opdcl.distill.make_teacher import make_teacher, reach_own_model, reach_server
-from opdcl.distill.teachers import RemoteTeacher, ServedStudent, Teacher
+from opdcl.distill.teachers import Teacher
+from opdcl.distill.teachers_elsewhere import (
+    RemoteTeacher,
+    ServedStudent,
+    make_teacher,
+    reach_own_model,
+    reach_server,
+)
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates, TopTokens, join
 from opdcl.rundir.files import read_jsonl
-from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.server import KEY, Server, _key_of, check_access
 from opdcl.stages.evaluate import BackboneLM
+from opdcl.types import Prompt, Rollout
 
 K = SERVED_TOKENS
 ROLLOUTS = [
@@ -597,18 +603,9 @@ def test_a_server_without_adapters_is_refused_with_a_hint(backbone, tuned, elsew
 @pytest.mark.usefixtures("no_thread_left")
 def test_a_recovery_that_samples_on_a_server_has_no_mismatch(backbone, tuned, elsewhere):
     with serving(elsewhere) as server:
-        rows = [
-            r
-            for r in recovery(
-                backbone,
-                tuned,
-                "served",
-                {"kind": "base"},
-                {"kind": "reverse_kl"},
-                server={"url": server.url},
-            )
-            if "loss" in r
-        ]
+        place, loss = {"url": server.url}, {"kind": "reverse_kl"}
+        rows = recovery(backbone, tuned, "served", {"kind": "base"}, loss, server=place)
+        rows = [r for r in rows if "loss" in r]
     assert len(rows) == 4
     assert [r["mismatch"] for r in rows if "mismatch" in r] == [0.0] * sum("mismatch" in r for r in rows)
     assert any("mismatch" in r for r in rows)

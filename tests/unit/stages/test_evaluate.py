@@ -13,10 +13,10 @@ from opdcl.data.suites import load_suite
 from opdcl.errors import UsageError
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
-from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.stages.answers import counter
 from opdcl.stages.evaluate import BackboneLM, evaluate, max_answer_tokens
 from opdcl.training import save_adapter
+from opdcl.types import Prompt, Rollout
 
 QUESTIONS = [f"What is the code of room {i}?" for i in range(6)]
 

@@ -21,7 +21,8 @@ from opdcl.config.finetune import SHOWN_ANSWER, FinetuneConfig, LoraSection, Rep
 from opdcl.config.model import ModelConfig
 from opdcl.console import Output
 from opdcl.data.chat import encode_prompt
-from opdcl.data.examples import Example, Examples, read_examples, with_answers
+from opdcl.data.examples import read_examples, with_answers
+from opdcl.data.prompts import encode_prompts, read_recovery_source
 from opdcl.data.rows import Row, load_rows
 from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.schedule import endless
@@ -32,16 +33,11 @@ from opdcl.model.forward import answer_ids, answer_states
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.sampling.rollout import Prompt
-from opdcl.stages.finetune import (
-    AnswerTrainer,
-    _pieces,
-    as_distillation,
-    finetune,
-    planned_steps,
-    trainer_arguments,
-)
+from opdcl.stages.finetune import AnswerTrainer, _pieces, finetune, planned_steps, trainer_arguments
 from opdcl.stages.replay import Replay, interleave, lay_out
+from opdcl.stages.self_distill import as_distillation, self_distill
 from opdcl.training import Schedule
+from opdcl.types import Example
 
 QA = Row([{"role": "user", "content": "What is the code?"}], "Seven", None, "here:1")
 
@@ -176,11 +172,11 @@ def learn(tmp_path, tiny_model):
         out = StageDir(tmp_path / name)
         backbone = Backbone.load(base)
         replay = load_rows(config.replay.prompts) if config.replay.share else []
-        examples = read_examples(
-            with_answers(load_rows(config.data), config), config, backbone.tokenizer, replay
-        )
+        rows = with_answers(load_rows(config.data), config)
+        read = read_examples(rows, config, backbone.tokenizer, replay)
+        report = report or Output("quiet").stage("finetune")
         try:
-            finetune(config, examples, backbone, start, out, report or Output("quiet").stage("finetune"))
+            finetune(config, read.encoded, read.replay, backbone, start, out, report)
         except KeyboardInterrupt:
             return {}, []
         steps = [(r["loss"], r[field]) for r in read_jsonl(out.metrics)]
@@ -225,7 +221,7 @@ def test_once_a_base_is_loaded_nothing_of_it_is_read_again(tmp_path, backbone):
     rows = [Row(QA.prompt, answer, None, "x") for answer in ("Seven", "Eight")]
     out = StageDir(tmp_path / "out")
     examples = read_examples(with_answers(rows, config), config, backbone.tokenizer)
-    finetune(config, examples, backbone, None, out, Silent())
+    finetune(config, examples.encoded, [], backbone, None, out, Silent())
     assert (out.adapter / "adapter_model.safetensors").exists()
 
 
@@ -342,6 +338,14 @@ def test_a_row_too_long_for_memory_is_an_error_with_a_hint(learn, memory_for):
     assert "max_length" in caught.value.hint
 
 
+def distil(config, backbone, out, report):
+    rows = load_rows(config.data)
+    recovery = as_distillation(config, len(rows))
+    source = read_recovery_source(recovery, lambda *_: rows)
+    prompts = encode_prompts(recovery, source, backbone.tokenizer, backbone.context_length)
+    self_distill(config, recovery, prompts, backbone, None, out, report)
+
+
 def test_self_distillation_learns_from_itself_shown_the_answer_and_resumes_to_the_same_bits(
     tmp_path, tiny_model
 ):
@@ -353,18 +357,15 @@ def test_self_distillation_learns_from_itself_shown_the_answer_and_resumes_to_th
     config = FinetuneConfig(
         method="self-distill",
         data=str(tmp_path / "rows.jsonl"),
-        batch_size=4,
-        epochs=6,
-        learning_rate=1e-2,
-        save_steps=4,
         lora=LoraSection(r=4, alpha=8),
         self_distill={"max_new_tokens": 6},
+        **{"batch_size": 4, "epochs": 6, "learning_rate": 1e-2, "save_steps": 4},
     )
 
     def train(name, at=None):
         out = StageDir(tmp_path / name)
         try:
-            finetune(config, Examples(load_rows(config.data)), Backbone.load(base), None, out, StopAt(at))
+            distil(config, Backbone.load(base), out, StopAt(at))
         except KeyboardInterrupt:
             assert at
         return out
@@ -384,9 +385,8 @@ def test_self_distillation_needs_answers(tmp_path, backbone):
     config = FinetuneConfig(
         method="self-distill", data=str(tmp_path / "rows.jsonl"), batch_size=16, learning_rate=1e-3
     )
-    rows, out = load_rows(config.data), StageDir(tmp_path / "out")
     with pytest.raises(UsageError, match=r"rows\.jsonl:1 has no answer"):
-        finetune(config, Examples(rows), backbone, None, out, Silent())
+        distil(config, backbone, StageDir(tmp_path / "out"), Silent())
 
 
 @pytest.fixture

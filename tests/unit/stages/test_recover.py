@@ -9,8 +9,8 @@ from helpers.recovering import Silent, recover_rows, run, short_recovery, whole_
 from safetensors.torch import load_file, save_file
 
 from opdcl.config.recover import RecoverConfig
+from opdcl.data.prompts import read_recovery_source
 from opdcl.data.rows import load_rows
-from opdcl.distill.prompts import read_recovery_source
 from opdcl.distill.start import BETWEEN, distance_left
 from opdcl.distill.validation import NO_WORSE, Measurements, Validation, kl_score
 from opdcl.rundir.files import read_jsonl

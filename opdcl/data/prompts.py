@@ -13,15 +13,14 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from opdcl.config.recover import RecoverConfig
+from opdcl.config.recover import OPENINGS, RecoverConfig
 from opdcl.config.teacher import BUILT_IN
 from opdcl.data.chat import encode_prompt
 from opdcl.data.examples import learned_turns
+from opdcl.data.reward_rows import load_reward_task, reward_rows
 from opdcl.data.rows import Row, check_prompts, is_shipped, load_rows
-from opdcl.distill.reward import load_reward_task, reward_rows
-from opdcl.distill.schedule import STREAMS, Stream, plan_steps
 from opdcl.errors import UsageError
-from opdcl.sampling.rollout import Prompt
+from opdcl.types import STREAMS, Prompt, Prompts, Stream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,19 +47,6 @@ class RecoverySource:
     rows: dict[Stream, list[Row]]
     held_out: dict[Stream, list[Row]]
     reward_task: Any | None = None
-
-    def question_of(self, prompt: Prompt, stream: Stream) -> str:
-        """Return the text of a held-out prompt, for people."""
-        rows = self.held_out.get(stream, self.rows[stream])
-        return rows[prompt.number].shown()
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """One stream's prompts, to train on and held out."""
-
-    train: list[Prompt]
-    held_out: list[Prompt]
 
 
 class _Part(NamedTuple):
@@ -98,11 +84,9 @@ def read_recovery_source(
         for row in rows[stream]:
             _check_teacher(config, stream, row)
     if config.given_answers:
+        hint = "give every general row one: `completion` beside `prompt`, or `answer` beside `question`"
         for row in rows["general"] + held_out.get("general", []):
             if not row.answer:
-                hint = (
-                    "give every general row one: `completion` beside `prompt`, or `answer` beside `question`"
-                )
                 raise UsageError(f"{row.where} has no answer to learn from", hint)
     if not config.reward:
         return RecoverySource(rows, held_out)
@@ -127,8 +111,7 @@ def read_mixture(
         return [], None
     if len(parts) == 1:
         return parts[0].train, None
-    steps = plan_steps(config, 1, int(has_domain and config.method != "general"))
-    drawn = sum(len(step.prompts + step.openings) for step in steps if step.stream == "general")
+    drawn = prompts_drawn(config, has_domain)
     train: list[Row] = []
     held_out: list[Row] = []
     for number, part in enumerate(parts):
@@ -138,6 +121,15 @@ def read_mixture(
         train += ours
         held_out += others
     return train, held_out
+
+
+def prompts_drawn(config: RecoverConfig, has_domain: bool) -> int:
+    """Return how many general prompts the schedule of a recovery draws."""
+    alternates = has_domain and config.method != "general"
+    of_domain = config.steps // (config.general_per_domain + 1) if alternates else 0
+    general = config.steps - of_domain
+    openings = OPENINGS * int(general * config.on_policy.openings) if config.opens else 0
+    return (general + openings) * config.completions("general")
 
 
 def _parts(source: str, share: float, read_rows: Read) -> list[_Part]:
@@ -223,11 +215,15 @@ def encode_stream(
             prompts.append(Prompt(ids, row.teacher, shown, number=number, answer=answer))
         return prompts
 
-    prompts = encode(source.rows[stream])
-    if stream not in source.held_out:
-        return _split(prompts, stream, config.validation_prompts)
-    held_out = encode(source.held_out[stream])
-    return Prompts(prompts, [held_out[i] for i in _spread(len(held_out), config.validation_prompts)])
+    train = encode(source.rows[stream])
+    if stream in source.held_out:
+        measured = encode(source.held_out[stream])
+        held_out = [measured[i] for i in _spread(len(measured), config.validation_prompts)]
+    else:
+        train, held_out = _split(train, stream, config.validation_prompts)
+    measured_rows = source.held_out.get(stream, source.rows[stream])
+    question = measured_rows[held_out[0].number].shown() if held_out else ""
+    return Prompts(train, held_out, question)
 
 
 def _own_answer(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -246,7 +242,7 @@ def _spread(size: int, count: int) -> list[int]:
     return sorted({i * size // count for i in range(count)})
 
 
-def _split(prompts: list[Prompt], stream: Stream, count: int) -> Prompts:
+def _split(prompts: list[Prompt], stream: Stream, count: int) -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts to train on and at most `count` held-out ones."""
     if len(prompts) == 1:
         message = f"the {stream} stream has one prompt; recovery needs some to sample on and some to hold out"
@@ -255,10 +251,10 @@ def _split(prompts: list[Prompt], stream: Stream, count: int) -> Prompts:
     count = min(count, len(prompts) // 2)
     measured = [prompts[i] for i in _spread(len(prompts), count)]
     if stream == "domain":  # it is practised as a whole: what is not practised is not protected
-        return Prompts(prompts, measured)
+        return prompts, measured
     # A file may hold a prompt several times, and what is measured must not be practised.
     asked = {tuple(prompt.ids) for prompt in measured}
     train = [prompt for prompt in prompts if tuple(prompt.ids) not in asked]
     if prompts and not train:
         raise UsageError(f"the prompts of the {stream} stream are all the same", "add other prompts")
-    return Prompts(train, measured)
+    return train, measured

@@ -1,24 +1,34 @@
-"""Build teachers from a configuration, after checking that their tokens mean the same as the student's."""
+"""Teachers that are no state of the student's backbone, and a student that is sampled on a server.
+
+Before one is used, its tokens are checked to mean the same as the student's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.pool import AsyncResult
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from opdcl import parallel
 from opdcl.config.model import SERVED_TOKENS
-from opdcl.config.teacher import EMA_RATE, TeacherSection
+from opdcl.config.teacher import TeacherSection
 from opdcl.distill.losses import token_logprobs
-from opdcl.distill.teachers import EmaTeacher, RemoteTeacher, SecondModel, Teacher, TrustRegionTeacher
+from opdcl.distill.teachers import Teacher
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.architecture import architecture
-from opdcl.model.backbone import Backbone, State
+from opdcl.model.backbone import Backbone
 from opdcl.model.compatibility import HINT, PROBES, check_same_tokenizer
+from opdcl.model.distributions import Served, TeacherDistribution, join
+from opdcl.model.forward import answer_states
 from opdcl.model.load import eos_ids, load_base, load_tokenizer
-from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.sampling.server import Server
+from opdcl.training import save_adapter
+from opdcl.types import Prompt, Rollout
 
 # Nats per token by which a model may differ from its copy on a server: between rounding and another model.
 SAME_MODEL = 0.3
@@ -30,36 +40,93 @@ BROKEN_MODEL = 4.0
 Notify = Callable[[str], None]
 
 
-def make_teacher(
-    config: TeacherSection,
-    backbone: Backbone,
-    state: State = "general",
-    notify: Notify = lambda text: None,
-    named: int = SERVED_TOKENS,
-) -> Teacher:
-    """Return the teacher that a configuration describes.
+class SecondModel(Teacher):
+    """Another model with the same tokenizer."""
 
-    An `ema` or `adapter` teacher needs its adapter on the backbone already, as `state`. `notify` receives
-    messages about a server; `named` is how many of the likeliest tokens are requested of it.
+    def __init__(self, backbone: Backbone, model: PreTrainedModel):
+        super().__init__(backbone, "base")
+        self.model = model
+
+    @property
+    def frozen_state(self) -> None:
+        """None: what writes is no state of the backbone."""
+
+    @property
+    def head_VH(self) -> torch.Tensor:
+        return self.model.get_output_embeddings().weight
+
+    @torch.no_grad()
+    def states(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
+        return answer_states(self.model, self._examples(rollouts))
+
+    @contextlib.contextmanager
+    def as_sampler(self) -> Iterator[PreTrainedModel]:
+        with parallel.unsharded(self.model):
+            yield self.model
+
+
+class RemoteTeacher(Teacher):
+    """A model on a server, which is asked for its distribution as soon as a completion is whole."""
+
+    def __init__(self, backbone: Backbone, server: Server):
+        super().__init__(backbone, "base")
+        self.server = server
+
+    @property
+    def frozen_state(self) -> None:
+        """None: what writes is no state of the backbone."""
+
+    def complete(self, prompts: Sequence[Prompt], **options: Any) -> list[Rollout]:
+        def request() -> list[Rollout]:
+            return self.server.complete(prompts, eos_ids=self.backbone.eos_ids, **options)
+
+        return parallel.on_first_worker(request)
+
+    def distribution(self, rollouts: Sequence[Rollout]) -> TeacherDistribution:
+        return join([request.get() for request in self._requests(rollouts)]).to(self.backbone.device)
+
+    def prefetch(self, rollouts: Sequence[Rollout]) -> None:
+        if not self.server.is_whole:  # those of many completions would not fit into memory
+            self._requests(rollouts)
+
+    def _requests(self, rollouts: Sequence[Rollout]) -> list[AsyncResult[Served]]:
+        return [self.server.grade(r.prompt.shown, r.completion_ids) for r in rollouts]
+
+    def close(self) -> None:
+        self.server.close()
+
+
+class ServedStudent(Teacher):
+    """The student, sampled on a server that loads its current adapter from `folder` for each call."""
+
+    def __init__(self, backbone: Backbone, server: Server, folder: Path):
+        super().__init__(backbone, "student")
+        self.server, self.folder = server, folder
+
+    def complete(self, prompts: Sequence[Prompt], **options: Any) -> list[Rollout]:
+        def request() -> list[Rollout]:
+            save_adapter(self.backbone, self.folder)
+            with self.server.adapter(self.folder) as name:
+                return self.server.complete(prompts, eos_ids=self.backbone.eos_ids, model=name, **options)
+
+        return parallel.on_first_worker(request)
+
+    def close(self) -> None:
+        self.server.close()
+
+
+def make_teacher(
+    config: TeacherSection, backbone: Backbone, notify: Notify = print, named: int = SERVED_TOKENS
+) -> Teacher:
+    """Return the second model, or the model on a server, that a configuration describes.
+
+    `notify` receives messages about a server, of which `named` of the likeliest tokens are requested.
     """
-    match config.kind:
-        case "live":
-            return Teacher(backbone, "student")
-        case "adapter":
-            return Teacher(backbone, state)
-        case "ema":
-            return EmaTeacher(backbone, state, EMA_RATE)
-        case "trust_region":
-            return TrustRegionTeacher(backbone, config.mix)
-        case "model":
-            return SecondModel(backbone, _load_model(config, backbone))
-        case "remote":
-            place = config.server
-            server = reach_server(place.url, backbone, notify, named, place.model)
-            compare_with_base(server, backbone)
-            return RemoteTeacher(backbone, server)
-        case frozen:
-            return Teacher(backbone, frozen)
+    if config.model:
+        return SecondModel(backbone, _load_model(config, backbone))
+    server = reach_server(config.server.url, backbone, notify, named, config.server.model)
+    compare_with_base(server, backbone)
+    return RemoteTeacher(backbone, server)
 
 
 def reach_server(

@@ -1,0 +1,137 @@
+"""The words of the method: a prompt, its completion, what a pass learns from, and a step of the schedule.
+
+Every room of the trainings speaks them, so this file imports nothing of opdcl.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+Stream = Literal["general", "domain"]
+
+STREAMS: tuple[Stream, ...] = ("general", "domain")
+
+
+@dataclass(frozen=True)
+class Example:
+    """What the training pass reads: token ids, and for each id whether it is learned or graded.
+
+    A row of a fine-tune has one or several; a replayed row is one, and so is a completion with its prompt.
+    """
+
+    ids: list[int]
+    learned: list[bool]
+    is_replayed: bool = False
+    """Whether base wrote what is learned, for a fine-tune to be held to base's distribution."""
+
+    @classmethod
+    def of(cls, prompt_ids: list[int], answer_ids: list[int], is_replayed: bool = False) -> Example:
+        """Return the example that teaches an answer to a prompt."""
+        learned = [False] * len(prompt_ids) + [True] * len(answer_ids)
+        return cls(prompt_ids + answer_ids, learned, is_replayed)
+
+    @property
+    def predicting(self) -> list[int]:
+        """The positions that predict a learned token; the first token has nothing before it to predict it."""
+        return [i for i, is_learned in enumerate(self.learned[1:]) if is_learned]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a model is asked, and in a recovery all that is known about it.
+
+    `ids` are the token ids that the student sees. `teacher` is the name of the prompt's own teacher, or ""
+    for the stream's. `context` is what that teacher sees in place of `ids`, if it differs. `number` is the
+    position of its row in the stream, by which a reward finds the document. `answer` is given in place of
+    one that the teacher writes.
+    """
+
+    ids: list[int]
+    teacher: str = ""
+    context: list[int] | None = None
+    number: int = 0
+    answer: list[int] | None = None
+
+    @property
+    def shown(self) -> list[int]:
+        """The token ids that the teacher sees."""
+        return self.context or self.ids
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """One stream's prompts, to train on and held out."""
+
+    train: list[Prompt]
+    held_out: list[Prompt]
+    question: str = ""
+    """The text of the first held-out prompt, for people."""
+
+
+@dataclass
+class Rollout:
+    """A prompt and its sampled completion.
+
+    `completion_ids` ends with an end-of-sequence id if and only if `finished`; `logprobs` holds the sampler's
+    log-probability (nats, at the sampling temperature) of each of its tokens and is empty under greedy
+    decoding. `reward` is the suite scorer's, `advantage` its distance from the group's mean in standard
+    deviations. If it `recurs`, other steps learn from it too; `states_NH` are then its frozen teacher's last
+    hidden states before each completion token, `(N, H)`, once the teacher has read it.
+    """
+
+    prompt: Prompt
+    completion_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finished: bool = False
+    reward: float | None = None
+    advantage: float = 0.0
+    recurs: bool = False
+    states_NH: torch.Tensor | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.prompt.ids
+
+    @property
+    def example(self) -> Example:
+        """The prompt and its completion as the student learns them."""
+        return Example.of(self.prompt_ids, self.completion_ids)
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+
+class Judge(Protocol):
+    """Scores completions, and may show the teacher what was better."""
+
+    def judge(self, rollouts: list[Rollout]) -> None:
+        """Set the reward and the advantage of each completion."""
+        ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step, which learns from completions of the prompts with these indices.
+
+    The student completes them if `on_policy`, else the teacher. If there are `openings`, the student writes
+    the first tokens of those in place of whole answers.
+    """
+
+    stream: Stream
+    prompts: tuple[int, ...]
+    on_policy: bool
+    openings: tuple[int, ...] = ()
+
+    @property
+    def is_opening(self) -> bool:
+        return self.on_policy and bool(self.openings)
+
+    @property
+    def asked(self) -> tuple[int, ...]:
+        """The prompts that are completed."""
+        return self.openings if self.is_opening else self.prompts
