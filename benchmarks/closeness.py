@@ -28,6 +28,7 @@ from opdcl.console import Output
 from opdcl.data.chat import encode_prompt
 from opdcl.data.rows import Row, load_rows
 from opdcl.distill.losses import forward_kl, reverse_kl
+from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
 from opdcl.results import closeness as results
 from opdcl.results.intervals import ratio
@@ -218,7 +219,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, work: Path) -> dict:
-    backbone = Backbone.load(ModelConfig())
+    backbone = load_backbone(ModelConfig())
     rows = load_rows("requests")[: options.prompts]
     config = EvalConfig(max_new_tokens=options.tokens, batch_size=320)
     prompts = [encode_prompt(row, backbone.tokenizer, 10**6) for row in rows]

@@ -169,11 +169,8 @@ def layers(engine: Engine) -> list[dict]:
 def use(engine: Engine, folder: Path) -> None:
     """Do what users do, as the image's own user and as another user who owns a folder on the host."""
     config = json.loads(engine.ask("image", "inspect", IMAGE))[0]
-    health = next(
-        dict(part)["Test"]
-        for part in (config.get("Healthcheck"), config["Config"].get("Healthcheck"))
-        if part
-    )[1:]
+    parts = (config.get("Healthcheck"), config["Config"].get("Healthcheck"))
+    health = next(dict(part)["Test"] for part in parts if part)[1:]
     engine.note(
         "its user is numeric and not root",
         config["Config"]["User"].isdigit() and config["Config"]["User"] != "0",

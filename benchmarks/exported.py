@@ -24,7 +24,8 @@ from opdcl.data.chat import encode_prompt
 from opdcl.data.rows import load_prompts
 from opdcl.deploy.export import export
 from opdcl.deploy.gguf import LARGEST_GAP, answer, log_probabilities
-from opdcl.model.load import eos_ids, load_base
+from opdcl.model.architecture import eos_ids
+from opdcl.model.load import load_base
 from opdcl.rundir.environment import machine, versions
 
 EACH, LONGEST = 10, 64
@@ -88,7 +89,7 @@ def main() -> None:
             "texts": texts,
             "told": [log_probabilities(model, ids) for ids in texts],
             "margins": [margins(model, ids) for ids in texts],
-            "ends": eos_ids(model, tokenizer),
+            "ends": eos_ids(model.generation_config, tokenizer),
             "rendered": [tokenizer.decode(ids) for ids in prompts],
         }
         record = {
@@ -147,12 +148,8 @@ def by_llama(python: str, file: str, known: dict, cache: int | None) -> dict:
 
 def compare(known: dict, told: list, answers: list[list[int]]) -> dict:
     """Compare a reader's log-probabilities and greedy answers with the merged model's."""
-    gaps = torch.cat(
-        [
-            (torch.as_tensor(a, dtype=torch.float64) - b).abs()
-            for a, b in zip(told, known["told"], strict=True)
-        ]
-    )
+    pairs = zip(told, known["told"], strict=True)
+    gaps = torch.cat([(torch.as_tensor(a, dtype=torch.float64) - b).abs() for a, b in pairs])
     near = []
     for found, text, margin in zip(answers, known["texts"], known["margins"], strict=True):
         if found != text:

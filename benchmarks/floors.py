@@ -73,14 +73,14 @@ def mean(scores: list[dict[str, Any]], metric: str) -> float:
 
 def main() -> None:
     from opdcl.config.model import ModelConfig
-    from opdcl.model.backbone import Backbone
+    from opdcl.model.accept import load_backbone
 
     parser = parser_of(str(RECORD), __doc__)
     parser.add_argument("run", type=Path, help="whose answers are read")
     parser.add_argument("--suites", nargs="+", help="default: all shipped ones that the run has measured")
     parser.add_argument("--limit", type=int, help="play on the first N prompts only")
     options = parser.parse_args()
-    run, backbone = RunDir(options.run), Backbone.load(ModelConfig())
+    run, backbone = RunDir(options.run), load_backbone(ModelConfig())
     measured = [file.stem for file in sorted(run.evals.glob("base/*.json")) if file.stem in shipped_suites()]
     record = read_json(options.out) if options.suites and options.out.exists() else {"suites": {}}
     record |= head()

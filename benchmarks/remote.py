@@ -48,6 +48,7 @@ from opdcl.data.suites import load_suite
 from opdcl.distill.losses import token_losses
 from opdcl.distill.teachers import Teacher
 from opdcl.distill.teachers_elsewhere import ServedStudent, reach_server
+from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
 from opdcl.results.plain import as_json
 from opdcl.results.stats import mean
@@ -156,7 +157,7 @@ def told_by(teacher: Teacher, rollouts: list[Rollout]) -> torch.Tensor:
 
 def compare_teachers(served: Served, options: argparse.Namespace, folder: Path) -> tuple[dict, str | None]:
     """Return the record, and what is wrong with it."""
-    backbone = Backbone.load(ModelConfig())
+    backbone = load_backbone(ModelConfig())
     prompts = encoded(RecoverConfig(validation_prompts=options.prompts, rollouts=8), backbone)
     with backbone.merged("base") as model:
         how = {"max_new_tokens": 64, "eos_ids": backbone.eos_ids, "temperature": 1.0}
@@ -263,7 +264,7 @@ def compare_students(served: Served, options: argparse.Namespace, folder: Path) 
     """Return the record, and what is wrong with it."""
     run = RunDir(options.run)
     workflow = Workflow.model_validate(read_json(run.config)["workflow"])
-    backbone = Backbone.load(ModelConfig(id=workflow.model.id, revision=workflow.model.revision))
+    backbone = load_backbone(ModelConfig(id=workflow.model.id, revision=workflow.model.revision))
     served.start()
     place = options.url
     found = [

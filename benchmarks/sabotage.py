@@ -29,6 +29,7 @@ from opdcl.data.chat import check_turn_end
 from opdcl.data.prompts import encode_prompts, read_recovery_source
 from opdcl.distill.losses import token_losses
 from opdcl.errors import OpdclError
+from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import StageDir
@@ -108,7 +109,7 @@ def case(adapter: Path, spoil: Callable[[Backbone], Any] | None, settings: dict[
     """Recover with one sabotage; return how it ends, and the held-out KL before and after."""
     given = {"domain": "handbook", "micro_batch_tokens": 2048} | settings
     config = load(["quickstart"])[0].recover.model_copy(update=given)
-    backbone, started = Backbone.load(ModelConfig()), time.perf_counter()
+    backbone, started = load_backbone(ModelConfig()), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         out, ends, line = StageDir(Path(folder)), "it ran to its end", Output("quiet").stage("recover")
         try:

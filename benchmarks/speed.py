@@ -48,6 +48,7 @@ from opdcl.distill.grading import Grader, micro_batches
 from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.schedule import plan_steps
 from opdcl.distill.teachers import Teacher
+from opdcl.model.accept import load_backbone
 from opdcl.model.architecture import architecture
 from opdcl.model.backbone import Backbone
 from opdcl.model.llama_pass import attends_within_rows
@@ -450,7 +451,7 @@ def agreement(options: argparse.Namespace) -> None:
 
 def compare_engines(options: argparse.Namespace) -> None:
     """Let every engine answer the same prompts greedily and compare the answers with the first engine's."""
-    backbone = Backbone.load(ModelConfig(dtype=options.dtype))
+    backbone = load_backbone(ModelConfig(dtype=options.dtype))
     task, tokenizer = load_suite("instructions").task, backbone.tokenizer
     docs = list(task.test_docs())[: options.prompts]
     messages = [[{"role": "user", "content": task.doc_to_text(doc)}] for doc in docs]

@@ -20,6 +20,7 @@ from opdcl.data.chat import encode_prompt
 from opdcl.data.rows import load_rows
 from opdcl.distill.grading import Grader
 from opdcl.distill.teachers import Teacher
+from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
 from opdcl.results.status import DOMAIN_STYLE
 from opdcl.types import Prompt
@@ -33,7 +34,7 @@ def main() -> None:
     parser.add_argument("--base", default="smollm2-135m", help="the model that the adapters stand on")
     parser.add_argument("--requests", type=int, default=REQUESTS)
     options = parser.parse_args()
-    backbone = Backbone.load(ModelConfig(id=options.base))
+    backbone = load_backbone(ModelConfig(id=options.base))
     rows = load_rows("everyday", "validation")[: options.requests]
     prompts = [Prompt(encode_prompt(row, backbone.tokenizer, backbone.context_length)) for row in rows]
     measured = {"base": measure(backbone, prompts, None)}

@@ -26,6 +26,7 @@ from opdcl.data.rows import Row
 from opdcl.distill.losses import token_losses
 from opdcl.distill.teachers import EmaTeacher, Teacher, TrustRegionTeacher
 from opdcl.distill.teachers_elsewhere import make_teacher
+from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
 from opdcl.sampling.sample import sample
 from opdcl.types import Prompt, Rollout
@@ -38,7 +39,7 @@ def main() -> None:
     parser = parser_of(__file__, __doc__)
     parser.add_argument("adapter", type=Path)
     options = parser.parse_args()
-    backbone = Backbone.load(ModelConfig())
+    backbone = load_backbone(ModelConfig())
     for state in ("student", "tuned", "mean"):
         backbone.load_adapter(options.adapter, state, trainable=state == "student")
     torch.manual_seed(0)
@@ -97,7 +98,7 @@ def measure(backbone: Backbone) -> Iterator[tuple]:
     claim = "the closer to the student, the less there is to learn"
     yield "trust region", claim, "KL at mix 0 to 1 {}", xs, xs == sorted(xs, reverse=True)
     with tempfile.TemporaryDirectory() as folder:
-        plain = Backbone.load(ModelConfig())
+        plain = load_backbone(ModelConfig())
         plain.causal_lm.save_pretrained(folder)
         plain.tokenizer.save_pretrained(folder)
         dtype = str(backbone.causal_lm.dtype).removeprefix("torch.")

@@ -11,7 +11,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.data.chat import encode_prompt
 from opdcl.data.formats import Row
 from opdcl.errors import UsageError
-from opdcl.model.backbone import Backbone
+from opdcl.model.accept import accept_adapter, load_backbone
 from opdcl.sampling.sample import sample
 from opdcl.types import Prompt, Rollout
 
@@ -20,12 +20,12 @@ class Chat:
     """The loaded base with one or two adapters, which may stand on a tuned model beside it."""
 
     def __init__(self, base: ModelConfig, adapters: dict[str, Path], tuned: ModelConfig | None = None):
-        self.backbone = Backbone.load(base, tuned)
+        self.backbone = load_backbone(base, tuned)
         # The backbone holds two adapters, under these names; a single adapter must be `student`.
         names = ("student",) if len(adapters) == 1 else ("tuned", "student")
         self.slots = {"base": "base", **dict(zip(adapters, names, strict=False))}
         for state, adapter in adapters.items():
-            self.backbone.load_adapter(adapter, self.slots[state])
+            accept_adapter(self.backbone, adapter, self.slots[state])
         if adapters:
             self.backbone.peft.set_adapter("student")
 

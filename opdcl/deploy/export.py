@@ -200,6 +200,7 @@ def merge(
 
 
 def _load(base: ModelConfig, tuned: ModelConfig | None, adapter: Path, as_stored: bool = False) -> Backbone:
+    from opdcl.model.accept import accept_adapter
     from opdcl.model.backbone import Backbone
     from opdcl.model.load import load_base, load_model
     from opdcl.model.more_tokens import shared_tokenizer
@@ -209,7 +210,7 @@ def _load(base: ModelConfig, tuned: ModelConfig | None, adapter: Path, as_stored
     else:
         model, tokenizer = load_base(base, as_stored=as_stored)
     backbone = Backbone(model, tokenizer)
-    backbone.load_adapter(adapter, "student")
+    accept_adapter(backbone, adapter, "student")
     return backbone
 
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
+from opdcl.model.adapter_door import put_adapter
 from opdcl.model.adapter_files import STATE, checked_settings, peft_faults, refuse_misfit
 from opdcl.model.adapters import EMBEDDINGS, OFF
-from opdcl.model.door import put_adapter, read_tokenizer
+from opdcl.model.door import read_tokenizer
 from opdcl.model.load import load_base, to_user_error
 from opdcl.model.portable import make_portable
 from opdcl.model.tensors import headers

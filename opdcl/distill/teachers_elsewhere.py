@@ -20,12 +20,12 @@ from opdcl.config.teacher import TeacherSection
 from opdcl.distill.losses import token_logprobs
 from opdcl.distill.teachers import Teacher
 from opdcl.errors import OpdclError, UsageError
-from opdcl.model.architecture import architecture
+from opdcl.model.architecture import architecture, eos_ids
 from opdcl.model.backbone import Backbone
 from opdcl.model.compatibility import HINT, PROBES, check_same_tokenizer
 from opdcl.model.distributions import Served, TeacherDistribution, join
 from opdcl.model.forward import answer_states
-from opdcl.model.load import eos_ids, load_base, load_tokenizer
+from opdcl.model.load import load_base, load_tokenizer
 from opdcl.sampling.server import Server
 from opdcl.training import save_adapter
 from opdcl.types import Prompt, Rollout
@@ -215,7 +215,7 @@ def _load_model(config: TeacherSection, backbone: Backbone) -> PreTrainedModel:
     tokenizer = load_tokenizer(model_config)
     check_same_tokenizer(backbone.tokenizer, tokenizer, f"teacher {model_config.id}")
     model, _ = load_base(model_config, tokenizer)
-    if (ids := eos_ids(model, tokenizer)) != backbone.eos_ids:
+    if (ids := eos_ids(model.generation_config, tokenizer)) != backbone.eos_ids:
         message = (
             f"teacher {config.model.id} ends answers with ids {ids}, the student with {backbone.eos_ids}"
         )

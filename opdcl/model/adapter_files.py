@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from opdcl.config.model import ModelConfig
 from opdcl.errors import OpdclError, UsageError
-from opdcl.model.door import SETTINGS, read_adapter_settings
+from opdcl.model.adapter_door import SETTINGS, read_adapter_settings
 from opdcl.model.load import model_source, pick_dtype, skeleton
 from opdcl.model.tensors import headers, shown_shape, way_out, weight_files
 from opdcl.rundir.hashes import ADAPTER

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,13 @@ def architecture(config: PretrainedConfig) -> Architecture:
         moving_positions=_moving(getattr(config, "rope_parameters", None) or {}),
         active_experts=_first(config, "num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"),
     )
+
+
+def eos_ids(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return every id that ends a turn: the tokenizer's, and those in the generation config."""
+    declared = generation.eos_token_id
+    declared = declared if isinstance(declared, list) else [declared]
+    return sorted({i for i in [tokenizer.eos_token_id, *declared] if i is not None})
 
 
 def _moving(rope: dict[str, Any]) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model
@@ -16,19 +16,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from opdcl import parallel
 from opdcl.config.finetune import LoraSection
-from opdcl.config.model import ModelConfig
-from opdcl.model.adapter_files import (
-    PREFIX,
-    checked_settings,
-    copied_weights,
-    peft_faults,
-    refuse_misfit,
-    refuse_other_copies,
-)
-from opdcl.model.door import put_adapter
-from opdcl.model.load import eos_ids, load_base, load_model
+from opdcl.errors import OpdclError
+from opdcl.model.adapter_door import put_adapter
+from opdcl.model.architecture import eos_ids
 from opdcl.model.lora import base_weight, fuse, merged_weight, parts, scale
-from opdcl.model.more_tokens import read_more_tokens, shared_tokenizer
 from opdcl.model.quantized import is_quantized, quantized_layers
 from opdcl.model.targets import lora_config
 
@@ -55,30 +46,11 @@ class Backbone:
         # cuDNN's attention makes a plan for each new shape, and nearly every step has one.
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.causal_lm, self.tokenizer, self.base_lm = model, tokenizer, base_lm
-        self.eos_ids = eos_ids(base_lm or model, tokenizer)
+        self.eos_ids = eos_ids((base_lm or model).generation_config, tokenizer)
         self.peft: PeftModel | None = None
         self._known: tuple[tuple[int, ...], str] | None = None  # the last checksum and fingerprint
         self.sums: list[torch.Tensor] | None = None
         """`merged` keeps its sums here, at the same addresses, if this is not None: CUDA graphs need it."""
-
-    @classmethod
-    def load(
-        cls,
-        config: ModelConfig,
-        tuned: ModelConfig | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-    ) -> Backbone:
-        """Load the base model without an adapter, and beside it the model that was tuned as a whole."""
-        # cuBLAS reads this when it is first used.
-        if config.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(config.deterministic)
-        base, tokenizer = load_base(config, tokenizer or shared_tokenizer(config, tuned))
-        if tuned is None:
-            return cls(base, tokenizer)
-        model = load_model(tuned)
-        read_more_tokens(base, model)
-        return cls(model, tokenizer, base.requires_grad_(False))
 
     @property
     def device(self) -> torch.device:
@@ -109,25 +81,21 @@ class Backbone:
         return self.peft
 
     def load_adapter(self, folder: Path, state: State, trainable: bool = False) -> PeftModel:
-        """Attach an adapter from disk as `state`.
+        """Attach an adapter from disk as `state`, which this program has made or accepted (`accept`).
 
         Raises:
-            UsageError: The adapter does not fit the base model.
+            OpdclError: Some of its weights have no place, or another shape; PEFT would leave them out.
         """
-        checked_settings(folder)
-        # PEFT would write them over the base's; written over their equals, they change nothing.
-        refuse_other_copies(folder, self._weights_by_peft_names())
-        with peft_faults(folder):
-            self.peft, found = put_adapter(self.peft or self.causal_lm, folder, state, trainable)
-        refuse_misfit(folder, self.peft, state, found.missing_keys, found.unexpected_keys)
-        fuse(self.causal_lm)
+        found = self.attach(folder, state, trainable)
+        if names := [*found.missing_keys, *found.unexpected_keys]:
+            raise OpdclError(f"adapter {folder} does not fit the base model, by {names[0]}", "make it again")
         return self.peft
 
-    def _weights_by_peft_names(self) -> dict[str, torch.Tensor]:
-        """Return the embeddings and the head by the names that they have in an adapter's file."""
-        weights = self.causal_lm.named_parameters(remove_duplicate=False)
-        named = {PREFIX + name.removeprefix(PREFIX): weight for name, weight in weights}
-        return {name: named[name].detach().cpu() for name in copied_weights(named)}
+    def attach(self, folder: Path, state: State, trainable: bool = False) -> Any:
+        """Attach what fits of an adapter as `state`; return PEFT's report of what does not."""
+        self.peft, found = put_adapter(self.peft or self.causal_lm, folder, state, trainable)
+        fuse(self.causal_lm)
+        return found
 
     def drop_adapters(self) -> None:
         """Remove all adapters and keep the base."""

@@ -1,8 +1,8 @@
-"""The one door through which transformers and PEFT read models, tokenizers and adapters.
+"""The one door through which transformers reads models and tokenizers; that of adapters is `adapter_door`.
 
-Left to themselves they do more than was asked: transformers puts an adapter that it finds beside a model onto
-the model, and asks on stdout whether to run code that comes with it; PEFT takes over an adapter's settings of
-training. A test finds every call of `from_pretrained` elsewhere in the package.
+Left to itself it does more than was asked: it puts an adapter that it finds beside a model onto the model,
+and asks on stdout whether to run code that comes with it. A test finds every call of `from_pretrained`
+elsewhere in the package.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from opdcl.errors import UsageError
 from opdcl.hub import Repository, holds
+from opdcl.model.adapter_door import SETTINGS
 
 if TYPE_CHECKING:
     import torch
-    from peft import LoraConfig, PeftModel
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-SETTINGS = "adapter_config.json"
 
 
 def read_model_config(source: str, *, trust_remote_code: bool, **options: Any) -> PretrainedConfig:
@@ -110,37 +108,3 @@ def refuse_adapter_beside(source: str, revision: str | None) -> None:
         f"and which of the two is meant is not known"
     )
     raise UsageError(problem, f"{hint}; {both}")
-
-
-def read_adapter_settings(folder: Path) -> LoraConfig:
-    """Return PEFT's configuration of the adapter in a folder, without dropout, which opdcl never uses.
-
-    PEFT has no dropout for the stacked weights of experts, and refuses such an adapter.
-    """
-    from peft import LoraConfig
-
-    config = LoraConfig.from_pretrained(str(folder))
-    config.lora_dropout = 0.0
-    return config
-
-
-def put_adapter(
-    model: PreTrainedModel | PeftModel, folder: Path, name: str, trainable: bool = False
-) -> tuple[PeftModel, Any]:
-    """Put the adapter in a folder onto a model, which may have others; return it and PEFT's report.
-
-    For weights that the report calls missing or unexpected, PEFT keeps an untrained adapter.
-    """
-    from peft import PeftModel
-
-    config = read_adapter_settings(folder)
-    options: dict[str, Any] = {"is_trainable": trainable, "ignore_mismatched_sizes": True}
-    if not isinstance(model, PeftModel):
-        model = PeftModel.from_pretrained(model, str(folder), name, config=config, **options)
-    elif name not in model.peft_config:
-        config.inference_mode = not trainable
-        model.add_adapter(name, config)
-        if trainable:
-            model.set_requires_grad(name)
-    # Only this returns the names that do not match.
-    return model, model.load_adapter(str(folder), name, **options)

@@ -24,7 +24,7 @@ from opdcl.rundir.layout import TEMPLATE
 
 if TYPE_CHECKING:
     import torch
-    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 EMBEDDED = "smollm2-135m"
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -224,20 +224,11 @@ def check_exists(config: ModelConfig) -> None:
     model_source(config, convert=False)
 
 
-def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return every id that ends a turn: the tokenizer's, and those in the generation config."""
-    return _eos_ids(model.generation_config, tokenizer)
-
-
-def _eos_ids(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    declared = generation.eos_token_id
-    declared = declared if isinstance(declared, list) else [declared]
-    return sorted({i for i in [tokenizer.eos_token_id, *declared] if i is not None})
-
-
 def declared_eos_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return `eos_ids` without loading the model."""
     from transformers import GenerationConfig
+
+    from opdcl.model.architecture import eos_ids
 
     source, options = _loading_options(config)
     with to_user_error(config):
@@ -245,7 +236,7 @@ def declared_eos_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) ->
             generation = door.read_generation(source, config.revision)
         except OSError:  # a model need not have a generation_config.json
             generation = GenerationConfig.from_model_config(door.read_model_config(source, **options))
-    return _eos_ids(generation, tokenizer)
+    return eos_ids(generation, tokenizer)
 
 
 def skeleton(config: ModelConfig) -> PreTrainedModel:

@@ -5,22 +5,15 @@ transformers keeps a layer's experts stacked in 3-D parameters, which PEFT adapt
 
 from __future__ import annotations
 
-import functools
 import re
-from pathlib import Path
 
 import torch
-from peft import LoraConfig, get_peft_model
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft import LoraConfig
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from opdcl.config.finetune import LoraSection
-from opdcl.config.model import ModelConfig
-from opdcl.model.adapter_files import read_lora_config
 from opdcl.model.architecture import architecture
-from opdcl.model.load import skeleton
-from opdcl.model.lora import base_weight
 
 # In models with experts, PEFT takes a layer of such a name for the experts themselves and leaves the layer
 # out (`peft.utils.transformers_weight_conversion`). Named as the parameter `NAME.weight`, it is kept.
@@ -48,14 +41,12 @@ def is_target(name: str, targets: str | list[str]) -> bool:
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
-def lora_config(lora: LoraSection | Path, model: PreTrainedModel) -> LoraConfig:
-    """Return PEFT's configuration of a new adapter on a model without adapters, or of the one in a folder.
+def lora_config(lora: LoraSection, model: PreTrainedModel) -> LoraConfig:
+    """Return PEFT's configuration of a new adapter on a model without adapters.
 
     An expert's rank is r / (experts per token), so a token meets rank r in every layer, as in Schulman et al.
     ("LoRA Without Regret", 2025); the scale alpha / r stays. Routers get no adapter.
     """
-    if isinstance(lora, Path):
-        return read_lora_config(lora)
     config = LoraConfig(
         r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM"
     )
@@ -70,21 +61,3 @@ def lora_config(lora: LoraSection | Path, model: PreTrainedModel) -> LoraConfig:
     config.rank_pattern = dict.fromkeys(endings, rank)
     config.alpha_pattern = dict.fromkeys(endings, lora.alpha * rank / lora.r)
     return config
-
-
-def adapted_share(model: ModelConfig, adapter: LoraSection | Path) -> float:
-    """Return the share of a model's weights that an adapter changes. No weights are loaded."""
-    return _share(
-        model.model_dump_json(), adapter if isinstance(adapter, Path) else adapter.model_dump_json()
-    )
-
-
-@functools.cache  # the arms of a comparison mostly share both
-def _share(model: str, adapter: str | Path) -> float:
-    bare = skeleton(ModelConfig.model_validate_json(model))
-    total = sum(parameter.numel() for parameter in bare.parameters())
-    lora = adapter if isinstance(adapter, Path) else LoraSection.model_validate_json(adapter)
-    with torch.device("meta"):
-        adapted = get_peft_model(bare, lora_config(lora, bare))
-    layers = [layer for layer in adapted.modules() if isinstance(layer, BaseTunerLayer)]
-    return sum(base_weight(layer).numel() for layer in layers) / total

@@ -24,7 +24,7 @@ from opdcl.errors import GateError, InconclusiveError, Interrupted, OpdclError, 
 from opdcl.pipeline.defaults import describe_automatic
 from opdcl.pipeline.job import Job, read_records
 from opdcl.pipeline.plan import Task, stage_folder
-from opdcl.pipeline.preflight import checked_plan, refuse_foreign
+from opdcl.pipeline.preflight import checked_plan, foreign_adapters, refuse_foreign
 from opdcl.pipeline.reuse import copy_finished, refuse_other_base, take_start
 from opdcl.pipeline.trackers import Tracking, scores
 from opdcl.rundir.environment import machine_of, versions
@@ -127,14 +127,16 @@ def _check_and_lock(
 
 def _load(job: Job, manifest: dict[str, Any], output: Output) -> Backbone:
     """Return the model, check that it is the one that the run began with, and add it to the manifest."""
+    from opdcl.model.accept import load_backbone, refuse_changed_copies
     from opdcl.model.adapters import tuned_model
-    from opdcl.model.backbone import Backbone
 
     started, config = time.perf_counter(), job.workflow.model
     tuned = tuned_model(job.workflow.start, config)
     with output.stage("load") as line:
         line.note(f"{tuned.id} beside {config.id}" if tuned else config.id)
-        backbone = Backbone.load(config, tuned, job.tokenizer)
+        backbone = load_backbone(config, tuned, job.tokenizer)
+        for folder in foreign_adapters(job.workflow):
+            refuse_changed_copies(folder, backbone.causal_lm)
         if parallel.worker_count() > 1:
             part = "a part of the" if parallel.sharded() else "the whole"
             line.note(f"{parallel.worker_count()} processes, each with {part} base")

@@ -341,14 +341,12 @@ def _check_prompts(prompts: dict[Stream, Prompts]) -> None:
 def check_adapters(job: Job) -> list[str]:
     """Check that the adapters of a run's start and of its teachers fit its base; return notes."""
     from opdcl.model.adapter_files import check_on_base
-    from opdcl.model.adapters import find_adapter, new_tokens, own_template
+    from opdcl.model.adapters import new_tokens, own_template
     from opdcl.model.compatibility import template_difference
 
-    model, folders = job.workflow.model, list[Path]()
-    notes: list[str] = []
+    model, notes = job.workflow.model, list[str]()
     start = planned_adapter(job.workflow)
     if isinstance(start, Path):
-        folders.append(start)
         template = own_template(start)
         difference = template_difference(job.tokenizer, template) if template else ""
         if difference:
@@ -360,8 +358,7 @@ def check_adapters(job: Job) -> list[str]:
             notes.append(
                 f"warning: adapter {start} was saved with tokens that base lacks: {shown}; they are not used"
             )
-    folders += [find_adapter(t.adapter) for t in job.workflow.teachers().values() if t.adapter]
-    for folder in folders:
+    for folder in foreign_adapters(job.workflow):
         key = "checked adapter", folder, model.model_dump_json()
         notes += job.sources.once(key, functools.partial(check_on_base, folder, model))
     return notes
@@ -408,9 +405,9 @@ def _check_suites(job: Job, to_do: bool) -> None:
 
 def _check_servers(workflow: Workflow, todo: set[str], sends_key: bool) -> None:
     """Check that every server that the unfinished stages need grants access."""
+    from opdcl.model.adapted_share import planned_config
     from opdcl.model.adapters import refuse_unserved
     from opdcl.model.load import skeleton
-    from opdcl.model.targets import lora_config
     from opdcl.sampling.server import check_access
 
     own = []
@@ -423,7 +420,7 @@ def _check_servers(workflow: Workflow, todo: set[str], sends_key: bool) -> None:
             if teacher.server:
                 check_access(teacher.server.url, named, teacher.server.model, sends_key)
     if any(own) and (adapter := planned_adapter(workflow)):
-        refuse_unserved(vars(lora_config(adapter, skeleton(workflow.model))))
+        refuse_unserved(vars(planned_config(adapter, skeleton(workflow.model))))
     for server in filter(None, own):
         check_access(server.url, sends_key=sends_key)
 
@@ -437,6 +434,15 @@ def planned_adapter(workflow: Workflow) -> LoraSection | Path | None:
     if workflow.finetune:
         return workflow.finetune.lora
     return LoraSection() if workflow.start else None
+
+
+def foreign_adapters(workflow: Workflow) -> list[Path]:
+    """Return the folders of the adapters that a run takes from elsewhere: its start, and its teachers'."""
+    from opdcl.model.adapters import find_adapter
+
+    start = planned_adapter(workflow)
+    teachers = [find_adapter(t.adapter) for t in workflow.teachers().values() if t.adapter]
+    return [start, *teachers] if isinstance(start, Path) else teachers
 
 
 def repeated_rows(rows: list[Row]) -> list[Row]:

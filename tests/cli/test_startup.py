@@ -19,6 +19,8 @@ HEAVY_MODULES = (
     "model.architecture",
     "model.memory",
     "data.similarity",
+    "model.accept",
+    "model.adapted_share",
     "model.backbone",
     "model.forward",
     "model.head",

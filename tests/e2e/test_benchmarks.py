@@ -123,7 +123,7 @@ def test_teachers_equal_what_they_must(script, monkeypatch, tmp_path):
     teachers = script("teachers")
     monkeypatch.setattr(teachers, "PROMPTS", 3)
     monkeypatch.setattr(teachers, "ModelConfig", lambda: ModelConfig(dtype="bfloat16"))
-    backbone = teachers.Backbone.load(ModelConfig(dtype="bfloat16"))
+    backbone = teachers.load_backbone(ModelConfig(dtype="bfloat16"))
     script("speed").start_adapter(backbone.new_adapter(LoraSection(), 0))
     save_adapter(backbone, tmp_path / "adapter")
     monkeypatch.setattr(
@@ -144,7 +144,7 @@ def test_the_tail_counts_short_and_far_answers_of_base_and_of_an_adapter(script,
     from opdcl.training import save_adapter
 
     tail = script("tail")
-    backbone = tail.Backbone.load(ModelConfig())
+    backbone = tail.load_backbone(ModelConfig())
     backbone.new_adapter(LoraSection(), 0)
     save_adapter(backbone, tmp_path / "adapter")
     models = call(tail, tmp_path / "adapter", "--requests", 3)["models"]
@@ -298,7 +298,8 @@ def test_gemma_becomes_an_instruct_model(tune_gemma, tmp_path, capsys):
     from opdcl.config.model import ModelConfig
     from opdcl.data.chat import encode_prompt
     from opdcl.data.rows import check_lines
-    from opdcl.model.load import eos_ids, load_base
+    from opdcl.model.architecture import eos_ids
+    from opdcl.model.load import load_base
 
     gemma, run = tune_gemma
     tuned, tokenizer = load_base(ModelConfig(id=str(run("out")), dtype="bfloat16"))
@@ -310,7 +311,7 @@ def test_gemma_becomes_an_instruct_model(tune_gemma, tmp_path, capsys):
     }
     assert changed
     assert not any("embed" in name for name in changed)
-    assert eos_ids(tuned, tokenizer) == [tokenizer.convert_tokens_to_ids("<end_of_turn>")]
+    assert eos_ids(tuned.generation_config, tokenizer) == [tokenizer.convert_tokens_to_ids("<end_of_turn>")]
     messages = [{"role": "system", "content": "A"}, {"role": "user", "content": "b c"}]
     (row,) = check_lines(json.dumps({"messages": messages}), "rows")
     text = tokenizer.decode(encode_prompt(row, tokenizer, 100))

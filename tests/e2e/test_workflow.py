@@ -178,13 +178,13 @@ def test_an_exported_model_loads_and_equals_the_adapter(finished, project):
     from transformers import AutoModelForCausalLM
 
     from opdcl.config.model import ModelConfig
-    from opdcl.model.backbone import Backbone
+    from opdcl.model.accept import load_backbone
 
     done = opdcl("export", finished, "-o", "merged", cwd=project)
     assert done.returncode == 0, done.stderr
     merged = AutoModelForCausalLM.from_pretrained(project / "merged", dtype=torch.float32)
     config = json.loads((finished / "config.json").read_text())
-    backbone = Backbone.load(ModelConfig(**config["workflow"]["model"]))
+    backbone = load_backbone(ModelConfig(**config["workflow"]["model"]))
     backbone.load_adapter(finished / "stages/02-recover/adapter", "student")
     ids = torch.tensor([[1, 520, 3690, 198]])
     with torch.no_grad():

@@ -204,7 +204,7 @@ def serving(backbone, port=0):
 def serving_model(folder):
     """Serve the model in a folder, and return the address."""
     from opdcl.config.model import ModelConfig
-    from opdcl.model.backbone import Backbone
+    from opdcl.model.accept import load_backbone
 
-    with serving(Backbone.load(ModelConfig(id=str(folder), dtype="float32"))) as server:
+    with serving(load_backbone(ModelConfig(id=str(folder), dtype="float32"))) as server:
         yield server.url

@@ -14,7 +14,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.shipped import package_folder
 from opdcl.data.similarity import similarity
 from opdcl.data.suites import PER_CONSTRAINT, constraints_of, load_suite
-from opdcl.model.backbone import Backbone
+from opdcl.model.accept import load_backbone
 from opdcl.stages import content
 
 ROOT = Path(__file__).parents[3]
@@ -177,7 +177,7 @@ def test_the_embedded_model_knows_its_answers_from_other_ones_and_from_heaps_of_
     docs, answers = loaded.documents(8), record["answers"][:8]
     requests = [doc["request"] for doc in loaded.documents(None)]
     played = FLOORS.all_answers(loaded, docs, answers)
-    backbone = Backbone.load(ModelConfig())
+    backbone = load_backbone(ModelConfig())
     prompts = {i: doc["prompt"] for i, doc in enumerate(docs)}
     own, heaps = (
         content.orders(backbone, prompts, dict(enumerate(played[name])))

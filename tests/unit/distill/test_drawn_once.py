@@ -70,9 +70,8 @@ def test_other_states_than_the_teachers_would_be_seen_in_the_loss(backbone, tune
 
 def test_a_checkpoint_holds_the_states_bit_by_bit(backbone, tuned):
     out = train(backbone, tuned, "out", short_recovery(tuned, **SETTINGS))
-    first, last = (
-        load_file(folder / STATES) for folder in sorted(out.checkpoints(), key=lambda f: f.stat().st_mtime)
-    )
+    folders = sorted(out.checkpoints(), key=lambda f: f.stat().st_mtime)
+    first, last = (load_file(folder / STATES) for folder in folders)
     assert first
     assert first.keys() <= last.keys()
     assert any(place.startswith("domain/") for place in last)

@@ -190,9 +190,8 @@ def test_top_k_is_at_most_the_full_reverse_kl_and_reaches_it():
 
 def test_top_k_charges_for_mass_pushed_out_of_the_top_k():
     log_q = torch.tensor([[0.6, 0.3, 0.05, 0.05]]).double().log()
-    inside, outside = (
-        torch.tensor([row]).double().log() for row in ([0.6, 0.3, 0.05, 0.05], [0.06, 0.03, 0.46, 0.45])
-    )
+    rows = ([0.6, 0.3, 0.05, 0.05], [0.06, 0.03, 0.46, 0.45])
+    inside, outside = (torch.tensor([row]).double().log() for row in rows)
     assert float(losses.top_k(outside, log_q, 2)) > 1 > float(losses.top_k(inside, log_q, 2)) + 0.9
 
 

@@ -158,9 +158,8 @@ def test_a_prompt_that_a_file_repeats_is_not_both_practised_and_held_out(backbon
     config = RecoverConfig(general=general, **STEPS)
     source = read_recovery_source(config, read_rows)
     practised = encode_stream(config, source, "general", backbone.tokenizer, 512)
-    train, held_out = (
-        {tuple(prompt.ids) for prompt in part} for part in (practised.train, practised.held_out)
-    )
+    parts = (practised.train, practised.held_out)
+    train, held_out = ({tuple(prompt.ids) for prompt in part} for part in parts)
     assert held_out
     assert train
     assert not train & held_out

@@ -195,9 +195,8 @@ def test_every_teacher_trains_and_resumes_to_the_same_bits(backbone, answered, t
         keep="last",
     )
     whole, cut = whole_and_resumed(backbone, answered, config, stop=5)
-    measured, again = (
-        [r["validation"] for r in read_jsonl(s.metrics) if "validation" in r] for s in (whole, cut)
-    )
+    runs = (whole, cut)
+    measured, again = ([r["validation"] for r in read_jsonl(s.metrics) if "validation" in r] for s in runs)
     assert measured == again
     assert (whole.adapter / "adapter_model.safetensors").read_bytes() != (
         answered / "tuned" / "adapter_model.safetensors"

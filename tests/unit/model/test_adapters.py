@@ -13,7 +13,8 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from opdcl.config.model import ModelConfig
-from opdcl.errors import UsageError
+from opdcl.errors import OpdclError, UsageError
+from opdcl.model.accept import accept_adapter
 from opdcl.model.adapter_files import check_on_base
 from opdcl.model.adapters import adapter_scale, base_of, check_adapter, find_adapter
 from opdcl.model.lora import parts
@@ -204,7 +205,7 @@ def test_embeddings_saved_with_an_adapter_are_refused_if_they_are_not_base_s(
     before = backbone.fingerprint()
     for check in (
         lambda: check_on_base(adapter, ModelConfig(id=str(tiny_model), dtype="float32")),
-        lambda: backbone.load_adapter(adapter, "student"),
+        lambda: accept_adapter(backbone, adapter, "student"),
     ):
         with pytest.raises(UsageError, match=r"embed_tokens\.weight is not its base's"):
             check()
@@ -219,7 +220,7 @@ def test_embeddings_saved_unchanged_are_left_out_with_a_note(made, tiny_model, b
     (note,) = check_on_base(adapter, ModelConfig(id=str(tiny_model), dtype="float32"))
     assert EMBEDDINGS in note
     before = backbone.fingerprint()
-    backbone.load_adapter(adapter, "student")
+    accept_adapter(backbone, adapter, "student")
     assert backbone.fingerprint() == before
     assert torch.allclose(logits(backbone.causal_lm), alone, atol=1e-3)
 
@@ -279,11 +280,18 @@ def test_weights_that_do_not_fit_are_named_as_in_the_file_before_and_on_loading(
     edit(adapter, change)
     for check in (
         lambda: check_on_base(adapter, ModelConfig(id=str(tiny_model), dtype="float32")),
-        lambda: backbone.load_adapter(adapter, "student"),
+        lambda: accept_adapter(backbone, adapter, "student"),
     ):
         with pytest.raises(UsageError, match=f"does not fit the base model: .*{message}") as refused:
             check()
         assert hint in refused.value.hint
+
+
+def test_a_stage_does_not_train_what_was_accepted_if_it_has_changed_since(made, backbone):
+    adapter = made(r=4, target_modules=["q_proj"])
+    edit(adapter, in_names("q_proj", "other_proj"))
+    with pytest.raises(OpdclError, match="does not fit the base model"):
+        backbone.load_adapter(adapter, "student")
 
 
 def test_the_dry_run_refuses_an_adapter_that_does_not_fit(made, tmp_path):
@@ -346,7 +354,7 @@ def test_a_malformed_pattern_is_refused(changes, made, tiny_model, backbone):
     adapter = setting(made(r=4, target_modules=["q_proj"]), **changes)
     for check in (
         lambda: check_on_base(adapter, ModelConfig(id=str(tiny_model), dtype="float32")),
-        lambda: backbone.load_adapter(adapter, "student"),
+        lambda: accept_adapter(backbone, adapter, "student"),
     ):
         with pytest.raises(UsageError, match=str(adapter)):
             check()

@@ -13,11 +13,11 @@ from transformers import AutoConfig
 from opdcl.config.finetune import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
+from opdcl.model.accept import load_backbone
+from opdcl.model.adapted_share import adapted_share
 from opdcl.model.adapter_files import check_on_base
 from opdcl.model.adapters import find_adapter
-from opdcl.model.backbone import Backbone
 from opdcl.model.lora import base_weight
-from opdcl.model.targets import adapted_share
 from opdcl.pipeline.preflight import check_targets
 from opdcl.training import save_adapter
 
@@ -37,7 +37,7 @@ def family(request):
 
 @pytest.fixture
 def mixture(family, folders):
-    return Backbone.load(ModelConfig(id=str(folders[family]), dtype="float32"))
+    return load_backbone(ModelConfig(id=str(folders[family]), dtype="float32"))
 
 
 def logits(model):
@@ -105,7 +105,7 @@ def test_every_state_computes_what_peft_does_and_base_stays_bit_for_bit(mixture,
 
 
 def test_an_expert_is_its_own_weight_plus_its_own_low_rank_product(folders, tmp_path):
-    mixture = Backbone.load(ModelConfig(id=str(folders["qwen3_moe"]), dtype="float32"))
+    mixture = load_backbone(ModelConfig(id=str(folders["qwen3_moe"]), dtype="float32"))
     base = weights_of(mixture.causal_lm)["model.layers.1.mlp.experts.down_proj"]
     mixture.new_adapter(LoraSection(r=8, alpha=24), seed=1)
     stir(mixture.causal_lm)
@@ -154,7 +154,7 @@ def test_targets_name_experts_as_they_name_layers(targets, expected, folders, tm
     model = ModelConfig(id=str(folders["qwen3_moe"]), dtype="float32")
     lora = LoraSection(r=4, alpha=8, target_modules=targets)
     check_targets(model, lora)
-    mixture = Backbone.load(model)
+    mixture = load_backbone(model)
     mixture.new_adapter(lora, seed=1)
     names = {id(p): n.replace(".base_layer", "") for n, p in mixture.causal_lm.named_parameters()}
     adapted = {names[id(base_weight(layer))] for layer in mixture.adapted_layers()}
@@ -227,7 +227,7 @@ ELSEWHERE = {
 
 @pytest.mark.parametrize("shape", ELSEWHERE)
 def test_an_adapter_made_elsewhere_is_merged_as_peft_does(shape, folders, tmp_path):
-    mixture = Backbone.load(ModelConfig(id=str(folders["olmoe"]), dtype="float32"))
+    mixture = load_backbone(ModelConfig(id=str(folders["olmoe"]), dtype="float32"))
     untouched, base = copy.deepcopy(mixture.causal_lm), logits(mixture.causal_lm)
     size = sum(weight.numel() for weight in untouched.parameters())
     made = get_peft_model(copy.deepcopy(untouched), LoraConfig(r=4, lora_alpha=8, **ELSEWHERE[shape]))
@@ -273,7 +273,7 @@ def test_dropout_of_an_adapter_on_experts_is_left_out(folders, tmp_path):
     for dropout in (0.0, 0.05):
         adapter = as_transformers_4(tmp_path / str(dropout), config.id, dropout)
         check_on_base(adapter, config)
-        mixture = Backbone.load(config)
+        mixture = load_backbone(config)
         base = logits(mixture.causal_lm)
         mixture.load_adapter(adapter, "student", trainable=True)
         mixture.load_adapter(adapter, "tuned")
@@ -303,7 +303,7 @@ def test_embeddings_named_as_parameters_are_refused(loaded, tmp_path):
 
 
 def test_in_bfloat16_the_merged_experts_are_those_that_train(folders):
-    mixture = Backbone.load(ModelConfig(id=str(folders["olmoe"]), dtype="bfloat16"))
+    mixture = load_backbone(ModelConfig(id=str(folders["olmoe"]), dtype="bfloat16"))
     mixture.new_adapter(LoraSection(r=8, alpha=16, target_modules=["gate_up_proj", "down_proj"]), seed=1)
     stir(mixture.causal_lm)
     trained = logits(mixture.causal_lm)

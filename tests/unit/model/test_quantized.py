@@ -18,6 +18,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.deploy.serve import serve_command
 from opdcl.errors import EnvironmentFault, UsageError
 from opdcl.model import quantized
+from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
 from opdcl.model.forward import answer_states
 from opdcl.pipeline.forecast import forecast
@@ -45,7 +46,7 @@ def wide_model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def original(wide_model):
-    return Backbone.load(ModelConfig(id=str(wide_model), dtype="float32"))
+    return load_backbone(ModelConfig(id=str(wide_model), dtype="float32"))
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def loaded_quantized(wide_model):
 
     def load(kind: str) -> Backbone:
         if kind not in models:
-            models[kind] = Backbone.load(ModelConfig(id=str(wide_model), dtype="float32", quantization=kind))
+            models[kind] = load_backbone(ModelConfig(id=str(wide_model), dtype="float32", quantization=kind))
         backbone = models[kind]
         backbone.drop_adapters()
         return backbone
@@ -84,7 +85,7 @@ def test_a_quantized_base_is_close_to_its_original_and_has_the_same_fingerprint_
     first = backbone.fingerprint()
     assert first != original.fingerprint()
     config = ModelConfig(id=str(wide_model), dtype="float32", quantization=kind)
-    assert Backbone.load(config).fingerprint() == first
+    assert load_backbone(config).fingerprint() == first
     assert backbone.causal_lm.num_parameters() == original.causal_lm.num_parameters()
     originals = dict(original.causal_lm.named_modules())
     for name, layer in quantized.quantized_layers(backbone.causal_lm).items():
@@ -193,7 +194,7 @@ def test_a_recovery_trains_the_adapter_and_not_the_base(kind, loaded_quantized, 
 def test_rows_that_the_4_bit_kernel_would_misread_are_refused(tiny_model):
     config = ModelConfig(id=str(tiny_model), dtype="float32", quantization="4bit")
     with pytest.raises(UsageError, match="has 48 inputs"):
-        Backbone.load(config)
+        load_backbone(config)
 
 
 @pytest.mark.nightly

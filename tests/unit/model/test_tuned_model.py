@@ -13,8 +13,8 @@ from opdcl.config.finetune import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.distill.teachers import Teacher
 from opdcl.errors import UsageError
+from opdcl.model.accept import load_backbone
 from opdcl.model.adapters import start_files, tuned_model
-from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.sampling.sample import sample
 from opdcl.training import save_adapter
@@ -38,7 +38,7 @@ def alone(tiny_model, whole_model):
 def pair(tiny_model, whole_model, tmp_path):
     """Both on one backbone; `tuned` and `student` begin with an adapter that changes nothing."""
     base = ModelConfig(id=str(tiny_model), dtype="float32")
-    backbone = Backbone.load(base, tuned_model(str(whole_model), base))
+    backbone = load_backbone(base, tuned_model(str(whole_model), base))
     backbone.new_adapter(LoraSection(r=4, alpha=8), seed=0)
     save_adapter(backbone, tmp_path / "tuned")
     backbone.drop_adapters()

@@ -18,8 +18,8 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.teacher import LossSection
 from opdcl.distill.losses import token_losses
 from opdcl.errors import UsageError
+from opdcl.model.accept import load_backbone
 from opdcl.model.adapters import find_states, tuned_model
-from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates
 from opdcl.pipeline.begin import open_or_begin
 from opdcl.rundir.files import read_json, read_jsonl
@@ -85,7 +85,7 @@ def test_a_fully_tuned_model_is_measured_recovered_and_exported(project):
         exported = opdcl("export", "runs/mine", "--format", format, "-o", format)
         assert exported.returncode == 0, exported.stderr
     base, tuned, adapters = find_states("runs/mine")
-    backbone = Backbone.load(base, tuned)
+    backbone = load_backbone(base, tuned)
     backbone.load_adapter(adapters["recovered"], "student")
     recovered = logits(backbone.causal_lm)
     assert not torch.equal(recovered, logits(from_disk(project / "mine"))), "recovery has learned"
@@ -269,7 +269,7 @@ def test_a_model_whose_embeddings_were_padded_alone(has_tokenizer, project):
 def test_base_reads_tokens_that_it_lacks_and_says_none(with_more_tokens, project):
     base = ModelConfig(id="base", dtype="float32")
     tuned = tuned_model("more", base)
-    backbone = Backbone.load(base, tuned)
+    backbone = load_backbone(base, tuned)
     size = len(AutoTokenizer.from_pretrained("base"))
     assert backbone.tokenizer("<one>", add_special_tokens=False)["input_ids"] == [size]
     before, more = from_disk("base"), from_disk("more")

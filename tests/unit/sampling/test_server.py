@@ -27,7 +27,7 @@ from opdcl.distill.teachers_elsewhere import (
     reach_server,
 )
 from opdcl.errors import OpdclError, UsageError
-from opdcl.model.backbone import Backbone
+from opdcl.model.accept import load_backbone
 from opdcl.model.distributions import HiddenStates, TopTokens, join
 from opdcl.rundir.files import read_jsonl
 from opdcl.sampling.server import KEY, Server, _key_of, check_access
@@ -43,7 +43,7 @@ ROLLOUTS = [
 @pytest.fixture
 def elsewhere(tiny_model):
     """A second copy of the model, as a server would hold it."""
-    return Backbone.load(ModelConfig(id=str(tiny_model), dtype="float32"))
+    return load_backbone(ModelConfig(id=str(tiny_model), dtype="float32"))
 
 
 @pytest.fixture(autouse=True)

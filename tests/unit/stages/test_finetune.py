@@ -28,7 +28,7 @@ from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.distill.schedule import endless
 from opdcl.distill.teachers import Teacher
 from opdcl.errors import OpdclError, UsageError
-from opdcl.model.backbone import Backbone
+from opdcl.model.accept import load_backbone
 from opdcl.model.forward import answer_ids, answer_states
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
@@ -170,7 +170,7 @@ def learn(tmp_path, tiny_model):
         config = FinetuneConfig(**usual | settings)
         base = ModelConfig(id=str(tiny_model), dtype="float32")
         out = StageDir(tmp_path / name)
-        backbone = Backbone.load(base)
+        backbone = load_backbone(base)
         replay = load_rows(config.replay.prompts) if config.replay.share else []
         rows = with_answers(load_rows(config.data), config)
         read = read_examples(rows, config, backbone.tokenizer, replay)
@@ -365,7 +365,7 @@ def test_self_distillation_learns_from_itself_shown_the_answer_and_resumes_to_th
     def train(name, at=None):
         out = StageDir(tmp_path / name)
         try:
-            distil(config, Backbone.load(base), out, StopAt(at))
+            distil(config, load_backbone(base), out, StopAt(at))
         except KeyboardInterrupt:
             assert at
         return out

@@ -1,0 +1,61 @@
+"""Load models and adapters from anywhere onto a backbone, and refuse with the reason what does not fit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from opdcl.config.model import ModelConfig
+from opdcl.model.adapter_files import (
+    PREFIX,
+    checked_settings,
+    copied_weights,
+    peft_faults,
+    refuse_misfit,
+    refuse_other_copies,
+)
+from opdcl.model.backbone import Backbone, State
+from opdcl.model.load import load_base, load_model
+from opdcl.model.more_tokens import read_more_tokens, shared_tokenizer
+
+
+def load_backbone(
+    config: ModelConfig, tuned: ModelConfig | None = None, tokenizer: PreTrainedTokenizerBase | None = None
+) -> Backbone:
+    """Load the base model without an adapter, and beside it the model that was tuned as a whole."""
+    # cuBLAS reads this when it is first used.
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(config.deterministic)
+    base, tokenizer = load_base(config, tokenizer or shared_tokenizer(config, tuned))
+    if tuned is None:
+        return Backbone(base, tokenizer)
+    model = load_model(tuned)
+    read_more_tokens(base, model)
+    return Backbone(model, tokenizer, base.requires_grad_(False))
+
+
+def accept_adapter(backbone: Backbone, folder: Path, state: State) -> None:
+    """Attach an adapter from anywhere as `state`.
+
+    Raises:
+        UsageError: The adapter does not fit the base model.
+    """
+    checked_settings(folder)
+    refuse_changed_copies(folder, backbone.causal_lm)
+    with peft_faults(folder):
+        found = backbone.attach(folder, state)
+    refuse_misfit(folder, backbone.peft, state, found.missing_keys, found.unexpected_keys)
+
+
+def refuse_changed_copies(folder: Path, model: PreTrainedModel) -> None:
+    """Refuse an adapter whose embeddings or head are not those of the loaded model.
+
+    PEFT would write them over the base's; written over their equals, they change nothing.
+    """
+    weights = model.named_parameters(remove_duplicate=False)
+    named = {PREFIX + name.removeprefix(PREFIX): weight for name, weight in weights}
+    refuse_other_copies(folder, {name: named[name].detach().cpu() for name in copied_weights(named)})
