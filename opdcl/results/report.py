@@ -20,7 +20,7 @@ from opdcl.results.samples import RULE, pick_examples, sort_samples, worst_sampl
 from opdcl.results.scores import Suite, section
 from opdcl.results.status import STATES
 from opdcl.results.summary import Results, further_teachers
-from opdcl.results.tables import MISSING, different_raw
+from opdcl.results.tables import MISSING
 from opdcl.results.verdict import next_command, split, tone, why_no_domain_retention, why_no_recovery
 from opdcl.rundir.files import write_atomic
 from opdcl.rundir.layout import RunDir
@@ -253,16 +253,11 @@ def _ratios(summary: Summary, domain: Suite | None) -> list[Ratio]:
         return []
     general, of_domain = summary.prompts_of("retention"), summary.prompts_of("domain")
     recovered = "the share of the lost score that came back, counted from tuned or the floor, the higher one"
-    if raw := different_raw(findings.recovery, findings.recovery_raw, general):
-        recovered += f"; from tuned alone, {raw}"
     kept = "the share of the domain gain that was kept, counted from base or the floor, the higher one"
-    if raw := different_raw(findings.domain_retention, findings.domain_retention_raw, of_domain):
-        kept += f"; from base alone, {raw}"
+    no_d = why_no_domain_retention(domain)
     return [
         Ratio("Recovery R", recovered, findings.recovery, why_no_recovery(summary), general),
-        Ratio(
-            "Domain retention D", kept, findings.domain_retention, why_no_domain_retention(domain), of_domain
-        ),
+        Ratio("Domain retention D", kept, findings.domain_retention, no_d, of_domain),
     ]
 
 

@@ -56,19 +56,8 @@ class Tests:
     """The paired tests of the headline suites; None where a pair is not measured."""
 
     changes: Changes
-    mcnemar: dict[str, float | None]
     detectable_drop: float | None
     writing: WritingTests
-
-
-@dataclass(frozen=True)
-class Ceiling(Estimate):
-    """Student minus teacher on one suite."""
-
-    teacher: str
-    n: int
-    place: str
-    detectable: float
 
 
 @dataclass(frozen=True)
@@ -89,7 +78,6 @@ class Summary:
     closeness: Closeness | None
     groups: dict[str, Group]
     tests: Tests
-    ceiling: dict[str, Ceiling]
     cost: dict[str, dict[str, Any]]
     faults: list[str]
     notes: list[str]

@@ -57,8 +57,6 @@ __all__ = [
 # The share of repetitions in which a detectable difference is found.
 POWER = 0.8
 
-Place = Literal["above", "level", "below", "not shown"]
-
 
 class States(NamedTuple):
     """The scores of the three models on one suite, `(N,)` or `(S, N)`."""
@@ -94,21 +92,6 @@ def non_inferiority(
     """Test whether a model is less than `margin` worse than its reference, with 95 % confidence."""
     at_most = -difference(model, reference, clusters).low
     return NonInferiority(margin, at_most < margin, round(at_most, 6))
-
-
-def place(
-    student_scores: np.ndarray,
-    teacher: np.ndarray,
-    clusters: Clusters = None,
-    margin: float = NON_INFERIORITY_MARGIN,
-) -> Place:
-    """Say where a student is relative to its teacher; `level` only if it is shown to be non-inferior."""
-    gap = difference(student_scores, teacher, clusters)
-    if gap.low > 0:
-        return "above"
-    if gap.high < 0:
-        return "below"
-    return "level" if -gap.low < margin else "not shown"
 
 
 def detectable_difference(a: np.ndarray, b: np.ndarray, clusters: Clusters = None) -> float:

@@ -232,7 +232,6 @@ def test_d_counts_from_the_floor_and_the_raw_ratio_stays_beside_it(run, told):
     # The handbook: base 0 %, floor 0.5 %, tuned 83.3 %, recovered 82.1 %. The floor changes nothing in print.
     handbook = told((340, 5, 340), domain=(0, 420, 414), domain_n=504, floors=(0, 2))
     assert handbook["domain_retention"]["value"] == pytest.approx((414 - 2) / (420 - 2), abs=1e-6)
-    assert [row[0] for row in terminal_rows(Results(run).summary) if row[0][0] in "RD"] == ["R", "D"]
     # Questions about people: base 18.9 %, floor 27.8 %, tuned 54.1 %, recovered 52.3 %.
     people = told((340, 5, 340), domain=(189, 541, 523), domain_n=1000, floors=(0, 278))
     assert people["domain_retention"]["value"] == pytest.approx(0.9316, abs=1e-4)
@@ -240,12 +239,6 @@ def test_d_counts_from_the_floor_and_the_raw_ratio_stays_beside_it(run, told):
     # 0.8992 rounds to the 0.90 that "kept" needs, and is less.
     assert 0.895 < people["domain_retention"]["low"] < 0.9
     assert split(people["verdict"])[0] == "Recovered, domain probably kept"
-    assert [row[0] for row in terminal_rows(Results(run).summary) if row[0][0] in "RD"] == [
-        "R",
-        "D",
-        "D from base",
-    ]
-    assert "the higher one; from base alone, 0.95 [" in pages(run)["report.md"]
 
 
 def test_no_d_where_tuned_does_not_exceed_the_floor(told):
