@@ -20,8 +20,8 @@ from opdcl.results.samples import RULE, pick_examples, sort_samples, worst_sampl
 from opdcl.results.scores import Suite, section
 from opdcl.results.status import STATES
 from opdcl.results.summary import Results, further_teachers
-from opdcl.results.tables import MISSING, different_raw
-from opdcl.results.verdict import next_command, split, tone, why_no_domain_retention, why_no_recovery
+from opdcl.results.tables import MISSING
+from opdcl.results.verdict import next_command, split, tone, why_no_domain_retention, why_no_ratio
 from opdcl.rundir.files import write_atomic
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.records import read_metrics
@@ -30,15 +30,7 @@ from opdcl.sanitize import harmless
 # Facts that a public card leaves out.
 PRIVATE = ("base", "adapter tuned", "adapter recovered")
 
-FILTERS = (
-    format.percent,
-    format.interval,
-    format.value,
-    format.code,
-    format.fence,
-    format.quoted,
-    format.nats,
-)
+FILTERS = (format.percent, format.value, format.code, format.fence, format.quoted, format.nats)
 
 # Of the prompts on which the model falls below base, in a pull request.
 WORST_PROMPTS = 3
@@ -248,21 +240,15 @@ class Ratio:
 
 def _ratios(summary: Summary, domain: Suite | None) -> list[Ratio]:
     """Return R and D with what they mean, or why there is none; of base alone, nothing."""
-    findings = summary.findings
+    findings, no_d = summary.findings, why_no_domain_retention(domain)
     if summary.alone:
         return []
     general, of_domain = summary.prompts_of("retention"), summary.prompts_of("domain")
     recovered = "the share of the lost score that came back, counted from tuned or the floor, the higher one"
-    if raw := different_raw(findings.recovery, findings.recovery_raw, general):
-        recovered += f"; from tuned alone, {raw}"
     kept = "the share of the domain gain that was kept, counted from base or the floor, the higher one"
-    if raw := different_raw(findings.domain_retention, findings.domain_retention_raw, of_domain):
-        kept += f"; from base alone, {raw}"
     return [
-        Ratio("Recovery R", recovered, findings.recovery, why_no_recovery(summary), general),
-        Ratio(
-            "Domain retention D", kept, findings.domain_retention, why_no_domain_retention(domain), of_domain
-        ),
+        Ratio("Recovery R", recovered, findings.recovery, why_no_ratio(summary), general),
+        Ratio("Domain retention D", kept, findings.domain_retention, no_d, of_domain),
     ]
 
 

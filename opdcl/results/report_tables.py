@@ -15,7 +15,6 @@ from opdcl.results.tables import (
     WRITING,
     Table,
     by_state,
-    different_raw,
     distance_rows,
     distances,
     of_base_alone,
@@ -28,7 +27,7 @@ from opdcl.rundir.layout import RunDir
 if TYPE_CHECKING:
     from opdcl.results.closeness import Closeness
     from opdcl.results.intervals import Estimate
-    from opdcl.results.result_types import Ceiling, Scores, SuiteScores, Summary
+    from opdcl.results.result_types import Scores, SuiteScores, Summary
 
 RELATIVE = Unit("{:+.0f}", 100, " %")
 MARGIN = f"{100 * NON_INFERIORITY_MARGIN:g}"
@@ -92,16 +91,10 @@ def terminal_rows(summary: Summary) -> list[list[str]]:
         rows.append([label, str(near.n), floor, *means])
         rows += [[label, "", "", *cells] for label, *cells in others]
     found = summary.findings
-    general, domain = summary.prompts_of("retention"), summary.prompts_of("domain")
-    ratios = {"R": cell(found.recovery, n=general)}
-    if different_raw(found.recovery, found.recovery_raw, general):
-        ratios["R from tuned"] = cell(found.recovery_raw, n=general)
-    ratios["D"] = cell(found.domain_retention, n=domain)
-    if different_raw(found.domain_retention, found.domain_retention_raw, domain):
-        ratios["D from base"] = cell(found.domain_retention_raw, n=domain)
-    for label, text in ratios.items():
-        if text:
-            rows.append([label, "", "", "", "", text])
+    ratios = {"R": (found.recovery, "retention"), "D": (found.domain_retention, "domain")}
+    for label, (ratio, role) in ratios.items():
+        if ratio:
+            rows.append([label, "", "", "", "", cell(ratio, n=summary.prompts_of(role))])
     return rows
 
 
@@ -131,10 +124,8 @@ def main_tables(summary: Summary) -> list[Table]:
 def _groups_table(summary: Summary) -> Table:
     rows = []
     for name, group in summary.groups.items():
-        ratio = cell(group.recovery, n=group.n)
-        if raw := different_raw(group.recovery, group.recovery_raw, group.n):
-            ratio += f"\nfrom tuned\n{raw}"
-        rows.append([f"{name}\n{_size(group)}", *by_state(group.states, n=group.n), ratio])
+        label, ratio = f"{name}\n{_size(group)}", cell(group.recovery, n=group.n)
+        rows.append([label, *by_state(group.states, n=group.n), ratio])
     note = GROUP_NOTE if set(summary.groups) == {"seen", "unseen"} else ""
     columns = [summary.headline["retention"] or "", *STATES, "R"]
     return Table("Scores by group of prompts", columns, rows, note)
@@ -169,7 +160,7 @@ def _writing_rows(name: str, suite: SuiteScores) -> list[list[str]]:
 
 
 def detail_tables(summary: Summary) -> list[Table]:
-    """Return what few readers look up: differences, teacher ceiling, all metrics, and cost."""
+    """Return what few readers look up: differences, all metrics, and cost."""
     rows = []
     for name, suite in summary.suites.items():
         rows += _metric_rows(name, suite)
@@ -177,7 +168,7 @@ def detail_tables(summary: Summary) -> list[Table]:
     metrics = Table("All metrics", ["metric", *STATES], rows, caption)
     rows = [[stage, *_cost_cells(spent)] for stage, spent in summary.cost.items()]
     cost = Table("Cost", ["stage", "time, min:s", "tokens", "peak memory"], rows)
-    tables = [_differences_table(summary), _ceiling_table(summary.ceiling), metrics, cost]
+    tables = [_differences_table(summary), metrics, cost]
     tables += [_dose_table(summary.cost), _parts_table(summary.cost)]
     return _of_its_states(summary, with_rows(tables))
 
@@ -185,23 +176,18 @@ def detail_tables(summary: Summary) -> list[Table]:
 def _differences_table(summary: Summary) -> Table:
     """Return the paired differences on the retention suite, in points."""
     tests, prompts, rows = summary.tests, summary.prompts_of("retention"), []
-    for pair, p in tests.mcnemar.items():
-        change: Estimate | None = getattr(tests.changes, pair)
-        if change:
-            p_value = "n/a"
-            if p is not None:
-                p_value = "< 0.001" if p < 0.001 else f"{p:.3f}"
-            rows.append([pair.replace("_minus_", " - "), *_in_points(change, prompts), p_value])
+    for pair, change in vars(tests.changes).items():
+        if change and not pair.startswith("domain"):
+            rows.append([pair.replace("_minus_", " - "), *_in_points(change, prompts)])
     for measure, test in tests.writing.items():
         if test:
             unit = RELATIVE if measure == "tokens" else CHANGE
             label = f"{WRITING[measure][0]}, recovered - base"
-            rows.append([label, *_in_points(test, prompts, unit), "n/a"])
+            rows.append([label, *_in_points(test, prompts, unit)])
     caption = (
         f"“Recovered” means that the interval of recovered - base lies above -{MARGIN} points, and that "
         "its answers are shown to be like base's: in the share that ends and in repetition, within "
-        f"{100 * MARGINS['ended']:g} points, and in length, within {MARGINS['tokens']:.0%}. A large "
-        "p-value alone never counts."
+        f"{100 * MARGINS['ended']:g} points, and in length, within {MARGINS['tokens']:.0%}."
     )
     suite = summary.headline_suite("retention")
     if suite and tests.detectable_drop:
@@ -209,25 +195,8 @@ def _differences_table(summary: Summary) -> Table:
             f" {suite.n} prompts like these show a drop from base to tuned four times in five, if it is "
             f"{100 * tests.detectable_drop:.1f} points or more."
         )
-    columns = [summary.headline["retention"] or "", "points", "95 % interval", "McNemar p"]
+    columns = [summary.headline["retention"] or "", "points", "95 % interval"]
     return Table("Differences on the same prompts", columns, rows, caption)
-
-
-def _ceiling_table(ceiling: dict[str, Ceiling]) -> Table:
-    rows = []
-    for name, gap in ceiling.items():
-        place = gap.place
-        if place == "not shown":
-            # To find no difference does not make the student level.
-            place = f"not shown to differ: {gap.n} prompts can show {100 * gap.detectable:.1f} points"
-        rows.append([name, gap.teacher, *_in_points(gap, gap.n), place])
-    caption = (
-        f"Level means shown to be at most {MARGIN} points worse. Level or above: the student has learned "
-        "all that this teacher can give; only another teacher or a reward can improve it. Below: more "
-        "can be recovered."
-    )
-    columns = ["suite", "teacher", "points\nstudent - teacher", "95 % interval", "the student is"]
-    return Table("Teacher ceiling", columns, rows, caption)
 
 
 def _metric_rows(name: str, suite: SuiteScores) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""The results of a run as types. Their fields are the keys of `opdcl report RUN --json`."""
+"""The results of a run as types; `opdcl.results.document` has their JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 from opdcl.results.closeness import Closeness
 from opdcl.results.intervals import Estimate
-from opdcl.results.plain import ByState, Spread
 from opdcl.results.stats import Findings
 from opdcl.results.writing import WritingTests
 
@@ -18,7 +17,8 @@ class Scores:
 
     n: int
     floor: float | None
-    states: ByState
+    states: dict[str, Estimate]
+    """Without those that are not measured."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Group(Scores):
 
 
 @dataclass(frozen=True)
-class Changes(Spread):
+class Changes:
     """The paired differences of retention; None where a state is not measured."""
 
     tuned_minus_base: Estimate | None
@@ -56,30 +56,14 @@ class Tests:
     """The paired tests of the headline suites; None where a pair is not measured."""
 
     changes: Changes
-    mcnemar: dict[str, float | None]
     detectable_drop: float | None
     writing: WritingTests
 
 
 @dataclass(frozen=True)
-class Ceiling(Estimate):
-    """Student minus teacher on one suite."""
+class Figures:
+    """What was measured of a run, and what follows from it by statistics."""
 
-    teacher: str
-    n: int
-    place: str
-    detectable: float
-
-
-@dataclass(frozen=True)
-class Summary:
-    """The results of a run; the fields are the keys of `opdcl report RUN --json`."""
-
-    verdict: str
-    further: list[str]
-    """The sentences after the verdict: distance to base, how the answers differ, what to do."""
-    to_do: str
-    """What to do next, which is also the last of `further`; empty where nothing is missing."""
     name: str
     alone: bool
     """Whether the run is of a base alone, so that nothing is compared."""
@@ -89,7 +73,6 @@ class Summary:
     closeness: Closeness | None
     groups: dict[str, Group]
     tests: Tests
-    ceiling: dict[str, Ceiling]
     cost: dict[str, dict[str, Any]]
     faults: list[str]
     notes: list[str]
@@ -112,3 +95,14 @@ class Summary:
             for measure, test in self.closeness.writing.items():
                 tests[f"{measure} at temperature 1"] = test
         return tests
+
+
+@dataclass(frozen=True)
+class Summary(Figures):
+    """The results of a run: its figures with the verdict."""
+
+    verdict: str
+    further: list[str]
+    """The sentences after the verdict: distance to base, how the answers differ, what to do."""
+    to_do: str
+    """What to do next, which is also the last of `further`; empty where nothing is missing."""

@@ -12,16 +12,12 @@ import numpy as np
 from opdcl.errors import UsageError
 from opdcl.results import closeness, notes, stats, verdict, writing
 from opdcl.results.intervals import Clusters, Estimate
-from opdcl.results.plain import ByState, as_json
-from opdcl.results.result_types import Ceiling, Changes, Group, Scores, SuiteScores, Summary, Tests
-from opdcl.results.scores import Suite, headline_of, load_suites, section, states_of
+from opdcl.results.result_types import Changes, Figures, Group, Scores, SuiteScores, Summary, Tests
+from opdcl.results.scores import Suite, headline_of, load_suites, states_of
 from opdcl.results.status import HEADLINE_ROLES, STATES
 from opdcl.rundir.files import RESTORE
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.seals import changes
-
-# The teacher whose results are the ceiling of distillation, per role of a suite.
-TEACHER_OF = {"retention": "base", "domain": "tuned", "control": "base"}
 
 PAIRS = (("tuned", "base"), ("recovered", "tuned"), ("recovered", "base"))
 
@@ -40,7 +36,14 @@ class Results:
     @cached_property
     def summary(self) -> Summary:
         with _damage_is_named(self.run):
-            return _summarise(self)
+            retention, domain = (self.headline.get(role) for role in HEADLINE_ROLES)
+            inert = notes.inert(self.suites)
+            return verdict.conclude(self.figures, retention, domain, self.run.settings(), inert)
+
+    @cached_property
+    def figures(self) -> Figures:
+        with _damage_is_named(self.run):
+            return _figures(self)
 
 
 @contextlib.contextmanager
@@ -55,27 +58,17 @@ def _damage_is_named(run: RunDir) -> Iterator[None]:
         raise
 
 
-def summarise(run: RunDir) -> dict[str, Any]:
-    """Return the summary of a finished or unfinished run, with the keys of `opdcl report RUN --json`."""
-    summary: dict[str, Any] = as_json(Results(run).summary)
-    return summary
-
-
-def _summarise(results: Results) -> Summary:
+def _figures(results: Results) -> Figures:
     run, suites, near = results.run, results.suites, results.near
     headline = {role: results.headline.get(role) for role in HEADLINE_ROLES}
     retention, domain = headline["retention"], headline["domain"]
     tests = _tests(retention, domain)
     distance = closeness.summarise([near])
-    inert = notes.inert(suites)
-    faults = inert + notes.faults_of(run, [*suites, near])
+    faults = notes.inert(suites) + notes.faults_of(run, [*suites, near])
     remarks = list(faults)
     for suite in suites:
         remarks += notes.suite_notes(suite)
-    summary = Summary(
-        verdict="",
-        further=[],
-        to_do="",
+    return Figures(
         name=run.settings().get("name") or run.path.name,
         alone=results.alone,
         headline={role: suite.name if suite else None for role, suite in headline.items()},
@@ -88,12 +81,10 @@ def _summarise(results: Results) -> Summary:
         closeness=distance,
         groups=_groups(retention),
         tests=tests,
-        ceiling=_ceiling(suites, section(run, "recover")),
         cost=_cost(run, [*suites, near]),
         faults=faults,
         notes=remarks + notes.recovery_notes(run),
     )
-    return verdict.conclude(summary, retention, domain, run.settings(), inert)
 
 
 def _is_alone(run: RunDir) -> bool:
@@ -120,7 +111,7 @@ def _suite_scores(suite: Suite) -> SuiteScores:
 def _scores(suite: Suite) -> Scores:
     """Return the number of prompts, the floor, and the estimated score of each measured state."""
     floor = suite.floor_values()
-    states = ByState()
+    states: dict[str, Estimate] = {}
     for state in STATES:
         if state in suite.rows:
             states[state] = _estimate(suite, state).rounded()
@@ -149,18 +140,13 @@ def _groups(retention: Suite | None) -> dict[str, Group]:
 
 def _tests(retention: Suite | None, domain: Suite | None) -> Tests:
     changes: dict[str, Estimate | None] = {}
-    mcnemar: dict[str, float | None] = {}
     for later, earlier in PAIRS:
         name = f"{later}_minus_{earlier}"
         changes[name] = _change(retention, later, earlier)
         changes[f"domain_{name}"] = _change(domain, later, earlier)
-        pair = _pair(retention, later, earlier)
-        is_binary = pair is not None and stats.pass_or_fail(pair[0], pair[1])
-        mcnemar[name] = stats.mcnemar(*pair) if pair and is_binary else None
     pair = _pair(retention, "tuned", "base")
     return Tests(
         changes=Changes(**changes),
-        mcnemar=mcnemar,
         detectable_drop=stats.detectable_difference(*pair) if pair else None,
         writing=writing.compared_with_base([retention] if retention else []),
     )
@@ -183,30 +169,6 @@ def further_teachers(recover: dict[str, Any]) -> list[str]:
     of_streams = recover.get("general_teacher"), recover.get("domain_teacher")
     teachers = (recover.get("teachers") or {}).items()
     return [name for name, teacher in teachers if name not in of_streams or teacher.get("prompts")]
-
-
-def _ceiling(suites: list[Suite], recover: dict[str, Any]) -> dict[str, Ceiling]:
-    """Return student minus teacher per suite; near zero, only another teacher or a reward can improve it.
-
-    A suite is left out unless its teacher is base (general) or tuned (domain): others are not measured.
-    """
-    ceiling = {}
-    for suite in suites:
-        teacher = TEACHER_OF[suite.role]
-        stream = "domain" if teacher == "tuned" else "general"
-        if recover.get(f"{stream}_teacher", teacher) != teacher:
-            continue
-        if stream == "domain" and further_teachers(recover):
-            continue
-        if pair := _pair(suite, "recovered", teacher):
-            ceiling[suite.name] = Ceiling(
-                **vars(stats.difference(*pair).rounded()),
-                teacher=teacher,
-                n=len(suite.measured),
-                place=stats.place(*pair),
-                detectable=stats.detectable_difference(*pair),
-            )
-    return ceiling
 
 
 def _cost(run: RunDir, suites: list[Suite]) -> dict[str, dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from opdcl.results.format import LENGTH, NATS, SCORE, SHARE, Unit, cell, interval
+from opdcl.results.format import LENGTH, NATS, SCORE, SHARE, Unit, cell
 from opdcl.results.status import DOMAIN_STYLE, STATES
 
 if TYPE_CHECKING:
@@ -96,13 +96,6 @@ def writing_rows(writing: Mapping[str, Mapping[str, Estimate]], n: int) -> list[
         if found:
             rows.append([label, *by_state(found, unit, n)])
     return rows
-
-
-def different_raw(ratio: Estimate | None, raw: Estimate | None, n: int) -> str:
-    """Format R from tuned alone, or D from base, if the one from the floor differs in print; else empty."""
-    if ratio is None or raw is None or interval(ratio, n=n) == interval(raw, n=n):
-        return ""
-    return interval(raw, n=n)
 
 
 def named(suites: Mapping[str, Mapping[str, Any]]) -> str:

@@ -187,15 +187,7 @@ def test_a_reward_after_recovery(folder):
     ]
     assert ["reward" in r for r in rows if "loss" in r] == [True, True, False]
     summary = json.loads(opdcl("report", "reward/reinforced-1", "--json", cwd=folder).stdout)
-    assert {name: gap["teacher"] for name, gap in summary["ceiling"].items()} == {
-        "instructions": "base",
-        "handbook": "tuned",
-        "handbook_trained": "tuned",
-    }
     assert any("reward of instructions_train" in note for note in summary["notes"])
-    page = (run / "report.md").read_text()
-    assert "### Teacher ceiling" in page
-    assert "| handbook | tuned |" in page
 
     refused = opdcl(
         "run",

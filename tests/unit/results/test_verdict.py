@@ -11,9 +11,10 @@ from helpers.synthetic import change, measure_fully, measure_states, pages
 from opdcl import api
 from opdcl.cli import app
 from opdcl.results import plots
+from opdcl.results.document import summarise
 from opdcl.results.report_tables import terminal_rows
 from opdcl.results.status import STATES
-from opdcl.results.summary import Results, summarise
+from opdcl.results.summary import Results
 
 
 @pytest.fixture
@@ -309,16 +310,13 @@ def test_the_page_shows_how_answers_are_written(run, measured):
     assert [row[0] for row in rows].count("answers that end") == 1
 
 
-@pytest.mark.parametrize(("floor", "labels"), [(0, ["R", "D"]), (100, ["R", "R from tuned", "D"])])
-def test_r_from_tuned_is_told_only_where_it_differs_from_r(run, measured, floor, labels):
+@pytest.mark.parametrize("floor", [0, 100])
+def test_r_counts_from_the_floor_where_that_is_higher(run, measured, floor):
     states = dict.fromkeys(STATES, lambda i: {"floor": i < floor})
     summary = measured(320, 40, 280, **states)
     assert summary["recovery"]["value"] == pytest.approx((280 - max(floor, 40)) / (320 - max(floor, 40)))
     assert summary["recovery_raw"]["value"] == pytest.approx((280 - 40) / (320 - 40))
-    assert [
-        row[0] for row in terminal_rows(Results(run).summary) if row[0] in ("R", "R from tuned", "D")
-    ] == labels
-    assert ("; from tuned alone, " in pages(run)["report.md"]) == ("R from tuned" in labels)
+    assert [row[0] for row in terminal_rows(Results(run).summary) if row[0][0] in "RD"] == ["R", "D"]
 
 
 def test_a_changed_script_has_a_line_of_its_own(run, measured):
@@ -330,15 +328,6 @@ def test_a_changed_script_has_a_line_of_its_own(run, measured):
     measured(320, 80, 320, recovered=russian)
     line = next(line for line in pages(run)["report.md"].splitlines() if "prompt's script" in line)
     assert line.split(" | ")[-1].startswith("75.0 %")
-
-
-def test_a_ceiling_that_is_not_shown_says_what_would_be_seen(run, measured):
-    passed = {i for i in range(40) if i % 2}, set(), {i for i in range(40) if i % 2 == (i > 3)}
-    summary = measured(*passed, n=40)
-    gap = summary["ceiling"]["instructions"]
-    assert gap["place"] == "not shown"
-    words = f"not shown to differ: 40 prompts can show {100 * gap['detectable']:.1f} points"
-    assert all(words in pages(run)[page] for page in ("report.md", "report.html"))
 
 
 def test_the_plot_shows_the_floor(run, measured):
