@@ -32,12 +32,11 @@ from opdcl.model.accept import load_backbone
 from opdcl.model.forward import answer_ids, answer_states
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.sampling.rollout import Prompt
 from opdcl.stages.finetune import AnswerTrainer, _pieces, finetune, planned_steps, trainer_arguments
 from opdcl.stages.replay import Replay, interleave, lay_out
 from opdcl.stages.self_distill import as_distillation, self_distill
 from opdcl.training import Schedule
-from opdcl.types import Example
+from opdcl.types import Example, Prompt
 
 QA = Row([{"role": "user", "content": "What is the code?"}], "Seven", None, "here:1")
 
