@@ -31,7 +31,6 @@ from opdcl.distill.losses import forward_kl, reverse_kl
 from opdcl.model.backbone import Backbone
 from opdcl.results import closeness as results
 from opdcl.results.intervals import ratio
-from opdcl.results.plain import as_json
 from opdcl.rundir.layout import RunDir
 from opdcl.sampling.rollout import Prompt, Rollout
 from opdcl.stages import answers, closeness
@@ -280,7 +279,7 @@ def numbers(run: RunDir, tuned: RunDir) -> dict:
     state = "base" if run is tuned else "recovered"
     suite, reference = results.load(run), results.load(tuned)
     summary = results.summarise([suite])
-    row = as_json(summary.states[state])
+    row = {name: vars(estimate) for name, estimate in summary.states[state].items()}
     if state == "base":
         return row | {"floor": summary.floor}
     near, far = (results.values([s], state) for s in (suite, reference))
@@ -288,7 +287,7 @@ def numbers(run: RunDir, tuned: RunDir) -> dict:
     starts = {"C": far if floor is None or floor.mean() >= far.mean() else floor, "C from tuned": far}
     for name, start in starts.items():
         c = ratio(start - near, start, suite.clusters)
-        row[name] = c and as_json(c.rounded())
+        row[name] = c and vars(c.rounded())
     for name in ("forward_own", "reverse_base"):
         row[name] = {"value": float(results.values([suite], state, name).mean())}
     return row

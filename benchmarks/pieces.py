@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 
 from opdcl.results.closeness import load
+from opdcl.results.document import summarise
 from opdcl.results.format import Unit, interval
 from opdcl.results.intervals import difference
 from opdcl.results.scores import Suite, load_suites
-from opdcl.results.summary import summarise
 from opdcl.results.writing import values
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import RunDir

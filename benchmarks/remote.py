@@ -49,7 +49,6 @@ from opdcl.distill.make_teacher import reach_server
 from opdcl.distill.prompts import encode_prompts, encode_stream, read_recovery_source
 from opdcl.distill.teachers import ServedStudent, Teacher
 from opdcl.model.backbone import Backbone
-from opdcl.results.plain import as_json
 from opdcl.results.stats import mean
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import RunDir, StageDir
@@ -195,7 +194,7 @@ def compare_teachers(served: Served, options: argparse.Namespace, folder: Path) 
         seconds[told.name] = round(time.monotonic() - began, 1)
         kl[told.name] = whole_kl(backbone, out.adapter, texts)
     outage["notes"] = [note for note in interrupted.notes if "waiting" in note]
-    difference = as_json(mean(kl["on a server"] - kl["local"], 0).rounded())
+    difference = vars(mean(kl["on a server"] - kl["local"], 0).rounded())
     record = head() | {
         "server": served.version(),
         "server_start_seconds": round(started, 1),
@@ -203,7 +202,7 @@ def compare_teachers(served: Served, options: argparse.Namespace, folder: Path) 
         "throughput": speed,
         "recovery": {
             **{"steps": options.steps, "prompts": len(texts), "loss": "policy_gradient", "seconds": seconds},
-            "kl_to_base": {name: as_json(mean(values, 0).rounded()) for name, values in kl.items()},
+            "kl_to_base": {name: vars(mean(values, 0).rounded()) for name, values in kl.items()},
             "difference": difference,
         },
         "outage": outage,

@@ -97,7 +97,7 @@ class Result(Outcome):
     """The results so far of the run in `path`; `summary` has the keys of `opdcl report RUN --json`."""
 
     def __init__(self, path: Path, results: Summary, gates: Sequence[dict[str, str]] = ()):
-        from opdcl.results.plain import as_json
+        from opdcl.results.document import run_document
         from opdcl.results.report_tables import terminal_tables
         from opdcl.results.verdict import at_place, next_command
 
@@ -105,7 +105,7 @@ class Result(Outcome):
         results = at_place(results, place)
         self.path, self.gates = path, [*gates]
         self._results = results
-        self.summary: dict[str, Any] = as_json(results)
+        self.summary: dict[str, Any] = run_document(results)
         if gates:
             self.summary["gates"] = self.gates
         lead_on = next_command(RunDir(path), results, place)

@@ -340,7 +340,7 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracking: Tracking) 
         InconclusiveError: The scores do not decide a gate.
     """
     from opdcl.results import gates
-    from opdcl.results.plain import as_json
+    from opdcl.results.document import run_document
     from opdcl.results.report import write
     from opdcl.results.summary import Results
 
@@ -351,7 +351,7 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracking: Tracking) 
     for file in write(results):
         output.note(f"wrote {file}")
     report = run.reports[0].read_text(encoding="utf-8")
-    told = {**scores(as_json(summary)), "verdict": summary.verdict, "report": report}
+    told = {**scores(run_document(summary)), "verdict": summary.verdict, "report": report}
     tracking.send({f"eval/{key}": value for key, value in told.items()}, steps_done(run))
     tracking.close()
     for verdict in verdicts:

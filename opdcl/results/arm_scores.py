@@ -13,7 +13,6 @@ from opdcl.results.arms import Arm, Member, first_measured, load_arms, mismatch,
 from opdcl.results.closeness import Closeness
 from opdcl.results.intervals import Estimate
 from opdcl.results.origins import START, as_key
-from opdcl.results.plain import ByRole, ByState
 from opdcl.results.scores import Suite, states_of, values_of
 from opdcl.results.stats import Findings
 from opdcl.results.status import ALONE, HEADLINE_ROLES, NO_RECOVERY, STATES
@@ -32,7 +31,7 @@ class Reference:
     state: str
     name: str
     results: int
-    scores: ByRole
+    scores: dict[str, Estimate]
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class RunRow:
     seeds: dict[str, Any]
     state: str
     """The run's last model, whose scores these are: base, tuned or recovered."""
-    scores: ByRole
+    scores: dict[str, Estimate]
     recovery: Estimate | None
     domain_retention: Estimate | None
     status: str
@@ -55,7 +54,7 @@ class ArmRow:
 
     name: str
     seeds: int
-    scores: ByRole
+    scores: dict[str, Estimate]
     findings: Findings
     writing: WritingTests
     closeness: Closeness | None
@@ -68,13 +67,13 @@ class Rival:
     """The first arm minus another one."""
 
     name: str
-    changes: ByRole
+    changes: dict[str, Estimate]
 
 
 @dataclass(frozen=True)
 class FurtherRow:
     name: str
-    states: ByState
+    states: dict[str, Estimate]
     domain_retention: Estimate | None
 
 
@@ -91,7 +90,7 @@ class Further:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Arms side by side; the fields are the keys of `opdcl compare --json`."""
+    """Arms side by side. Scores are by role or state, without those that are not measured."""
 
     headline: dict[str, str | None]
     suites: dict[str, dict[str, Any]]
@@ -146,7 +145,8 @@ def compare(runs: Sequence[RunDir]) -> Comparison:
 
 
 def _arm_row(arm: Arm, headline: Mapping[str, Suite], near: Suite | None) -> ArmRow:
-    scores, states = ByRole(), {}
+    scores: dict[str, Estimate] = {}
+    states = {}
     for role, suite in headline.items():
         found = arm.scores(suite.name)
         if found is not None:
@@ -170,7 +170,8 @@ def _arm_row(arm: Arm, headline: Mapping[str, Suite], near: Suite | None) -> Arm
 
 
 def _run_row(member: Member) -> RunRow:
-    scores, findings = ByRole(), member.summary.findings
+    scores: dict[str, Estimate] = {}
+    findings = member.summary.findings
     for role, suite in member.headline.items():
         states = member.summary.suites[suite.name].states
         if member.compared in states:
@@ -213,7 +214,7 @@ def _references(state: str, arms: list[Arm], headline: Mapping[str, Suite]) -> l
             arms_of.setdefault(tuple(sorted(found)), []).append(arm.name)
     references = []
     for indices, names in arms_of.items():
-        means = ByRole()
+        means: dict[str, Estimate] = {}
         for role, suite in headline.items():
             measured = [results[i][role] for i in indices if role in results[i]]
             if measured:
@@ -233,9 +234,9 @@ def _index(results: list[dict[str, np.ndarray]], scores: dict[str, np.ndarray]) 
     return len(results) - 1
 
 
-def _minus(one: Arm, other: Arm, headline: Mapping[str, Suite]) -> ByRole:
+def _minus(one: Arm, other: Arm, headline: Mapping[str, Suite]) -> dict[str, Estimate]:
     """Return the paired differences of two arms, where both are measured."""
-    changes = ByRole()
+    changes: dict[str, Estimate] = {}
     for role, suite in headline.items():
         own, theirs = one.scores(suite.name), other.scores(suite.name)
         if own is not None and theirs is not None:
@@ -268,7 +269,8 @@ def _answered(member: Member, suite: Suite) -> bool:
 
 
 def _further_row(arm: Arm, name: str) -> FurtherRow:
-    suites, scores = arm.suites(name), ByState()
+    suites = arm.suites(name)
+    scores: dict[str, Estimate] = {}
     for state in STATES:
         found = values_of(suites, state)
         if found is not None:

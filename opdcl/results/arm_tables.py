@@ -9,7 +9,6 @@ from opdcl.results import tables
 from opdcl.results.arm_scores import ArmRow, Comparison, Further, Reference
 from opdcl.results.format import CHANGE, NATS, SCORE, SHARE, Unit, cell, interval, metric_words
 from opdcl.results.intervals import Estimate
-from opdcl.results.plain import ByRole
 from opdcl.results.status import HEADLINE_ROLES, STATES
 from opdcl.results.tables import IN_DOMAIN_STYLE, MISSING, Table, View
 
@@ -93,7 +92,7 @@ def _label(arm: ArmRow) -> str:
     return tables.with_seeds(arm.name, arm.seeds)
 
 
-def _cells(scores: ByRole, unit: Unit = SCORE) -> list[str]:
+def _cells(scores: dict[str, Estimate], unit: Unit = SCORE) -> list[str]:
     return [cell(scores.get(role), unit) for role in HEADLINE_ROLES]
 
 

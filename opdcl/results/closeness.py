@@ -14,7 +14,6 @@ import numpy as np
 from opdcl.config.evaluate import CLOSENESS
 from opdcl.results import writing
 from opdcl.results.intervals import Clusters, Estimate, mean, median, ratio, total
-from opdcl.results.plain import Spread
 from opdcl.results.scores import Suite, floors_of, load_suite, stacked
 from opdcl.results.status import DOMAIN_STYLE, MOST_OF_THE_GAIN, STATES, RetentionStatus
 from opdcl.results.writing import WritingTests
@@ -24,36 +23,24 @@ from opdcl.rundir.layout import RunDir
 MEASURES = {"length": "tokens", "ended": "ended", "repetition": "repetition"}
 
 
-class StateDistances(Spread, dict[str, dict[str, Estimate]]):
-    """What is measured of each state; empty for one that is not measured."""
-
-
 @dataclass(frozen=True)
 class Closeness:
     """How far the states are from base on sampled answers, in nats per token."""
 
     n: int
-    value: float | None
-    """C, with its interval; None without one."""
-    low: float | None
-    high: float | None
+    c: Estimate | None
     raw: Estimate | None
     """C counted from tuned, wherever the floor lies."""
     why: str | None
     """Why there is no C."""
     floor: float | None
     noise: float
-    states: StateDistances
+    states: dict[str, dict[str, Estimate]]
     """State -> `distance`, the mean over requests, its two directions `forward` and `reverse`, its `median`,
-    `domain_manner`, the share of requests answered in domain style, and how the state writes."""
+    `domain_manner`, the share of requests answered in domain style, and how the state writes. Empty without a
+    measurement."""
     writing: WritingTests
     seconds: float
-
-    @property
-    def c(self) -> Estimate | None:
-        if self.value is None or self.low is None or self.high is None:
-            return None
-        return Estimate(self.value, self.low, self.high)
 
     @property
     def start(self) -> str:
@@ -102,7 +89,7 @@ def summarise(suites: Sequence[Suite]) -> Closeness | None:
         return None
     floor, clusters = floors_of(suites), suites[0].clusters
     c, raw, why = _closeness(distances, floor, clusters)
-    states = StateDistances()
+    states: dict[str, dict[str, Estimate]] = {}
     for state in STATES:
         states[state] = _estimates(suites, state) if state in distances else {}
     seconds = 0.0
@@ -111,7 +98,7 @@ def summarise(suites: Sequence[Suite]) -> Closeness | None:
             seconds += (result.get("cost") or {}).get("seconds", 0.0)
     return Closeness(
         n=len(suites[0].measured),
-        **(vars(c.rounded()) if c else dict.fromkeys(("value", "low", "high"))),
+        c=c and c.rounded(),
         raw=raw and raw.rounded(),
         why=why,
         floor=None if floor is None else round(float(floor.mean()), 6),

@@ -14,7 +14,7 @@ from opdcl.results import arm_scores, arm_tables, continual
 from opdcl.results.arm_scores import Comparison as Arms
 from opdcl.results.arm_scores import RunRow
 from opdcl.results.continual import Comparison as Chains
-from opdcl.results.plain import as_json
+from opdcl.results.document import arms_document, chains_document
 from opdcl.results.report import render
 from opdcl.results.samples import Group, side_by_side
 from opdcl.results.scores import Row, Suite, load_suite
@@ -53,9 +53,9 @@ def compare(runs: Sequence[RunDir]) -> Compared:
 
 def plain(comparison: Compared) -> dict[str, Any]:
     """Return a comparison with the stable keys of `opdcl compare --json`."""
+    document = chains_document(comparison) if isinstance(comparison, Chains) else arms_document(comparison)
     # Names and settings come from outside; a file cannot hold a lone surrogate.
-    data: dict[str, Any] = json.loads(harmless(json.dumps(as_json(comparison), ensure_ascii=False)))
-    return data
+    return dict(json.loads(harmless(json.dumps(document, ensure_ascii=False))))
 
 
 def view(comparison: Compared) -> View:

@@ -78,7 +78,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Steps that build on one another; the fields are the keys of `opdcl compare --json`."""
+    """Steps that build on one another."""
 
     suites: dict[str, dict[str, Any]]
     base: dict[str, Estimate]

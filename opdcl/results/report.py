@@ -30,15 +30,7 @@ from opdcl.sanitize import harmless
 # Facts that a public card leaves out.
 PRIVATE = ("base", "adapter tuned", "adapter recovered")
 
-FILTERS = (
-    format.percent,
-    format.interval,
-    format.value,
-    format.code,
-    format.fence,
-    format.quoted,
-    format.nats,
-)
+FILTERS = (format.percent, format.value, format.code, format.fence, format.quoted, format.nats)
 
 # Of the prompts on which the model falls below base, in a pull request.
 WORST_PROMPTS = 3
@@ -248,13 +240,12 @@ class Ratio:
 
 def _ratios(summary: Summary, domain: Suite | None) -> list[Ratio]:
     """Return R and D with what they mean, or why there is none; of base alone, nothing."""
-    findings = summary.findings
+    findings, no_d = summary.findings, why_no_domain_retention(domain)
     if summary.alone:
         return []
     general, of_domain = summary.prompts_of("retention"), summary.prompts_of("domain")
     recovered = "the share of the lost score that came back, counted from tuned or the floor, the higher one"
     kept = "the share of the domain gain that was kept, counted from base or the floor, the higher one"
-    no_d = why_no_domain_retention(domain)
     return [
         Ratio("Recovery R", recovered, findings.recovery, why_no_recovery(summary), general),
         Ratio("Domain retention D", kept, findings.domain_retention, no_d, of_domain),

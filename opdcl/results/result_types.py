@@ -1,4 +1,4 @@
-"""The results of a run as types. Their fields are the keys of `opdcl report RUN --json`."""
+"""The results of a run as types; `opdcl.results.document` has their JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 from opdcl.results.closeness import Closeness
 from opdcl.results.intervals import Estimate
-from opdcl.results.plain import ByState, Spread
 from opdcl.results.stats import Findings
 from opdcl.results.writing import WritingTests
 
@@ -18,7 +17,8 @@ class Scores:
 
     n: int
     floor: float | None
-    states: ByState
+    states: dict[str, Estimate]
+    """Without those that are not measured."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Group(Scores):
 
 
 @dataclass(frozen=True)
-class Changes(Spread):
+class Changes:
     """The paired differences of retention; None where a state is not measured."""
 
     tuned_minus_base: Estimate | None
@@ -62,7 +62,7 @@ class Tests:
 
 @dataclass(frozen=True)
 class Summary:
-    """The results of a run; the fields are the keys of `opdcl report RUN --json`."""
+    """The results of a run."""
 
     verdict: str
     further: list[str]

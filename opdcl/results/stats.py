@@ -28,7 +28,6 @@ from opdcl.results.intervals import (
     ratio,
     student,
 )
-from opdcl.results.plain import Spread
 from opdcl.results.status import (
     FLOOR_REASONS,
     HALF_OF_THE_GAIN,
@@ -231,7 +230,7 @@ def _domain_retention(states: States, start: np.ndarray) -> Estimate | None:
 
 
 @dataclass(frozen=True)
-class Findings(Spread):
+class Findings:
     """What is shown of a run or an arm: the statuses, and R and D, each from the floor and raw."""
 
     status: str

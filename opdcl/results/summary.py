@@ -12,7 +12,6 @@ import numpy as np
 from opdcl.errors import UsageError
 from opdcl.results import closeness, notes, stats, verdict, writing
 from opdcl.results.intervals import Clusters, Estimate
-from opdcl.results.plain import ByState, as_json
 from opdcl.results.result_types import Changes, Group, Scores, SuiteScores, Summary, Tests
 from opdcl.results.scores import Suite, headline_of, load_suites, states_of
 from opdcl.results.status import HEADLINE_ROLES, STATES
@@ -50,12 +49,6 @@ def _damage_is_named(run: RunDir) -> Iterator[None]:
             message = f"{run.path / name} {problem} since opdcl wrote it, and no report can be made from it"
             raise UsageError(message, RESTORE) from fault
         raise
-
-
-def summarise(run: RunDir) -> dict[str, Any]:
-    """Return the summary of a finished or unfinished run, with the keys of `opdcl report RUN --json`."""
-    summary: dict[str, Any] = as_json(Results(run).summary)
-    return summary
 
 
 def _summarise(results: Results) -> Summary:
@@ -116,7 +109,7 @@ def _suite_scores(suite: Suite) -> SuiteScores:
 def _scores(suite: Suite) -> Scores:
     """Return the number of prompts, the floor, and the estimated score of each measured state."""
     floor = suite.floor_values()
-    states = ByState()
+    states: dict[str, Estimate] = {}
     for state in STATES:
         if state in suite.rows:
             states[state] = _estimate(suite, state).rounded()

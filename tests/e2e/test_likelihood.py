@@ -7,7 +7,7 @@ import pytest
 from helpers.command import ROOT, opdcl
 from helpers.likelihood import ROWS, check_against, reference, write_rows
 
-from opdcl.results.summary import summarise
+from opdcl.results.document import summarise
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import RunDir
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from helpers.command import ROOT
 from opdcl.results import compare, report
 from opdcl.results.status import STATES
 from opdcl.results.summary import Results
@@ -136,6 +137,18 @@ def pages(run: RunDir) -> dict[str, str]:
     """Write the report; return file name -> text."""
     report.write(Results(run))
     return {path.name: path.read_text(encoding="utf-8") for path in run.reports}
+
+
+def held(name: str, document: dict) -> None:
+    """Hold the keys of a document, and the types of their values, against keys.json."""
+
+    def keys(value):
+        if isinstance(value, dict):
+            return {key: keys(content) for key, content in value.items()}
+        return [keys(content) for content in value[:1]] if isinstance(value, list) else type(value).__name__
+
+    known = json.loads((ROOT / "tests" / "unit" / "results" / "keys.json").read_text())
+    assert json.dumps(keys(document)) == json.dumps(known[name])
 
 
 def compared(runs: list[RunDir]) -> dict:

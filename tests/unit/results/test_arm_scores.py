@@ -6,8 +6,7 @@ from helpers.synthetic import TUNED, N, alter, change, compared, measure
 
 from opdcl.results import compare, stats
 from opdcl.results.compare import view
-from opdcl.results.plain import as_json
-from opdcl.results.summary import summarise
+from opdcl.results.document import summarise
 
 
 def test_an_arm_of_one_run_has_the_numbers_of_its_report(three):
@@ -123,8 +122,8 @@ def test_runs_that_differ_only_in_seeds_form_one_arm_with_their_mean(make):
         (2, 0.75),
     ]
     passed = [(np.arange(N) < k).astype(float) for k in (20, 28, 30)]
-    assert row["retention"] == as_json(stats.mean(np.stack(passed)).rounded())
-    alone = as_json(stats.mean(passed[1]).rounded())
+    assert row["retention"] == vars(stats.mean(np.stack(passed)).rounded())
+    alone = vars(stats.mean(passed[1]).rounded())
     assert row["retention"]["high"] - row["retention"]["low"] > alone["high"] - alone["low"]
 
 

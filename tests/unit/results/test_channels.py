@@ -15,8 +15,8 @@ from opdcl.console import Output
 from opdcl.errors import GateError, InconclusiveError
 from opdcl.pipeline.execute import finish
 from opdcl.pipeline.trackers import Tracking
+from opdcl.results.document import summarise
 from opdcl.results.report import card
-from opdcl.results.summary import summarise
 from opdcl.rundir.layout import ADAPTER, RunDir
 
 

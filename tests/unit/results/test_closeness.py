@@ -4,13 +4,14 @@ import json
 
 import numpy as np
 import pytest
-from helpers.synthetic import alter, change, compared, measure_states, pages, workflow, write
+from helpers.synthetic import alter, change, compared, held, measure_states, pages, workflow, write
 
 from opdcl.results import closeness
 from opdcl.results.arms import load_arms, split_seeds
 from opdcl.results.compare import compare, view
+from opdcl.results.document import summarise
 from opdcl.results.report_tables import terminal_rows
-from opdcl.results.summary import Results, summarise
+from opdcl.results.summary import Results
 from opdcl.rundir.layout import RunDir
 
 N = 40
@@ -55,7 +56,9 @@ def make(folder, tuned=0.8, recovered=0.2, noise=0.0, seed=0, **recover):
 
 def test_c_is_the_share_of_the_distance_that_is_gone(tmp_path):
     run = make(tmp_path / "run")
-    found = summarise(run)["closeness"]
+    summary = summarise(run)
+    held("run", summary)
+    found = summary["closeness"]
     tuned, recovered = (np.mean(spread(d, i)) for i, d in enumerate((0.8, 0.2)))
     assert found["n"] == N
     assert found["value"] == pytest.approx(1 - recovered / tuned, abs=1e-5)
@@ -76,7 +79,7 @@ def test_the_noise_stands_beside_the_distances_and_changes_none(tmp_path):
 
 def test_most_of_the_distance_gone_carries_the_verdict_of_a_suite_without_headroom(tmp_path):
     near = Results(make(tmp_path / "near", recovered=0.04)).summary.closeness
-    assert near.low > 0.9
+    assert near.c.low > 0.9
     assert near.status == "recovered"
     assert Results(make(tmp_path / "far")).summary.closeness.status == "partly recovered"
 

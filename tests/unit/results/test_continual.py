@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers.synthetic import N, change, compared, measure, workflow, write
+from helpers.synthetic import N, change, compared, held, measure, workflow, write
 
 from opdcl.errors import UsageError
 from opdcl.results import compare, continual, stats
@@ -55,6 +55,7 @@ def two_ways(step):
 
 def test_the_figures_of_a_chain_equal_those_worked_out_by_hand(two_ways):
     comparison = compared(two_ways)
+    held("chains", comparison)
     good, bad = comparison["chains"]
     assert (good["name"], bad["name"]) == ("first → second", "worse → after")
     assert good["average"]["value"] == pytest.approx((28 + 34 + 30) / 3 / N)

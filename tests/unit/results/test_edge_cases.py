@@ -8,13 +8,13 @@ import pytest
 from helpers.synthetic import STRICT, compared, measure_fully, pages, write
 
 from opdcl.results import stats
-from opdcl.results.closeness import Closeness, StateDistances
+from opdcl.results.closeness import Closeness
+from opdcl.results.document import run_document, summarise
 from opdcl.results.intervals import Estimate
-from opdcl.results.plain import as_json
 from opdcl.results.report_tables import terminal_rows
 from opdcl.results.stats import States
 from opdcl.results.status import STATES
-from opdcl.results.summary import Results, summarise
+from opdcl.results.summary import Results
 from opdcl.results.verdict import conclude, split
 from opdcl.results.writing import WritingTest
 from opdcl.rundir.files import read_jsonl
@@ -129,18 +129,14 @@ def test_a_base_below_the_floor_is_not_the_recovery_s_fault(told):
 
 
 def closeness(value, half=0.04, **tests):
-    bounds = None if value is None else (value - half, value + half)
-    low, high = bounds or (None, None)
     return Closeness(
         n=300,
-        value=value,
-        low=low,
-        high=high,
+        c=None if value is None else Estimate(value, value - half, value + half),
         raw=None,
         why=None,
         floor=None,
         noise=0.02,
-        states=StateDistances(tuned=dict.fromkeys(("distance", "domain_manner"), Estimate(0.9, 0.8, 1.0))),
+        states={"tuned": dict.fromkeys(("distance", "domain_manner"), Estimate(0.9, 0.8, 1.0))},
         writing=tests,
         seconds=0.0,
     )
@@ -151,7 +147,7 @@ def concluded(run, near):
     results = Results(run)
     summary = replace(results.summary, closeness=near)
     headline = results.headline
-    return as_json(conclude(summary, headline["retention"], headline["domain"], run.settings()))
+    return run_document(conclude(summary, headline["retention"], headline["domain"], run.settings()))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +168,7 @@ def test_where_the_suite_is_unfit_closeness_carries_the_verdict(run, told, block
     told_share = (
         "of the distance to base is gone, counted from tuned, 0.90 nats, on 300" in summary["verdict"]
     )
-    assert told_share == (block.value is not None)
+    assert told_share == (block.c is not None)
 
 
 def test_closeness_does_not_replace_a_suite_that_has_headroom(run, told):

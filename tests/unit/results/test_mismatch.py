@@ -5,7 +5,7 @@ import json
 import pytest
 from helpers.synthetic import STRICT, alter, measure_states, workflow, write
 
-from opdcl.results.summary import summarise
+from opdcl.results.document import summarise
 from opdcl.rundir.layout import RunDir
 
 

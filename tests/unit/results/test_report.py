@@ -20,10 +20,11 @@ from markdown_it import MarkdownIt
 
 from opdcl.errors import UsageError
 from opdcl.results import plots, report
+from opdcl.results.document import summarise
 from opdcl.results.format import markdown, unbroken
 from opdcl.results.samples import MOST_PROMPTS, RULE, sort_samples, worst_samples
 from opdcl.results.scores import STATES, load_suites
-from opdcl.results.summary import Results, summarise
+from opdcl.results.summary import Results
 from opdcl.results.tables import MISSING
 from opdcl.results.verdict import split
 from opdcl.rundir.records import read_samples

@@ -7,8 +7,8 @@ import pytest
 from helpers.synthetic import STRICT, N, change, measure_fully, measure_states, pages, rewrite_samples, write
 
 from opdcl.errors import UsageError
+from opdcl.results.document import summarise
 from opdcl.results.scores import STATES
-from opdcl.results.summary import summarise
 from opdcl.rundir.files import read_json
 
 

@@ -11,9 +11,10 @@ from helpers.synthetic import change, measure_fully, measure_states, pages
 from opdcl import api
 from opdcl.cli import app
 from opdcl.results import plots
+from opdcl.results.document import summarise
 from opdcl.results.report_tables import terminal_rows
 from opdcl.results.status import STATES
-from opdcl.results.summary import Results, summarise
+from opdcl.results.summary import Results
 
 
 @pytest.fixture
