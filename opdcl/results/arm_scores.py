@@ -15,7 +15,7 @@ from opdcl.results.intervals import Estimate
 from opdcl.results.origins import START, as_key
 from opdcl.results.scores import Suite, states_of, values_of
 from opdcl.results.stats import Findings
-from opdcl.results.status import ALONE, HEADLINE_ROLES, NO_RECOVERY, STATES
+from opdcl.results.status import ALONE, HEADLINE_ROLES, NO_RECOVERY, STATES, Retention
 from opdcl.results.verdict import writing_sentence
 from opdcl.results.writing import WritingTests
 from opdcl.rundir.layout import RunDir
@@ -190,7 +190,7 @@ def _run_row(member: Member) -> RunRow:
 def _status(member: Member, status: str) -> str:
     """Return a status, or why there can be none: the run has no recovery, or not even a fine-tune."""
     ends = {"base": ALONE, "tuned": NO_RECOVERY}
-    return ends.get(member.compared, status) if status == "not measured" else status
+    return ends.get(member.compared, status) if status == Retention.NOT_MEASURED else status
 
 
 def _same_prompts(measured: list[Suite], first: Suite) -> bool:

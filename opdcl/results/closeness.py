@@ -15,7 +15,7 @@ from opdcl.config.evaluate import CLOSENESS
 from opdcl.results import writing
 from opdcl.results.intervals import Clusters, Estimate, mean, median, ratio, total
 from opdcl.results.scores import Suite, floors_of, load_suite, stacked
-from opdcl.results.status import DOMAIN_STYLE, MOST_OF_THE_GAIN, STATES, RetentionStatus
+from opdcl.results.status import DOMAIN_STYLE, MOST_OF_THE_GAIN, STATES, Retention
 from opdcl.results.writing import WritingTests
 from opdcl.rundir.layout import RunDir
 
@@ -51,7 +51,7 @@ class Closeness:
         return f"base's answers to unrelated prompts, {self.floor:.2f} nats"
 
     @property
-    def status(self) -> RetentionStatus | None:
+    def status(self) -> Retention | None:
         """The outcome by how much of tuned's distance to base is gone; None if that is undefined.
 
         `recovered`: as much of it is shown to be gone as of the domain's gain has to be left.
@@ -59,8 +59,8 @@ class Closeness:
         if self.c is None:
             return None
         if self.c.low >= MOST_OF_THE_GAIN:
-            return "recovered"
-        return "partly recovered" if self.c.low > 0 else "not shown"
+            return Retention.RECOVERED
+        return Retention.PARTLY if self.c.low > 0 else Retention.NOT_SHOWN
 
     @property
     def how_written(self) -> dict[str, dict[str, Estimate]]:

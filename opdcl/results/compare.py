@@ -60,9 +60,7 @@ def plain(comparison: Compared) -> dict[str, Any]:
 
 def view(comparison: Compared) -> View:
     """Lay out a comparison: arms side by side, or steps that build on one another."""
-    if isinstance(comparison, Chains):
-        return continual.view(comparison)
-    return arm_tables.view(comparison)
+    return continual.view(comparison) if isinstance(comparison, Chains) else arm_tables.view(comparison)
 
 
 def refuse_folder(folder: Path) -> None:

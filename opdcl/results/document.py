@@ -121,12 +121,13 @@ def _arm(arm: arm_scores.ArmRow) -> Document:
 
 
 def _findings(found: Findings) -> Document:
-    statuses = {"status": found.status, "retention_status": found.retention_status}
+    statuses = {"status": found.status, "retention_status": found.retention_status.value}
     general = _estimates({"recovery": found.recovery, "recovery_raw": found.recovery_raw})
     shown = {**vars(found.non_inferiority)} if found.non_inferiority else None
-    why = {"no_recovery_because": found.no_recovery_because, "non_inferiority": shown}
+    because = found.no_recovery_because and found.no_recovery_because.value
+    why = {"no_recovery_because": because, "non_inferiority": shown}
     ratios = {"domain_retention": found.domain_retention, "domain_retention_raw": found.domain_retention_raw}
-    return statuses | {"domain_status": found.domain_status} | general | why | _estimates(ratios)
+    return statuses | {"domain_status": found.domain_status.value} | general | why | _estimates(ratios)
 
 
 def _closeness(near: Closeness | None) -> Document | None:

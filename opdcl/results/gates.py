@@ -21,9 +21,9 @@ from opdcl.results.format import DISTANCE, POINTS, interval
 from opdcl.results.intervals import Estimate
 from opdcl.results.result_types import Summary
 from opdcl.results.scores import Suite
-from opdcl.results.status import FAULT, NO_DROP
+from opdcl.results.status import FAULT, NoRatio, Retention
 from opdcl.results.summary import Results
-from opdcl.results.verdict import why_no_domain_retention, why_no_recovery
+from opdcl.results.verdict import why_no_domain_retention, why_no_ratio
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.verify import verify
 
@@ -99,14 +99,14 @@ def _ratio(key: str, required: float, results: Results) -> Record:
         sentence = f"{name} is {interval(ratio)}, required {required:g}"
         return _decided(key, excess, sentence)
     harm = summary.tests.changes.recovered_minus_base
-    if key == "recovery" and findings.no_recovery_because == NO_DROP and harm and harm.high < 0:
+    if key == "recovery" and findings.no_recovery_because is NoRatio.NO_DROP and harm and harm.high < 0:
         sentence = f"{name} is not known, but recovered - base is {interval(harm, POINTS)}"
         return {"gate": key, "outcome": "missed", "sentence": sentence}
-    if key == "recovery" and findings.retention_status == "no measurable forgetting":
+    if key == "recovery" and findings.retention_status is Retention.NO_FORGETTING:
         sentence = f"{name}: there was no measurable forgetting to recover from"
         return {"gate": key, "outcome": "passed", "sentence": sentence}
     reasons = {
-        "recovery": why_no_recovery(summary),
+        "recovery": why_no_ratio(summary),
         "domain_retention": why_no_domain_retention(results.headline.get("domain")),
         "closeness": near.why if near and near.why else "it is not measured",
     }

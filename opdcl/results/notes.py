@@ -11,7 +11,7 @@ from opdcl.errors import UsageError
 from opdcl.results.format import percent
 from opdcl.results.scores import Suite, section, states_of
 from opdcl.results.stats import difference, headroom_fault, mean
-from opdcl.results.status import HEADLINE_ROLES
+from opdcl.results.status import HEADLINE_ROLES, Retention
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.records import read_metrics
 from opdcl.rundir.seals import changes
@@ -97,7 +97,7 @@ def suite_notes(suite: Suite) -> list[str]:
         return notes
     base, states = mean(suite.values("base"), suite.clusters), states_of([suite])
     floor = f"{percent(suite.floor)}, the score of {suite.floor_is}"
-    if states and headroom_fault(states) == "no headroom":
+    if states and headroom_fault(states) is Retention.NO_HEADROOM:
         unfit = f"unfit for this model: base scores {percent(base.value)}, and the floor is {floor}"
         notes.append(f"{suite.name}: {unfit}. It can show neither a loss nor a recovery.")
     elif base.low <= suite.floor:

@@ -21,7 +21,7 @@ from opdcl.results.scores import Suite, section
 from opdcl.results.status import STATES
 from opdcl.results.summary import Results, further_teachers
 from opdcl.results.tables import MISSING
-from opdcl.results.verdict import next_command, split, tone, why_no_domain_retention, why_no_recovery
+from opdcl.results.verdict import next_command, split, tone, why_no_domain_retention, why_no_ratio
 from opdcl.rundir.files import write_atomic
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.records import read_metrics
@@ -247,7 +247,7 @@ def _ratios(summary: Summary, domain: Suite | None) -> list[Ratio]:
     recovered = "the share of the lost score that came back, counted from tuned or the floor, the higher one"
     kept = "the share of the domain gain that was kept, counted from base or the floor, the higher one"
     return [
-        Ratio("Recovery R", recovered, findings.recovery, why_no_recovery(summary), general),
+        Ratio("Recovery R", recovered, findings.recovery, why_no_ratio(summary), general),
         Ratio("Domain retention D", kept, findings.domain_retention, no_d, of_domain),
     ]
 

@@ -61,14 +61,9 @@ class Tests:
 
 
 @dataclass(frozen=True)
-class Summary:
-    """The results of a run."""
+class Figures:
+    """What was measured of a run, and what follows from it by statistics."""
 
-    verdict: str
-    further: list[str]
-    """The sentences after the verdict: distance to base, how the answers differ, what to do."""
-    to_do: str
-    """What to do next, which is also the last of `further`; empty where nothing is missing."""
     name: str
     alone: bool
     """Whether the run is of a base alone, so that nothing is compared."""
@@ -100,3 +95,14 @@ class Summary:
             for measure, test in self.closeness.writing.items():
                 tests[f"{measure} at temperature 1"] = test
         return tests
+
+
+@dataclass(frozen=True)
+class Summary(Figures):
+    """The results of a run: its figures with the verdict."""
+
+    verdict: str
+    further: list[str]
+    """The sentences after the verdict: distance to base, how the answers differ, what to do."""
+    to_do: str
+    """What to do next, which is also the last of `further`; empty where nothing is missing."""

@@ -7,7 +7,7 @@ seed (`opdcl.results.intervals`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,11 +33,11 @@ from opdcl.results.status import (
     HALF_OF_THE_GAIN,
     LARGEST_FLOOR,
     MOST_OF_THE_GAIN,
-    NO_DROP,
     NON_INFERIORITY_MARGIN,
     SMALLEST_DROP,
-    DomainStatus,
-    RetentionStatus,
+    Domain,
+    NoRatio,
+    Retention,
     both_halves,
 )
 
@@ -135,7 +135,7 @@ def forgot(states: States) -> bool:
     return several or not pass_or_fail(base, tuned) or mcnemar(base[0], tuned[0], clusters) < 0.05
 
 
-def headroom_fault(states: States) -> Literal["no headroom", "too few prompts"] | None:
+def headroom_fault(states: States) -> Retention | None:
     """Return why the suite can show neither loss nor recovery; None if base is measurably above the floor.
 
     There is no headroom where most of base's score comes without skill, or less than `SMALLEST_DROP` of it
@@ -144,14 +144,14 @@ def headroom_fault(states: States) -> Literal["no headroom", "too few prompts"] 
     if states.floor is None:
         return None
     if states.floor.mean() > LARGEST_FLOOR * np.mean(states.base):
-        return "no headroom"
+        return Retention.NO_HEADROOM
     gap = difference(states.base, states.floor, states.clusters)
     if gap.low > 0:
         return None
-    return "no headroom" if gap.value < SMALLEST_DROP else "too few prompts"
+    return Retention.NO_HEADROOM if gap.value < SMALLEST_DROP else Retention.TOO_FEW
 
 
-def status_of(states: States) -> RetentionStatus:
+def status_of(states: States) -> Retention:
     """Return the outcome on the retention suite.
 
     `recovered` is non-inferiority to base; a large p-value alone never counts. `partly recovered`: the
@@ -163,23 +163,25 @@ def status_of(states: States) -> RetentionStatus:
     if not forgot(states):
         drop = difference(base, tuned, clusters)
         if difference(recovered, base, clusters).high < 0:
-            return "not shown"  # the fine-tune did no harm that is seen, but with the recovery there is some
+            return (
+                Retention.NOT_SHOWN
+            )  # the fine-tune did no harm that is seen, but with the recovery there is some
         found = detectable_difference(base, tuned, clusters) <= SMALLEST_DROP or drop.high < 0
-        return "no measurable forgetting" if found else "too few prompts"
+        return Retention.NO_FORGETTING if found else Retention.TOO_FEW
     if non_inferiority(recovered, base, clusters).shown:
-        return "recovered"
+        return Retention.RECOVERED
     gain = difference(recovered, states.above_floor(tuned), clusters)
-    return "partly recovered" if gain.low > 0 else "not shown"
+    return Retention.PARTLY if gain.low > 0 else Retention.NOT_SHOWN
 
 
-def domain_status_of(states: States) -> DomainStatus:
+def domain_status_of(states: States) -> Domain:
     """Return the outcome on the domain suite: how much of the gain is shown to be kept."""
     kept = domain_retention(states)
     if kept is None:
-        return "gain not shown"
+        return Domain.GAIN_NOT_SHOWN
     if kept.low > 0:
-        return "kept" if kept.low >= MOST_OF_THE_GAIN else "partly kept"
-    return "lost" if kept.high < HALF_OF_THE_GAIN else "not shown"
+        return Domain.KEPT if kept.low >= MOST_OF_THE_GAIN else Domain.PARTLY
+    return Domain.LOST if kept.high < HALF_OF_THE_GAIN else Domain.NOT_SHOWN
 
 
 def recovery(states: States) -> Estimate | None:
@@ -201,13 +203,13 @@ def _recovery(states: States, start: np.ndarray) -> Estimate | None:
     return ratio(states.recovered - start, states.base - start, states.clusters)
 
 
-def why_no_recovery(states: States) -> str | None:
-    """Say why R is not computed; None if it is."""
+def why_no_recovery(states: States) -> NoRatio | None:
+    """Return why R is not computed; None if it is."""
     if fault := headroom_fault(states):
         return FLOOR_REASONS[fault]
     if not forgot(states):
-        return NO_DROP
-    return None if recovery(states) else "the drop is too small for a ratio"
+        return NoRatio.NO_DROP
+    return None if recovery(states) else NoRatio.SMALL_DROP
 
 
 def domain_retention(states: States) -> Estimate | None:
@@ -234,11 +236,11 @@ class Findings:
     """What is shown of a run or an arm: the statuses, and R and D, each from the floor and raw."""
 
     status: str
-    retention_status: RetentionStatus
-    domain_status: DomainStatus
+    retention_status: Retention
+    domain_status: Domain
     recovery: Estimate | None = None
     recovery_raw: Estimate | None = None
-    no_recovery_because: str | None = "not measured"
+    no_recovery_because: NoRatio | None = NoRatio.NOT_MEASURED
     non_inferiority: NonInferiority | None = None
     domain_retention: Estimate | None = None
     domain_retention_raw: Estimate | None = None
@@ -250,8 +252,7 @@ def findings(retention: States | None, domain: States | None, written_alike: boo
     Args:
         written_alike: Whether recovered is shown to write as base does; without it, nothing is `recovered`.
     """
-    found: RetentionStatus = "not measured"
-    kept: DomainStatus = "not measured"
+    found, kept = Retention.NOT_MEASURED, Domain.NOT_MEASURED
     shown: dict[str, Any] = {}
     if retention:
         found = status_of(retention)
@@ -261,8 +262,8 @@ def findings(retention: States | None, domain: States | None, written_alike: boo
         if found not in FLOOR_REASONS:
             shown["recovery"] = _rounded(recovery(retention))
             shown["recovery_raw"] = _rounded(raw_recovery(retention))
-    if found == "recovered" and not written_alike:
-        found = "partly recovered"
+    if found is Retention.RECOVERED and not written_alike:
+        found = Retention.PARTLY
     if domain:
         kept = domain_status_of(domain)
         shown["domain_retention"] = _rounded(domain_retention(domain))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from enum import StrEnum
+from typing import Self
 
 STATES = ("base", "tuned", "recovered")
 ROLES = ("retention", "domain", "control")
@@ -25,25 +26,61 @@ MOST_OF_THE_GAIN, HALF_OF_THE_GAIN = 0.9, 0.5
 # A request whose answer is further from base than this, in nats per token, is answered in domain style.
 DOMAIN_STYLE = 1.0
 
+# After advice to measure on more prompts.
+ELSE_MORE_STEPS = "{prompts}; if not, take more steps: {steps}"
+
+
+class _Status(StrEnum):
+    """A status, which scripts may rely on; the verdict's first words, the page's tone, and what to do next.
+
+    In the advice `{prompts}` says how to measure on more of them, `{steps}` is a longer recovery.
+    """
+
+    heading: str
+    tone: str
+    advice: str
+
+    def __new__(cls, status: str, heading: str = "", tone: str = "", advice: str = "") -> Self:
+        outcome = str.__new__(cls, status)
+        outcome._value_, outcome.heading, outcome.tone, outcome.advice = status, heading, tone, advice
+        return outcome
+
+
+class Retention(_Status):
+    """What is shown of the recovery."""
+
+    RECOVERED = "recovered", "Recovered", "mixed"
+    PARTLY = "partly recovered", "Partly recovered", "mixed", "More steps bring more back: {steps}"
+    NOT_SHOWN = "not shown", "Recovery not shown", "bad", f"If the held-out KL fell, {ELSE_MORE_STEPS}"
+    NO_FORGETTING = "no measurable forgetting", "No measurable forgetting"
+    TOO_FEW = "too few prompts", "Too few prompts to tell", "", "To tell, {prompts}"
+    NO_HEADROOM = "no headroom", "Recovery not measured"
+    NOT_MEASURED = "not measured"
+
+
+class Domain(_Status):
+    """What is shown of the domain's gain."""
+
+    KEPT = "kept", "domain kept"
+    PARTLY = "partly kept", "domain partly kept"
+    LOST = "lost", "domain lost"
+    NOT_SHOWN = "not shown", "domain not shown to be kept"
+    GAIN_NOT_SHOWN = "gain not shown", "domain gain not shown"
+    NOT_MEASURED = "not measured", "domain not measured"
+
+
+class NoRatio(StrEnum):
+    """Why there is no R; the text is that of the JSON."""
+
+    FLOOR_TOO_HIGH = "base is not well above the floor"
+    FLOOR_TOO_NEAR = "base is not shown to be above the floor"
+    NO_DROP = "no significant drop"
+    SMALL_DROP = "the drop is too small for a ratio"
+    NOT_MEASURED = "not measured"
+
+
 # Why base's distance to the floor gives no R: by its value, or only by its interval.
-FLOOR_REASONS = {
-    "no headroom": "base is not well above the floor",
-    "too few prompts": "base is not shown to be above the floor",
-}
-
-# Why a loss that is not shown gives no R.
-NO_DROP = "no significant drop"
-
-RetentionStatus = Literal[
-    "recovered",
-    "partly recovered",
-    "not shown",
-    "no measurable forgetting",
-    "too few prompts",
-    "no headroom",
-    "not measured",
-]
-DomainStatus = Literal["kept", "partly kept", "lost", "not shown", "gain not shown", "not measured"]
+FLOOR_REASONS = {Retention.NO_HEADROOM: NoRatio.FLOOR_TOO_HIGH, Retention.TOO_FEW: NoRatio.FLOOR_TOO_NEAR}
 
 # Instead of a status: a score of a headline suite is no number; base is measured alone; in a comparison, a
 # run has no recovery, so that it ends with tuned.
@@ -52,8 +89,9 @@ ALONE = "base alone"
 NO_RECOVERY = "no recovery"
 
 
-def both_halves(retention: RetentionStatus, domain: DomainStatus) -> str:
+def both_halves(retention: Retention, domain: Domain) -> str:
     """Return the status of a run, from those of its halves."""
-    if (retention, domain) == ("recovered", "kept"):
+    if (retention, domain) == (Retention.RECOVERED, Domain.KEPT):
         return "recovered and kept"
-    return "not measured" if retention == domain == "not measured" else f"{retention}, domain {domain}"
+    is_open = (retention, domain) == (Retention.NOT_MEASURED, Domain.NOT_MEASURED)
+    return retention.value if is_open else f"{retention}, domain {domain}"

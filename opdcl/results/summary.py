@@ -12,7 +12,7 @@ import numpy as np
 from opdcl.errors import UsageError
 from opdcl.results import closeness, notes, stats, verdict, writing
 from opdcl.results.intervals import Clusters, Estimate
-from opdcl.results.result_types import Changes, Group, Scores, SuiteScores, Summary, Tests
+from opdcl.results.result_types import Changes, Figures, Group, Scores, SuiteScores, Summary, Tests
 from opdcl.results.scores import Suite, headline_of, load_suites, states_of
 from opdcl.results.status import HEADLINE_ROLES, STATES
 from opdcl.rundir.files import RESTORE
@@ -36,7 +36,14 @@ class Results:
     @cached_property
     def summary(self) -> Summary:
         with _damage_is_named(self.run):
-            return _summarise(self)
+            retention, domain = (self.headline.get(role) for role in HEADLINE_ROLES)
+            inert = notes.inert(self.suites)
+            return verdict.conclude(self.figures, retention, domain, self.run.settings(), inert)
+
+    @cached_property
+    def figures(self) -> Figures:
+        with _damage_is_named(self.run):
+            return _figures(self)
 
 
 @contextlib.contextmanager
@@ -51,21 +58,17 @@ def _damage_is_named(run: RunDir) -> Iterator[None]:
         raise
 
 
-def _summarise(results: Results) -> Summary:
+def _figures(results: Results) -> Figures:
     run, suites, near = results.run, results.suites, results.near
     headline = {role: results.headline.get(role) for role in HEADLINE_ROLES}
     retention, domain = headline["retention"], headline["domain"]
     tests = _tests(retention, domain)
     distance = closeness.summarise([near])
-    inert = notes.inert(suites)
-    faults = inert + notes.faults_of(run, [*suites, near])
+    faults = notes.inert(suites) + notes.faults_of(run, [*suites, near])
     remarks = list(faults)
     for suite in suites:
         remarks += notes.suite_notes(suite)
-    summary = Summary(
-        verdict="",
-        further=[],
-        to_do="",
+    return Figures(
         name=run.settings().get("name") or run.path.name,
         alone=results.alone,
         headline={role: suite.name if suite else None for role, suite in headline.items()},
@@ -82,7 +85,6 @@ def _summarise(results: Results) -> Summary:
         faults=faults,
         notes=remarks + notes.recovery_notes(run),
     )
-    return verdict.conclude(summary, retention, domain, run.settings(), inert)
 
 
 def _is_alone(run: RunDir) -> bool:

@@ -11,43 +11,28 @@ from typing import TYPE_CHECKING, Any
 
 from opdcl.results import writing
 from opdcl.results.format import POINTS, SCORE, SHARE, interval, is_few, percent, points
+from opdcl.results.result_types import Summary
 from opdcl.results.scores import PLAIN_WORDS
 from opdcl.results.status import (
     ALONE,
     FAULT,
     FLOOR_REASONS,
     MOST_OF_THE_GAIN,
-    NO_DROP,
     SMALLEST_DROP,
     STATES,
+    Domain,
+    NoRatio,
+    Retention,
     both_halves,
 )
 
 if TYPE_CHECKING:
     from opdcl.results.closeness import Closeness
     from opdcl.results.intervals import Estimate
-    from opdcl.results.result_types import Summary
+    from opdcl.results.result_types import Figures
     from opdcl.results.scores import Suite
     from opdcl.results.writing import WritingTest, WritingTests
     from opdcl.rundir.layout import RunDir
-
-# The first words, by the status of each half.
-RETENTION = {
-    "recovered": "Recovered",
-    "partly recovered": "Partly recovered",
-    "not shown": "Recovery not shown",
-    "no measurable forgetting": "No measurable forgetting",
-    "too few prompts": "Too few prompts to tell",
-    "no headroom": "Recovery not measured",
-}
-DOMAIN = {
-    "kept": "domain kept",
-    "partly kept": "domain partly kept",
-    "lost": "domain lost",
-    "not shown": "domain not shown to be kept",
-    "gain not shown": "domain gain not shown",
-    "not measured": "domain not measured",
-}
 
 # Fewer prompts hardly ever show that a model as good as base has recovered; the estimate says more.
 FIRST_LOOK = 100
@@ -65,39 +50,37 @@ NOTHING_COMPARED = "No other model is compared with it: opdcl eval OTHER --base 
 
 
 def conclude(
-    summary: Summary,
+    figures: Figures,
     retention: Suite | None,
     domain: Suite | None,
     settings: Mapping[str, Any],
     faults: Sequence[str] = (),
 ) -> Summary:
-    """Return the summary with its verdict, and with the statuses that follow from closeness and faults.
+    """Return the results of a run: its figures, with settled findings, and the verdict.
 
     `settings` and `faults` are those of the run; a headline suite has faults of its own.
     """
-    findings, closeness = summary.findings, summary.closeness
-    if findings.retention_status == "no headroom" and closeness and closeness.status:
+    for suite in filter(None, (retention, domain)):
+        faults = [*faults, *suite.faults]
+    findings, closeness = figures.findings, figures.closeness
+    if findings.retention_status is Retention.NO_HEADROOM and closeness and closeness.status:
         found = closeness.status
-        if found == "recovered" and not writing.alike(summary.writing_tests):
-            found = "partly recovered"
+        if found is Retention.RECOVERED and not writing.alike(figures.writing_tests):
+            found = Retention.PARTLY
         status = both_halves(found, findings.domain_status)
         findings = replace(findings, retention_status=found, status=status)
-    for suite in (retention, domain):
-        if suite:
-            faults = [*faults, *suite.faults]
+        figures = replace(figures, findings=findings)
+    status, further, to_do = findings.status, [""], ""
     if faults:
-        findings = replace(findings, status=FAULT)
-    summary = replace(summary, findings=findings)
-    if faults:
-        return replace(summary, verdict=_fault(faults))
-    if summary.alone and any(suite.n for suite in summary.suites.values()):
-        findings = replace(findings, status=ALONE)
-        scores = _scores_of_base(summary)
-        return replace(summary, findings=findings, verdict=scores, further=[NOTHING_COMPARED])
-    further = [_distance(summary.closeness), _neighbours(summary), writing_sentence(summary.writing_tests)]
-    to_do = _advice(summary, settings)
-    further = [sentence for sentence in [*further, to_do] if sentence]
-    return replace(summary, verdict=_verdict(summary, retention, domain), further=further, to_do=to_do)
+        status, text = FAULT, _fault(faults)
+    elif figures.alone and any(suite.n for suite in figures.suites.values()):
+        status, text, further = ALONE, _scores_of_base(figures), [NOTHING_COMPARED]
+    else:
+        text, to_do = _verdict(figures, retention, domain), _advice(figures, settings)
+        tests = figures.writing_tests
+        further = [_distance(closeness), _neighbours(figures), writing_sentence(tests), to_do]
+    shown = vars(figures) | {"findings": replace(findings, status=status)}
+    return Summary(**shown, verdict=text, further=[*filter(None, further)], to_do=to_do)
 
 
 def at_place(summary: Summary, place: str) -> Summary:
@@ -109,7 +92,7 @@ def at_place(summary: Summary, place: str) -> Summary:
     return replace(summary, to_do=placed(summary.to_do), further=[placed(text) for text in summary.further])
 
 
-def _scores_of_base(summary: Summary) -> str:
+def _scores_of_base(summary: Figures) -> str:
     scores = []
     for name, suite in summary.suites.items():
         if base := suite.states.get("base"):
@@ -122,7 +105,7 @@ def _fault(faults: Sequence[str]) -> str:
     return f"Fault: {faults[0]}{more}. So there is no R, no D and no verdict."
 
 
-def _verdict(summary: Summary, retention: Suite | None, domain: Suite | None) -> str:
+def _verdict(summary: Figures, retention: Suite | None, domain: Suite | None) -> str:
     """Return the first words, and the outcome in one sentence."""
     if retention is None or not retention.rows:
         if not summary.suites:
@@ -142,7 +125,7 @@ def _verdict(summary: Summary, retention: Suite | None, domain: Suite | None) ->
         known = ", ".join(f"{state} {score}" for state, score in scores.items())
         return f"Not measured yet: {retention.plain} has no result for {missing} (so far: {known})."
     recovery, kept = summary.findings.recovery, summary.findings.domain_retention
-    is_back = summary.findings.retention_status in ("recovered", "partly recovered")
+    is_back = summary.findings.retention_status in (Retention.RECOVERED, Retention.PARTLY)
     if is_back and recovery and not _deciding_closeness(summary):
         bounded = interval(recovery, n=prompts)
         outcome = f"{_share(recovery)} of the lost {retention.plain} came back (R = {bounded})"
@@ -156,7 +139,7 @@ def _verdict(summary: Summary, retention: Suite | None, domain: Suite | None) ->
     return f"{_heading(summary)}: {outcome}; {domain_outcome}."
 
 
-def _learned(summary: Summary, domain: Suite | None) -> str:
+def _learned(summary: Figures, domain: Suite | None) -> str:
     """Say what the fine-tune taught of the domain, if that is measured."""
     if domain is None or not {"base", "tuned"} <= domain.rows.keys():
         return ""
@@ -164,32 +147,32 @@ def _learned(summary: Summary, domain: Suite | None) -> str:
     return f"; {domain.plain} from {percent(states['base'].value)} to {percent(states['tuned'].value)}"
 
 
-def _heading(summary: Summary) -> str:
+def _heading(summary: Figures) -> str:
     """Return the first words: what is shown of the recovery, and of the domain."""
     findings = summary.findings
     found, kept = findings.retention_status, findings.domain_status
-    if (found, kept) == ("recovered", "kept"):
+    if (found, kept) == (Retention.RECOVERED, Domain.KEPT):
         return "Recovered and kept"
-    if (found, kept) == ("not shown", "kept"):
+    if (found, kept) == (Retention.NOT_SHOWN, Domain.KEPT):
         return "Kept, recovery not shown"
-    words, domain_words, first_look = RETENTION[found], DOMAIN[kept], ""
+    words, domain_words, first_look = found.heading, kept.heading, ""
     is_back = findings.non_inferiority and findings.non_inferiority.shown and not _deciding_closeness(summary)
-    if found == "partly recovered" and is_back:
+    if found is Retention.PARTLY and is_back:
         differs = any(test and test.different for test in summary.writing_tests.values())
         words = "Score recovered, writing differs" if differs else "Score recovered, writing uncertain"
     elif prompts := _first_look(summary):
         words = f"{_share(findings.recovery).capitalize()} came back"
         first_look = f" ({prompts} prompts, a first look)"
     share = findings.domain_retention
-    if kept == "partly kept" and share and share.value >= MOST_OF_THE_GAIN:
+    if kept is Domain.PARTLY and share and share.value >= MOST_OF_THE_GAIN:
         domain_words = "domain probably kept"
     return f"{words}, {domain_words}{first_look}"
 
 
-def _first_look(summary: Summary) -> int:
+def _first_look(summary: Figures) -> int:
     """Return the number of prompts if they are so few that R tells more than its status; else 0."""
     findings, suite = summary.findings, summary.headline_suite("retention")
-    if findings.retention_status != "partly recovered" or findings.recovery is None or suite is None:
+    if findings.retention_status is not Retention.PARTLY or findings.recovery is None or suite is None:
         return 0
     return suite.n if suite.n < FIRST_LOOK and not _deciding_closeness(summary) else 0
 
@@ -199,13 +182,13 @@ def _share(share: Estimate) -> str:
     return "all" if share.value >= 0.995 else f"{100 * share.value:.0f} %"
 
 
-def _deciding_closeness(summary: Summary) -> Closeness | None:
+def _deciding_closeness(summary: Figures) -> Closeness | None:
     """Return the closeness if the verdict rests on it, because the suite has no headroom."""
-    unfit = summary.findings.no_recovery_because == FLOOR_REASONS["no headroom"]
+    unfit = summary.findings.no_recovery_because is NoRatio.FLOOR_TOO_HIGH
     return summary.closeness if unfit and summary.closeness and summary.closeness.c else None
 
 
-def _retention_clause(summary: Summary, retention: Suite, scores: dict[str, str]) -> str:
+def _retention_clause(summary: Figures, retention: Suite, scores: dict[str, str]) -> str:
     """Return the scores of the three models, and R, or why there is none."""
     findings, changes = summary.findings, summary.tests.changes
     base, tuned, recovered = (scores[state] for state in STATES)
@@ -216,18 +199,18 @@ def _retention_clause(summary: Summary, retention: Suite, scores: dict[str, str]
         where = f"{closeness.start}, on {closeness.n} prompts"
         return f"{gone} {where} ({levels}: no measure here, see the note)"
     status = findings.retention_status
-    if status == "no headroom":
+    if status is Retention.NO_HEADROOM:
         floor = summary.suites[retention.name].floor or 0.0
         return f"{levels}, where {retention.floor_is} scores {percent(floor)}"
-    if status in ("too few prompts", "no measurable forgetting"):
-        return f"{levels}, {why_no_recovery(summary)}"
+    if status in (Retention.TOO_FEW, Retention.NO_FORGETTING):
+        return f"{levels}, {why_no_ratio(summary)}"
     if changes.recovered_minus_tuned and changes.recovered_minus_tuned.high < 0:
         levels += ", measurably below tuned"
-    elif status == "not shown" and findings.no_recovery_because == NO_DROP:
+    elif status is Retention.NOT_SHOWN and findings.no_recovery_because is NoRatio.NO_DROP:
         levels += ", measurably below base, as tuned is not"
     if findings.recovery:
         return f"{levels}, R = {interval(findings.recovery, n=len(retention.measured))}"
-    return f"{levels}, no R, {why_no_recovery(summary)}"
+    return f"{levels}, no R, {why_no_ratio(summary)}"
 
 
 def _distance(near: Closeness | None) -> str:
@@ -245,7 +228,7 @@ def _distance(near: Closeness | None) -> str:
     return f"{style} Distance to base: {moved} (base against itself: {near.noise:.3f})."
 
 
-def _neighbours(summary: Summary) -> str:
+def _neighbours(summary: Figures) -> str:
     """Say how short questions beside the domain are answered, where a control suite asks them."""
     for name, suite in summary.suites.items():
         if "neighbours" in name and "tuned" in suite.states:
@@ -254,7 +237,7 @@ def _neighbours(summary: Summary) -> str:
     return ""
 
 
-def _advice(summary: Summary, settings: Mapping[str, Any]) -> str:
+def _advice(summary: Figures, settings: Mapping[str, Any]) -> str:
     """Say what to do next, with the command; empty where nothing is missing, or nothing is measured yet."""
     findings, recover = summary.findings, settings.get("recover") or {}
     found, recovery, kept = findings.retention_status, findings.recovery, findings.domain_retention
@@ -263,24 +246,18 @@ def _advice(summary: Summary, settings: Mapping[str, Any]) -> str:
         rows = _twice(recover.get("domain_rollouts") or recover.get("rollouts"))
         command = f"opdcl recover RUN --set recover.domain_rollouts={rows} -o RUN-2"
         return f"To keep more of the domain, learn from more of its rows in each step: {command}"
-    if found == "too few prompts":
-        return f"To tell, {_more_prompts(summary, settings)}"
-    if found == "not shown":
-        first = f"If the held-out KL fell, {_more_prompts(summary, settings)}"
-        return f"{first}; if not, take more steps: {more_steps}"
-    if found != "partly recovered":
-        return ""
+    advice = found.advice
     almost_all = recovery and recovery.value >= MOST_OF_THE_GAIN and writing.alike(summary.writing_tests)
-    if almost_all or _first_look(summary):
-        return f"To show more, {_more_prompts(summary, settings)}"
-    return f"More steps bring more back: {more_steps}"
+    if found is Retention.PARTLY and (almost_all or _first_look(summary)):
+        advice = "To show more, {prompts}"
+    return advice.format(prompts=_more_prompts(summary, settings), steps=more_steps) if advice else ""
 
 
 def _twice(number: int | None) -> str:
     return str(2 * number) if number else "N"
 
 
-def _more_prompts(summary: Summary, settings: Mapping[str, Any]) -> str:
+def _more_prompts(summary: Figures, settings: Mapping[str, Any]) -> str:
     """Say how to measure on more prompts: on enough of them if that is known, else on four times as many."""
     limit, measured = (settings.get("eval") or {}).get("limit"), summary.prompts_of("retention")
     if not limit or measured < limit:
@@ -288,7 +265,7 @@ def _more_prompts(summary: Summary, settings: Mapping[str, Any]) -> str:
     detectable, unfit = summary.tests.detectable_drop, summary.findings.no_recovery_because
     # Four times as many prompts have intervals half as wide.
     enough = 4 * measured
-    if summary.findings.retention_status == "too few prompts" and unfit not in FLOOR_REASONS.values():
+    if summary.findings.retention_status is Retention.TOO_FEW and unfit not in FLOOR_REASONS.values():
         enough = _prompts_to_tell(measured, detectable or 0.0)
     return f"measure on more prompts: opdcl eval RUN --limit {enough}"
 
@@ -345,15 +322,15 @@ def _writing_fault(name: str, test: WritingTest) -> str:
     return FAULTS[name].format(percent(test.recovered), percent(test.base))
 
 
-def why_no_recovery(summary: Summary) -> str:
-    """Say why there is no R: no result, no significant drop, a small one, or a floor that is too near."""
+def why_no_ratio(summary: Figures) -> str:
+    """Say why there is no R, with the numbers behind the reason."""
     findings, tests = summary.findings, summary.tests
     suite, change = summary.headline_suite("retention"), tests.changes.tuned_minus_base
     if findings.status == FAULT:
         return "a score is not a number"
     if suite is None or change is None or tests.detectable_drop is None:
         return "base and tuned are not both measured"
-    if findings.retention_status == "not measured":
+    if findings.retention_status is Retention.NOT_MEASURED:
         return "recovered is not measured"
     reason = findings.no_recovery_because
     if reason in FLOOR_REASONS.values():
@@ -366,15 +343,15 @@ def why_no_recovery(summary: Summary) -> str:
     if not is_few(suite.n):
         drop += f" [{low}, {high}]"
     needed, detectable = 100 * SMALLEST_DROP, 100 * tests.detectable_drop
-    if findings.retention_status == "too few prompts":
+    if findings.retention_status is Retention.TOO_FEW:
         enough = _prompts_to_tell(suite.n, tests.detectable_drop)
         seen = f"{suite.n} prompts show a drop from {detectable:.0f} points on"
         return f"{drop}: {seen}, one of {needed:.0f} points takes about {enough}"
-    if findings.retention_status == "no measurable forgetting":
+    if findings.retention_status is Retention.NO_FORGETTING:
         return f"{drop}, where {suite.n} prompts would show one of {detectable:.1f}"
     if -change.value < SMALLEST_DROP:
         return f"because {drop} is too small for a ratio, which needs {needed:.0f}"
-    if reason == NO_DROP:
+    if reason is NoRatio.NO_DROP:
         return f"because {drop} may be chance"
     return f"because base is less than {needed:.0f} points above the floor"
 
@@ -400,11 +377,9 @@ def tone(summary: Summary) -> str:
     """Return whether the outcome is `good` in both halves, `mixed`, `bad` in one, or open: an empty text."""
     findings = summary.findings
     found, kept = findings.retention_status, findings.domain_status
-    if findings.status == FAULT or kept == "lost" or found == "not shown":
+    if findings.status == FAULT or kept is Domain.LOST:
         return "bad"
-    if (found, kept) == ("recovered", "kept"):
-        return "good"
-    return "mixed" if found in ("recovered", "partly recovered") else ""
+    return "good" if (found, kept) == (Retention.RECOVERED, Domain.KEPT) else found.tone
 
 
 def split(text: str) -> tuple[str, str]:

@@ -26,7 +26,7 @@ SEVERAL_MEANINGS = {
     **dict.fromkeys(("export", "finding", "finetune", "in_words", "join", "judge", "kind_of", "load"), 2),
     **dict.fromkeys(("load_suite", "read_config", "read_text", "recover", "render", "side_by_side"), 2),
     **dict.fromkeys(("steps_done", "summarise", "to_user_error", "values", "verify"), 2),
-    **dict.fromkeys(("why_no_recovery", "write"), 2),
+    "write": 2,
 }
 
 # What one recovery of a fine-tuned run does more often than needed. Target: 1 and 2.
