@@ -168,7 +168,7 @@ def test_where_the_suite_is_unfit_closeness_carries_the_verdict(run, told, block
     told_share = (
         "of the distance to base is gone, counted from tuned, 0.90 nats, on 300" in summary["verdict"]
     )
-    assert told_share == (block.value is not None)
+    assert told_share == (block.c is not None)
 
 
 def test_closeness_does_not_replace_a_suite_that_has_headroom(run, told):

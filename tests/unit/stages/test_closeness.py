@@ -115,7 +115,7 @@ def test_a_model_that_is_base_has_its_answers_no_distance_and_no_c(adapted, run)
             assert max(row["scores"]["distance"] for row in rows) < 1e-5
             assert [row["response"] for row in rows] == [row["response"] for row in base_rows]
     found = results.summarise([results.load(run)])
-    assert (found.value, found.why) == (None, "tuned is not measurably away from base")
+    assert (found.c, found.why) == (None, "tuned is not measurably away from base")
 
 
 def test_the_distance_grows_with_the_adapter(adapted, run):
