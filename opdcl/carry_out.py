@@ -100,7 +100,16 @@ def _carry_out(
     if donor:
         refuse_other_finetune(Job.of(flow, RunDir(path), sources, origins), donor)
     if dry_run:
-        return _describe(flow, origins, path, sources, force, output, donor)
+        from opdcl.pipeline.dry_run import data_table, describe
+
+        title, columns = f"dry run: {path}", ["stage", "action", "why"]
+        with output.busy("checking model and data"), quiet_libraries():
+            if several:
+                lines, plans = describe_all(flow, origins, path, sources, force)
+                return Plan(title, [Table(title, ["run", *columns], lines, "")], plans)
+            made_by = offered([donor] if donor else [])
+            lines, plan = describe(Job.of(flow, RunDir(path), sources, origins), force, made_by)
+            return Plan(title, [Table(title, columns, lines, ""), *data_table(plan)], plan, plan["notes"])
     parallel.join()
     if not several:
         job = Job.of(flow, RunDir(path), sources, origins)
@@ -112,28 +121,6 @@ def _carry_out(
 
     only = path / next(iter(expand(flow, path)))
     return Result(only, Results(RunDir(only)).summary)
-
-
-def _describe(
-    flow: Workflow,
-    origins: dict[str, str],
-    path: Path,
-    sources: Sources,
-    force: bool,
-    output: Output,
-    donor: RunDir | None,
-) -> Plan:
-    """Return what a run, or each run of a sweep, would do."""
-    from opdcl.pipeline.dry_run import data_table, describe
-
-    title, columns = f"dry run: {path}", ["stage", "action", "why"]
-    with output.busy("checking model and data"), quiet_libraries():
-        if flow.arms or flow.seeds:
-            lines, plans = describe_all(flow, origins, path, sources, force)
-            return Plan(title, [Table(title, ["run", *columns], lines, "")], plans)
-        made_by = offered([donor] if donor else [])
-        lines, plan = describe(Job.of(flow, RunDir(path), sources, origins), force, made_by)
-        return Plan(title, [Table(title, columns, lines, ""), *data_table(plan)], plan, plan["notes"])
 
 
 def _refuse_another_file(run: RunDir, settings: dict[str, Any], flags: dict[str, Any]) -> None:

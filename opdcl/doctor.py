@@ -55,7 +55,7 @@ def checks(model: str | None = None) -> list[Check]:
     results.append(Check("embedded model", wheel, finding, remedy, needed=False))
     if model:
         with quiet_libraries():
-            from opdcl.model.adapted_share import adapted_share
+            from opdcl.pipeline.forecast import adapted_share
 
             share = adapted_share(ModelConfig(id=model), LoraSection())
         results.append(Check("adapter", True, f"changes {share:.0%} of the weights of {model}", needed=False))

@@ -118,12 +118,27 @@ class ServedStudent(Teacher):
 def make_teacher(
     config: TeacherSection, backbone: Backbone, notify: Notify = print, named: int = SERVED_TOKENS
 ) -> Teacher:
-    """Return the second model, or the model on a server, that a configuration describes.
+    """Return the second model, on the student's device, or the model on a server that is configured.
 
     `notify` receives messages about a server, of which `named` of the likeliest tokens are requested.
+
+    Raises:
+        UsageError: It has another tokenizer or other end-of-sequence ids, or gives impossible probabilities.
     """
     if config.model:
-        return SecondModel(backbone, _load_model(config, backbone))
+        # The student's template writes the prompts. Whether the teacher's is the same was checked beforehand.
+        own = backbone.tokenizer.chat_template
+        template = own if isinstance(own, str) else None
+        model_config = config.model.resident(shard=parallel.sharded(), chat_template=template)
+        tokenizer = load_tokenizer(model_config)
+        check_same_tokenizer(backbone.tokenizer, tokenizer, f"teacher {model_config.id}")
+        model, _ = load_base(model_config, tokenizer)
+        if (ids := eos_ids(model.generation_config, tokenizer)) != backbone.eos_ids:
+            message = (
+                f"teacher {config.model.id} ends answers with ids {ids}, the student with {backbone.eos_ids}"
+            )
+            raise UsageError(message, HINT)
+        return SecondModel(backbone, model.requires_grad_(False))
     server = reach_server(config.server.url, backbone, notify, named, config.server.model)
     compare_with_base(server, backbone)
     return RemoteTeacher(backbone, server)
@@ -204,20 +219,3 @@ def _probe(server: Server, backbone: Backbone) -> tuple[torch.Tensor, torch.Tens
     token_N, rows = torch.tensor(completion_ids), len(backbone.head_VH)
     base_N = token_logprobs(base, token_N.to(backbone.device), rows).cpu()
     return token_logprobs(served, token_N, rows), base_N
-
-
-def _load_model(config: TeacherSection, backbone: Backbone) -> PreTrainedModel:
-    """Load another model on the student's device, if tokenizer and end-of-sequence ids agree."""
-    # The student's template writes the prompts. Whether the teacher's is the same was checked beforehand.
-    own = backbone.tokenizer.chat_template
-    template = own if isinstance(own, str) else None
-    model_config = config.model.resident(shard=parallel.sharded(), chat_template=template)
-    tokenizer = load_tokenizer(model_config)
-    check_same_tokenizer(backbone.tokenizer, tokenizer, f"teacher {model_config.id}")
-    model, _ = load_base(model_config, tokenizer)
-    if (ids := eos_ids(model.generation_config, tokenizer)) != backbone.eos_ids:
-        message = (
-            f"teacher {config.model.id} ends answers with ids {ids}, the student with {backbone.eos_ids}"
-        )
-        raise UsageError(message, HINT)
-    return model.requires_grad_(False)

@@ -28,7 +28,7 @@ def describe(
     Raises:
         OpdclError: The run would refuse it.
     """
-    from opdcl.model.adapted_share import adapted_share
+    from opdcl.pipeline.forecast import adapted_share
 
     workflow, made_by = job.workflow, {} if made_by is None else made_by
     tasks = []

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from peft import get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PretrainedConfig
 
 from opdcl.config.evaluate import CLOSENESS
-from opdcl.config.finetune import REPLAYED_TOKENS
+from opdcl.config.finetune import REPLAYED_TOKENS, LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.distill.losses import CHUNK, CUDA_CHUNK
 from opdcl.distill.schedule import FULL_BATCH
+from opdcl.model.adapter_files import read_lora_config
 from opdcl.model.adapters import tuned_model
 from opdcl.model.architecture import architecture
 from opdcl.model.llama_pass import FAMILY, WIDE, attends_within_rows
-from opdcl.model.load import pick_device, pick_dtype
+from opdcl.model.load import pick_device, pick_dtype, skeleton
+from opdcl.model.lora import base_weight
+from opdcl.model.targets import lora_config
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task
@@ -220,3 +227,22 @@ def _eval_need(job: Job, suite: str, size: Size) -> int:
         answer = max_answer_tokens(config, job.suite(suite).answering.max_tokens, 0, sys.maxsize)
     sequence = max(map(len, asked)) + answer
     return size.merged + min(batch, len(asked)) * sequence * size.cached_token
+
+
+def adapted_share(model: ModelConfig, adapter: LoraSection | Path) -> float:
+    """Return the share of a model's weights that an adapter changes. No weights are loaded."""
+    return _share(
+        model.model_dump_json(), adapter if isinstance(adapter, Path) else adapter.model_dump_json()
+    )
+
+
+@functools.cache  # the arms of a comparison mostly share both
+def _share(model: str, adapter: str | Path) -> float:
+    bare = skeleton(ModelConfig.model_validate_json(model))
+    total = sum(parameter.numel() for parameter in bare.parameters())
+    lora = adapter if isinstance(adapter, Path) else LoraSection.model_validate_json(adapter)
+    config = read_lora_config(lora) if isinstance(lora, Path) else lora_config(lora, bare)
+    with torch.device("meta"):
+        adapted = get_peft_model(bare, config)
+    layers = [layer for layer in adapted.modules() if isinstance(layer, BaseTunerLayer)]
+    return sum(base_weight(layer).numel() for layer in layers) / total

@@ -405,9 +405,10 @@ def _check_suites(job: Job, to_do: bool) -> None:
 
 def _check_servers(workflow: Workflow, todo: set[str], sends_key: bool) -> None:
     """Check that every server that the unfinished stages need grants access."""
-    from opdcl.model.adapted_share import planned_config
+    from opdcl.model.adapter_files import checked_settings
     from opdcl.model.adapters import refuse_unserved
     from opdcl.model.load import skeleton
+    from opdcl.model.targets import lora_config
     from opdcl.sampling.server import check_access
 
     own = []
@@ -420,7 +421,10 @@ def _check_servers(workflow: Workflow, todo: set[str], sends_key: bool) -> None:
             if teacher.server:
                 check_access(teacher.server.url, named, teacher.server.model, sends_key)
     if any(own) and (adapter := planned_adapter(workflow)):
-        refuse_unserved(vars(planned_config(adapter, skeleton(workflow.model))))
+        if isinstance(adapter, Path):
+            refuse_unserved(checked_settings(adapter))
+        else:
+            refuse_unserved(vars(lora_config(adapter, skeleton(workflow.model))))
     for server in filter(None, own):
         check_access(server.url, sends_key=sends_key)
 

@@ -20,7 +20,6 @@ HEAVY_MODULES = (
     "model.memory",
     "data.similarity",
     "model.accept",
-    "model.adapted_share",
     "model.backbone",
     "model.forward",
     "model.head",

@@ -14,10 +14,10 @@ from opdcl.config.finetune import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
 from opdcl.model.accept import load_backbone
-from opdcl.model.adapted_share import adapted_share
 from opdcl.model.adapter_files import check_on_base
 from opdcl.model.adapters import find_adapter
 from opdcl.model.lora import base_weight
+from opdcl.pipeline.forecast import adapted_share
 from opdcl.pipeline.preflight import check_targets
 from opdcl.training import save_adapter
 
