@@ -27,10 +27,6 @@ from opdcl import parallel
 from opdcl.config.finetune import REPLAYED_TOKENS, WARM_UP, FinetuneConfig
 from opdcl.config.section import LARGEST
 from opdcl.config.teacher import LossSection
-from opdcl.distill.kept_texts import KeptTexts
-from opdcl.distill.losses import cross_entropy, token_losses
-from opdcl.distill.schedule import endless
-from opdcl.distill.teachers import Teacher
 from opdcl.errors import Interrupted, OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates
@@ -39,6 +35,10 @@ from opdcl.model.memory import is_out_of_memory, release
 from opdcl.rundir.files import read_jsonl, write_atomic
 from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import StageDir
+from opdcl.train.kept_texts import KeptTexts
+from opdcl.train.losses import cross_entropy, token_losses
+from opdcl.train.schedule import endless
+from opdcl.train.teachers import Teacher
 from opdcl.training import (
     CHECKPOINTS,
     LONGEST_GRADIENT,
