@@ -27,13 +27,13 @@ from opdcl.config.model import ModelConfig
 from opdcl.console import Output
 from opdcl.data.chat import encode_prompt
 from opdcl.data.rows import Row, load_rows
-from opdcl.distill.losses import forward_kl, reverse_kl
 from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
 from opdcl.results import closeness as results
 from opdcl.results.intervals import ratio
 from opdcl.rundir.layout import RunDir
 from opdcl.stages import answers, closeness
+from opdcl.train.losses import forward_kl, reverse_kl
 from opdcl.types import Prompt, Rollout
 
 # Prompt, answer so far, log-probabilities of base -> those of the spoilt model.

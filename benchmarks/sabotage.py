@@ -21,19 +21,19 @@ from unittest import mock
 import torch
 from common import head, parser_of, store
 
-import opdcl.distill.grading as grading
+import opdcl.train.grading as grading
 from opdcl.config.load import load
 from opdcl.config.model import ModelConfig
 from opdcl.console import Output
 from opdcl.data.chat import check_turn_end
 from opdcl.data.prompts import encode_prompts, read_recovery_source
-from opdcl.distill.losses import token_losses
 from opdcl.errors import OpdclError
 from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.stages.recover import recover
+from opdcl.train.losses import token_losses
+from opdcl.train.recover import recover
 
 Cost = Callable[[Backbone, torch.Tensor, torch.Tensor], torch.Tensor]
 ANOTHER_TEMPLATE = (

@@ -43,18 +43,18 @@ from opdcl.console import Output
 from opdcl.data.chat import render
 from opdcl.data.rows import load_prompts
 from opdcl.data.suites import load_suite
-from opdcl.distill.checkpoints import StudentOptimizer
-from opdcl.distill.grading import Grader, micro_batches
-from opdcl.distill.rollout_queue import RolloutQueue
-from opdcl.distill.schedule import plan_steps
-from opdcl.distill.teachers import Teacher
 from opdcl.model.accept import load_backbone
 from opdcl.model.architecture import architecture
 from opdcl.model.backbone import Backbone
 from opdcl.model.llama_pass import attends_within_rows
 from opdcl.model.load import EMBEDDED, load_base, model_source, pick_device, pick_dtype
 from opdcl.sampling.sample import sample
-from opdcl.stages.recover import take_step
+from opdcl.train.checkpoints import StudentOptimizer
+from opdcl.train.grading import Grader, micro_batches
+from opdcl.train.recover import take_step
+from opdcl.train.rollout_queue import RolloutQueue
+from opdcl.train.schedule import plan_steps
+from opdcl.train.teachers import Teacher
 from opdcl.training import peak_memory, reset_peak_memory
 from opdcl.types import Prompt
 

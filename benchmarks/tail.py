@@ -18,11 +18,11 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.data.chat import encode_prompt
 from opdcl.data.rows import load_rows
-from opdcl.distill.grading import Grader
-from opdcl.distill.teachers import Teacher
 from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
 from opdcl.results.status import DOMAIN_STYLE
+from opdcl.train.grading import Grader
+from opdcl.train.teachers import Teacher
 from opdcl.types import Prompt
 
 REQUESTS, TOKENS, SHORT, SEED = 300, 24, 8, 11

@@ -23,12 +23,12 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import LossSection, TeacherSection
 from opdcl.data.prompts import encode_stream, read_recovery_source
 from opdcl.data.rows import Row
-from opdcl.distill.losses import token_losses
-from opdcl.distill.teachers import EmaTeacher, Teacher, TrustRegionTeacher
-from opdcl.distill.teachers_elsewhere import make_teacher
 from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
 from opdcl.sampling.sample import sample
+from opdcl.train.losses import token_losses
+from opdcl.train.teachers import EmaTeacher, Teacher, TrustRegionTeacher
+from opdcl.train.teachers_elsewhere import make_teacher
 from opdcl.types import Prompt, Rollout
 
 CONTEXT = "{prompt}\n\nThe answer is: {answer}"

@@ -62,8 +62,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-layer model, see `helpers.tiny`; OPDCL_TINY_MODEL names one that is there already."""
     for module in (
         "opdcl.stages.evaluate",
-        "opdcl.stages.finetune",
-        "opdcl.stages.recover",
+        "opdcl.train.finetune",
+        "opdcl.train.recover",
         "matplotlib.figure",
     ):
         importlib.import_module(module)

@@ -31,7 +31,7 @@ from helpers.command import ROOT, opdcl
 LEDGER = ROOT / "tests" / "unit" / "capabilities.toml"
 
 # The files at which a reader of the method begins.
-ENTRIES = ("opdcl.stages.recover", "opdcl.stages.finetune", "opdcl.pipeline.execute")
+ENTRIES = ("opdcl.train.recover", "opdcl.train.finetune", "opdcl.pipeline.execute")
 
 # Two modules that name the same verbs: functions, and the commands that call them.
 VERBS = re.compile(r"opdcl\.(api|cli\..*)")

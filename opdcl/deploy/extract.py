@@ -15,7 +15,6 @@ from opdcl.config.model import ModelConfig
 from opdcl.data.chat import encode_prompt
 from opdcl.data.rows import load_prompts
 from opdcl.deploy.gguf import answer
-from opdcl.distill.losses import both_divergences
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates
@@ -30,6 +29,7 @@ from opdcl.model.extract import (
 from opdcl.model.forward import answer_states
 from opdcl.model.load import load_base, load_model
 from opdcl.model.tensors import shown_shape
+from opdcl.train.losses import both_divergences
 from opdcl.types import Example
 
 if TYPE_CHECKING:

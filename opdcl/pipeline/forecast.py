@@ -18,8 +18,6 @@ from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.finetune import REPLAYED_TOKENS, LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
-from opdcl.distill.losses import CHUNK, CUDA_CHUNK
-from opdcl.distill.schedule import FULL_BATCH
 from opdcl.model.adapter_files import read_lora_config
 from opdcl.model.adapters import tuned_model
 from opdcl.model.architecture import architecture
@@ -32,7 +30,9 @@ from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task
 from opdcl.stages.answers import DRAWN_TOGETHER
 from opdcl.stages.evaluate import LOGIT_BYTES, max_answer_tokens
-from opdcl.stages.finetune import planned_steps
+from opdcl.train.finetune import planned_steps
+from opdcl.train.losses import CHUNK, CUDA_CHUNK
+from opdcl.train.schedule import FULL_BATCH
 from opdcl.types import STREAMS, Prompts, Stream
 
 # Bytes that the libraries take on a CPU.

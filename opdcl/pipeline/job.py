@@ -205,7 +205,7 @@ class Job:
     def self_distillation(self) -> tuple[RecoverConfig, dict[Stream, Prompts]]:
         """A fine-tune by self-distillation as a recovery, and its prompts as token ids."""
         from opdcl.data.prompts import encode_prompts, read_recovery_source
-        from opdcl.stages.self_distill import as_distillation
+        from opdcl.train.self_distill import as_distillation
 
         rows = self.examples.rows
         config = as_distillation(self.workflow.finetune, len(rows))

@@ -238,7 +238,7 @@ def _check_models(job: Job) -> list[str]:
 
 def _check_finetune(job: Job) -> list[str]:
     """Check the chat template, target modules and every row; return notes on rows."""
-    from opdcl.stages.finetune import planned_steps
+    from opdcl.train.finetune import planned_steps
 
     config, examples = job.workflow.finetune, job.examples
     if not job.workflow.start:

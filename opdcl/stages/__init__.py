@@ -1,1 +1,1 @@
-"""The three stages: fine-tune, recover, evaluate. Each knows only its run directory, not the others."""
+"""The evaluation: what base, tuned and recovered answer, and how that is scored."""

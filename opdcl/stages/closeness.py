@@ -28,10 +28,6 @@ from opdcl import parallel
 from opdcl.config.evaluate import CLOSENESS, EvalConfig
 from opdcl.data.chat import answer_text, encode_prompt
 from opdcl.data.rows import Row
-from opdcl.distill.grading import micro_batches
-from opdcl.distill.kept_texts import KeptTexts
-from opdcl.distill.losses import both_divergences
-from opdcl.distill.teachers import Teacher
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone, State
 from opdcl.model.distributions import HiddenStates
@@ -39,6 +35,10 @@ from opdcl.model.forward import answer_states
 from opdcl.rundir.files import RESTORE, read_jsonl
 from opdcl.rundir.layout import RunDir
 from opdcl.stages.answers import SEED, KeptRows, Question, answer, made_by, partial_file, store
+from opdcl.train.grading import micro_batches
+from opdcl.train.kept_texts import KeptTexts
+from opdcl.train.losses import both_divergences
+from opdcl.train.teachers import Teacher
 from opdcl.training import StageReport, counted, reset_peak_memory
 from opdcl.types import Prompt, Rollout
 

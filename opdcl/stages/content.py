@@ -20,10 +20,10 @@ from opdcl.data.chat import render
 from opdcl.data.own_words import own_text
 from opdcl.data.similarity import similarity
 from opdcl.data.suites import Judge, Suite
-from opdcl.distill.losses import token_logprobs
 from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates
 from opdcl.model.forward import answer_ids, answer_states
+from opdcl.train.losses import token_logprobs
 from opdcl.types import Example
 
 LONGEST = 64

@@ -21,7 +21,6 @@ from opdcl.config.evaluate import EvalConfig
 from opdcl.data.answering import answering_of
 from opdcl.data.chat import answer_text, render_request, request_ids
 from opdcl.data.suites import FEWSHOT_SEED, Judge, Suite, cut_at, quiet_lm_eval
-from opdcl.distill.teachers_elsewhere import reach_own_model
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone, State
 from opdcl.rundir.identity import Identity
@@ -40,6 +39,7 @@ from opdcl.stages.answers import (
     resident,
     store,
 )
+from opdcl.train.teachers_elsewhere import reach_own_model
 from opdcl.training import StageReport, reset_peak_memory
 from opdcl.types import Rollout
 

@@ -12,9 +12,9 @@ from helpers.command import ENV, ROOT
 HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "lm_eval", "accelerate", "pandas", "numpy")
 # Packages and modules that may import torch and its like; everything else must stay light.
 HEAVY_MODULES = (
-    "distill",
     "sampling",
     "stages",
+    "train",
     "training",
     "model.architecture",
     "model.memory",

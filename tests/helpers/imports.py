@@ -22,7 +22,7 @@ ORDER = (
     ("model",),
     ("sampling",),
     ("training",),
-    ("distill",),
+    ("train",),
     ("stages",),
     ("results",),
     ("console",),

@@ -5,16 +5,16 @@ from types import SimpleNamespace
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.data.prompts import encode_prompts, read_recovery_source
-from opdcl.distill.grading import Grader
-from opdcl.distill.kept_texts import texts_folder
-from opdcl.distill.rollout_queue import RolloutQueue
-from opdcl.distill.schedule import plan_steps
-from opdcl.distill.teachers import Teacher
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.stages.provide import provided
-from opdcl.stages.recover import recover
+from opdcl.train.grading import Grader
+from opdcl.train.kept_texts import texts_folder
+from opdcl.train.provide import provided
+from opdcl.train.recover import recover
+from opdcl.train.rollout_queue import RolloutQueue
+from opdcl.train.schedule import plan_steps
+from opdcl.train.teachers import Teacher
 from opdcl.training import StageReport
 from opdcl.types import Prompt
 
@@ -116,7 +116,7 @@ def make_trainer(backbone, folder, **settings):
     short = {"steps": 4, "rollouts": 2, "max_new_tokens": 6, "general_per_domain": 3}
     on_policy = {} if settings.get("lmbda") == 0 else {"lmbda": 1.0}
     on_policy |= {"on_policy": {"openings": 0.0}}
-    config = RecoverConfig(micro_batch_tokens=2048, **short | on_policy | settings)
+    config = RecoverConfig(**short | {"micro_batch_tokens": 2048} | on_policy | settings)
     prompts = {"general": [Prompt([*PROMPT, 9])] * 3, "domain": [Prompt([*PROMPT, 8])] * 3}
     teachers = {"general": {"": Teacher(backbone, "base")}, "domain": {"": Teacher(backbone, "tuned")}}
     grader = Grader(backbone, config, teachers)

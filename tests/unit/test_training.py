@@ -17,12 +17,12 @@ from transformers import get_scheduler
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.data.rows import load_rows
-from opdcl.distill.grading import Grader
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.stages.recover import _student
+from opdcl.train.grading import Grader
+from opdcl.train.recover import _student
 from opdcl.training import Clock, Schedule, StageLog, dose, is_finite
 
 

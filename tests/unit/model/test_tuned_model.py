@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from opdcl.config.finetune import LoraSection
 from opdcl.config.model import ModelConfig
-from opdcl.distill.teachers import Teacher
 from opdcl.errors import UsageError
 from opdcl.model.accept import load_backbone
 from opdcl.model.adapters import start_files, tuned_model
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.sampling.sample import sample
+from opdcl.train.teachers import Teacher
 from opdcl.training import save_adapter
 from opdcl.types import Prompt, Rollout
 

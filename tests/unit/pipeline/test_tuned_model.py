@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import opdcl as api
 from opdcl.config.model import ModelConfig
 from opdcl.config.teacher import LossSection
-from opdcl.distill.losses import token_losses
 from opdcl.errors import UsageError
 from opdcl.model.accept import load_backbone
 from opdcl.model.adapters import find_states, tuned_model
@@ -25,6 +24,7 @@ from opdcl.pipeline.begin import open_or_begin
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.hashes import file_hash
 from opdcl.rundir.layout import RunDir
+from opdcl.train.losses import token_losses
 
 FLOAT = ("--set", "model.dtype=float32")
 MEASURE = ("--retention", "instructions", "--limit", "4", "--set", "eval.max_new_tokens=6", *FLOAT)

@@ -8,9 +8,9 @@ from helpers.recovering import run
 
 from opdcl.config.load import load
 from opdcl.config.shipped import package_folder
-from opdcl.distill.schedule import plan_steps
 from opdcl.pipeline.sweep import expand
-from opdcl.stages.self_distill import as_distillation
+from opdcl.train.schedule import plan_steps
+from opdcl.train.self_distill import as_distillation
 
 # Recipe, arm -> general steps of the teacher and of the student, domain steps of the teacher and of the
 # student, as planned: the general ones of the teacher become the student's once its answers are long enough.
@@ -99,7 +99,7 @@ def test_every_row_of_the_metrics_names_the_author(backbone, tuned, settings, au
 def test_the_student_writes_once_its_own_answers_are_long_enough(
     backbone, tuned, monkeypatch, nearly, authors
 ):
-    monkeypatch.setattr("opdcl.distill.validation.LONG_ENOUGH", nearly)
+    monkeypatch.setattr("opdcl.train.validation.LONG_ENOUGH", nearly)
     rows = [row for row in run(backbone, tuned, lmbda="auto") if "loss" in row]
     assert " ".join(row["author"][0] for row in rows) == authors
 
@@ -109,12 +109,12 @@ def test_the_student_takes_over_at_the_first_validation_with_long_enough_answers
 ):
     """As told by the metrics alone, so that a resumed run decides alike."""
     settings = {"lmbda": "auto", "validate_every": 2}
-    monkeypatch.setattr("opdcl.distill.validation.LONG_ENOUGH", 10.0)
+    monkeypatch.setattr("opdcl.train.validation.LONG_ENOUGH", 10.0)
     first = run(backbone, tuned, **settings)[0]
     length, base = first["start"]["validation"]["own_length"], first["base"]["own_length"]
     # A little more than the start has: a later validation may reach it, and decides by its own answers.
     nearly = (length + 0.25) / base
-    monkeypatch.setattr("opdcl.distill.validation.LONG_ENOUGH", nearly)
+    monkeypatch.setattr("opdcl.train.validation.LONG_ENOUGH", nearly)
     rows = run(backbone, tuned, **settings)
     taken_over = False
     for row in rows:

@@ -17,21 +17,21 @@ from opdcl.config.model import SERVED_TOKENS, WHOLE_VOCABULARY, ModelConfig, Ser
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import LossSection, TeacherSection
 from opdcl.data.suites import load_suite
-from opdcl.distill.losses import token_logprobs, token_losses
-from opdcl.distill.teachers import Teacher
-from opdcl.distill.teachers_elsewhere import (
-    RemoteTeacher,
-    ServedStudent,
-    make_teacher,
-    reach_own_model,
-    reach_server,
-)
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.accept import load_backbone
 from opdcl.model.distributions import HiddenStates, TopTokens, join
 from opdcl.rundir.files import read_jsonl
 from opdcl.sampling.server import KEY, Server, _key_of, check_access
 from opdcl.stages.evaluate import BackboneLM
+from opdcl.train.losses import token_logprobs, token_losses
+from opdcl.train.teachers import Teacher
+from opdcl.train.teachers_elsewhere import (
+    RemoteTeacher,
+    ServedStudent,
+    make_teacher,
+    reach_own_model,
+    reach_server,
+)
 from opdcl.types import Prompt, Rollout
 
 K = SERVED_TOKENS

@@ -49,7 +49,7 @@ class Reward:
 
     def judge(self, rollouts: list[Rollout]) -> None:
         """Score all completions, group after group, and set their advantages and demonstrations."""
-        from opdcl.distill.losses import group_advantages  # it loads torch
+        from opdcl.train.losses import group_advantages  # it loads torch
 
         size = self.config.group
         rewards = self(rollouts)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.data.prompts import RecoverySource
-from opdcl.distill.reward import Reward
-from opdcl.distill.teachers import Teacher
-from opdcl.distill.teachers_elsewhere import ServedStudent, make_teacher, reach_own_model
 from opdcl.model.adapters import find_adapter
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.layout import StageDir
-from opdcl.stages.recover import Provided
+from opdcl.train.recover import Provided
+from opdcl.train.reward import Reward
+from opdcl.train.teachers import Teacher
+from opdcl.train.teachers_elsewhere import ServedStudent, make_teacher, reach_own_model
 from opdcl.types import Prompts, Stream
 
 

@@ -7,9 +7,9 @@ import torch
 
 from opdcl.config.recover import RewardSection
 from opdcl.config.teacher import LossSection
-from opdcl.distill import losses
-from opdcl.distill.losses import CHUNK, missed_ends, token_losses
 from opdcl.model.distributions import HiddenStates
+from opdcl.train import losses
+from opdcl.train.losses import CHUNK, missed_ends, token_losses
 
 V, H = 37, 8
 DIVERGENCES = ["reverse_kl", "forward_kl", "top_k"]

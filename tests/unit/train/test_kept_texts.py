@@ -10,14 +10,14 @@ from helpers.command import ROOT
 from helpers.recovering import Notes, recover_rows, short_recovery
 from helpers.scripts import load_script
 
-from opdcl.distill import kept_texts
-from opdcl.distill.kept_texts import KeptTexts, texts_folder
-from opdcl.distill.teachers import EmaTeacher, Teacher, TrustRegionTeacher
-from opdcl.distill.teachers_elsewhere import SecondModel
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.hashes import hash_value
 from opdcl.rundir.layout import StageDir
+from opdcl.train import kept_texts
+from opdcl.train.kept_texts import KeptTexts, texts_folder
+from opdcl.train.teachers import EmaTeacher, Teacher, TrustRegionTeacher
+from opdcl.train.teachers_elsewhere import SecondModel
 from opdcl.types import Prompt, Rollout
 
 PROMPTS = [Prompt([1, 520, 3690, 198, 9 + i]) for i in range(3)]

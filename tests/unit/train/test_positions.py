@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opdcl.distill.losses import CHUNK, THREAD_POSITIONS, cross_entropy, cut, for_each_part
+from opdcl.train.losses import CHUNK, THREAD_POSITIONS, cross_entropy, cut, for_each_part
 
 
 @pytest.mark.parametrize("count", [1, 40, CHUNK + 3])

@@ -17,8 +17,6 @@ from transformers import PreTrainedModel
 from opdcl import parallel
 from opdcl.config.model import SERVED_TOKENS
 from opdcl.config.teacher import TeacherSection
-from opdcl.distill.losses import token_logprobs
-from opdcl.distill.teachers import Teacher
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.architecture import architecture, eos_ids
 from opdcl.model.backbone import Backbone
@@ -27,6 +25,8 @@ from opdcl.model.distributions import Served, TeacherDistribution, join
 from opdcl.model.forward import answer_states
 from opdcl.model.load import load_base, load_tokenizer
 from opdcl.sampling.server import Server
+from opdcl.train.losses import token_logprobs
+from opdcl.train.teachers import Teacher
 from opdcl.training import save_adapter
 from opdcl.types import Prompt, Rollout
 

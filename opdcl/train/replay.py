@@ -14,14 +14,14 @@ import torch
 
 from opdcl import parallel
 from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
-from opdcl.distill.kept_texts import KeptTexts
-from opdcl.distill.schedule import endless
-from opdcl.distill.teachers import Teacher
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone, State
 from opdcl.model.forward import answer_states
 from opdcl.model.memory import is_out_of_memory, release
 from opdcl.rundir.files import read_jsonl, write_atomic
+from opdcl.train.kept_texts import KeptTexts
+from opdcl.train.schedule import endless
+from opdcl.train.teachers import Teacher
 from opdcl.training import StageReport, counted
 from opdcl.types import Example, Prompt
 

@@ -19,12 +19,6 @@ import torch
 
 from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
-from opdcl.distill.checkpoints import Checkpoints, StudentOptimizer
-from opdcl.distill.grading import Grader, Sums, kl_by_route
-from opdcl.distill.rollout_queue import RolloutQueue, StepRollouts
-from opdcl.distill.schedule import plan_steps
-from opdcl.distill.teachers import EmaTeacher, Teacher, Teachers, teacher_here
-from opdcl.distill.validation import Validation
 from opdcl.errors import Interrupted, OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.repetition import repetition
@@ -32,6 +26,12 @@ from opdcl.rundir.files import folder_appears_whole
 from opdcl.rundir.hashes import SEAL, damage
 from opdcl.rundir.layout import StageDir
 from opdcl.sampling.sample import pick_engine
+from opdcl.train.checkpoints import Checkpoints, StudentOptimizer
+from opdcl.train.grading import Grader, Sums, kl_by_route
+from opdcl.train.rollout_queue import RolloutQueue, StepRollouts
+from opdcl.train.schedule import plan_steps
+from opdcl.train.teachers import EmaTeacher, Teacher, Teachers, teacher_here
+from opdcl.train.validation import Validation
 from opdcl.training import Clock, Interruption, StageLog, StageReport, is_finite, last_checkpoint, steps_done
 from opdcl.types import STREAMS, Judge, Prompt, Prompts, Stream
 

@@ -12,18 +12,18 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 from opdcl.config.recover import NO_WORSE, RecoverConfig
-from opdcl.distill.checkpoints import StudentOptimizer
-from opdcl.distill.grading import Graded, Grader, kl_by_route
-from opdcl.distill.health import CHECK_BASE, TEACHER_ENTROPY, Health, Writing
-from opdcl.distill.rollout_queue import RolloutQueue
-from opdcl.distill.start import KL_NOISE, Point, choose_start
-from opdcl.distill.teachers import EmaTeacher, Teacher, Teachers
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import State
 from opdcl.rundir.files import read_jsonl, write_atomic, write_json
 from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import StageDir
 from opdcl.rundir.records import read_metrics
+from opdcl.train.checkpoints import StudentOptimizer
+from opdcl.train.grading import Graded, Grader, kl_by_route
+from opdcl.train.health import CHECK_BASE, TEACHER_ENTROPY, Health, Writing
+from opdcl.train.rollout_queue import RolloutQueue
+from opdcl.train.start import KL_NOISE, Point, choose_start
+from opdcl.train.teachers import EmaTeacher, Teacher, Teachers
 from opdcl.training import StageLog, counted, save_adapter
 from opdcl.types import Prompt, Rollout, Stream
 

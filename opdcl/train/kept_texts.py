@@ -24,11 +24,11 @@ import torch
 
 from opdcl import parallel
 from opdcl.config.teacher import BUILT_IN
-from opdcl.distill.teachers import Teacher
 from opdcl.model.backbone import Backbone, State
 from opdcl.rundir.environment import machine_of, versions
 from opdcl.rundir.files import UNFINISHED, cache_home, write_atomic
 from opdcl.rundir.hashes import hash_files, hash_value
+from opdcl.train.teachers import Teacher
 from opdcl.types import Prompt, Rollout
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,6 @@ from opdcl import parallel
 from opdcl.config.finetune import WARM_UP, FinetuneConfig
 from opdcl.config.section import LARGEST
 from opdcl.config.teacher import LossSection
-from opdcl.distill.losses import cross_entropy, token_losses
 from opdcl.errors import Interrupted, OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates
@@ -31,7 +30,8 @@ from opdcl.model.forward import answer_ids, answer_states
 from opdcl.model.memory import is_out_of_memory, release
 from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import StageDir
-from opdcl.stages.replay import BaseStates, Replay, interleave, lay_out, read_by_base
+from opdcl.train.losses import cross_entropy, token_losses
+from opdcl.train.replay import BaseStates, Replay, interleave, lay_out, read_by_base
 from opdcl.training import (
     CHECKPOINTS,
     LONGEST_GRADIENT,

@@ -4,8 +4,8 @@ import pytest
 from helpers.recovering import PROMPT, make_trainer
 
 from opdcl.config.finetune import LoraSection
-from opdcl.distill.teachers import Teacher, TrustRegionTeacher
 from opdcl.sampling import decode
+from opdcl.train.teachers import Teacher, TrustRegionTeacher
 from opdcl.training import save_adapter
 from opdcl.types import Prompt
 

@@ -24,17 +24,17 @@ from opdcl.data.chat import encode_prompt
 from opdcl.data.examples import read_examples, with_answers
 from opdcl.data.prompts import encode_prompts, read_recovery_source
 from opdcl.data.rows import Row, load_rows
-from opdcl.distill.rollout_queue import RolloutQueue
-from opdcl.distill.schedule import endless
-from opdcl.distill.teachers import Teacher
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.accept import load_backbone
 from opdcl.model.forward import answer_ids, answer_states
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.stages.finetune import AnswerTrainer, _pieces, finetune, planned_steps, trainer_arguments
-from opdcl.stages.replay import Replay, interleave, lay_out
-from opdcl.stages.self_distill import as_distillation, self_distill
+from opdcl.train.finetune import AnswerTrainer, _pieces, finetune, planned_steps, trainer_arguments
+from opdcl.train.replay import Replay, interleave, lay_out
+from opdcl.train.rollout_queue import RolloutQueue
+from opdcl.train.schedule import endless
+from opdcl.train.self_distill import as_distillation, self_distill
+from opdcl.train.teachers import Teacher
 from opdcl.training import Schedule
 from opdcl.types import Example, Prompt
 
@@ -391,7 +391,7 @@ def test_self_distillation_needs_answers(tmp_path, backbone):
 @pytest.fixture
 def replay(tmp_path, monkeypatch):
     """Settings that replay as many rows as the domain has, with six prompts and short answers."""
-    monkeypatch.setattr("opdcl.stages.replay.REPLAYED_TOKENS", 6)
+    monkeypatch.setattr("opdcl.train.replay.REPLAYED_TOKENS", 6)
     rows = [json.dumps({"prompt": f"Write a line about {i}."}) for i in range(6)]
     (tmp_path / "general.jsonl").write_text("\n".join(rows))
     return {"share": 0.5, "prompts": str(tmp_path / "general.jsonl")}
@@ -499,7 +499,7 @@ def test_dropout_of_the_base_makes_no_distance_to_it(backbone, tmp_path):
 
 def test_base_reads_each_replayed_row_once_and_the_loss_stays_the_same(learn, replay, tmp_path, monkeypatch):
     kept, steps = learn("kept", batch_size=4, epochs=3, replay=replay)
-    monkeypatch.setattr("opdcl.stages.replay.KEPT_STATES", 0)
+    monkeypatch.setattr("opdcl.train.replay.KEPT_STATES", 0)
     anew, steps_anew = learn("anew", batch_size=4, epochs=3, replay=replay)
     assert [loss for loss, _ in steps] == pytest.approx([loss for loss, _ in steps_anew], rel=1e-4, abs=1e-6)
     assert relative_error(flat(kept.values()), flat(anew[name] for name in kept)) < 10 * ROUNDING
@@ -519,9 +519,9 @@ def test_a_resumed_run_with_replay_ends_with_the_same_bits(learn, replay, tmp_pa
 
 
 def test_an_interrupt_while_base_writes_loses_one_piece_at_most(learn, replay, tmp_path, monkeypatch):
-    monkeypatch.setattr("opdcl.stages.replay.REPLAYED_AT_ONCE", 3)
+    monkeypatch.setattr("opdcl.train.replay.REPLAYED_AT_ONCE", 3)
     learn("whole", replay=replay)
-    monkeypatch.setattr("opdcl.distill.kept_texts.texts_folder", lambda: tmp_path / "no texts of other runs")
+    monkeypatch.setattr("opdcl.train.kept_texts.texts_folder", lambda: tmp_path / "no texts of other runs")
     file = StageDir(tmp_path / "resumed").replay
     learn("resumed", report=StopAt(answers=8), replay=replay)
     assert len(read_jsonl(file)) == 6
@@ -533,7 +533,7 @@ def test_an_interrupt_while_base_writes_loses_one_piece_at_most(learn, replay, t
 
 def test_a_prompt_that_comes_again_in_another_piece_is_answered_anew(learn, replay, tmp_path, monkeypatch):
     """Each piece begins with the same place in its draws, so it needs a seed of its own."""
-    monkeypatch.setattr("opdcl.stages.replay.REPLAYED_AT_ONCE", 1)
+    monkeypatch.setattr("opdcl.train.replay.REPLAYED_AT_ONCE", 1)
     (tmp_path / "general.jsonl").write_text(json.dumps({"prompt": "Write a line."}))
     learn("replayed", replay=replay, epochs=1)
     rows = read_jsonl(StageDir(tmp_path / "replayed").replay)
@@ -620,7 +620,7 @@ class StopWriting(Silent):
 def test_a_resumed_run_in_which_the_student_writes_ends_with_the_same_bits(
     learn, by_student, tmp_path, monkeypatch, save_steps, report, rows
 ):
-    monkeypatch.setattr("opdcl.stages.replay.REPLAYED_AT_ONCE", 3)
+    monkeypatch.setattr("opdcl.train.replay.REPLAYED_AT_ONCE", 3)
     whole, steps = learn("whole", save_steps=save_steps, **by_student)
     file = StageDir(tmp_path / "resumed").replay
     learn("resumed", report=copy.copy(report), save_steps=save_steps, **by_student)

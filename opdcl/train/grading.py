@@ -13,8 +13,6 @@ import torch
 
 from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
-from opdcl.distill.losses import TokenLosses, missed_ends, token_losses
-from opdcl.distill.teachers import Teacher, Teachers, by_teacher
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, join
@@ -22,6 +20,8 @@ from opdcl.model.forward import answer_ids, answer_states
 from opdcl.model.llama_pass import packs
 from opdcl.model.memory import is_out_of_memory, release
 from opdcl.sampling.rollout import MISMATCH_RATIO
+from opdcl.train.losses import TokenLosses, missed_ends, token_losses
+from opdcl.train.teachers import Teacher, Teachers, by_teacher
 from opdcl.training import Clock
 from opdcl.types import Example, Rollout, Stream
 

@@ -11,8 +11,8 @@ from opdcl.config.teacher import TeacherSection
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.layout import StageDir
-from opdcl.stages.finetune import planned_steps
-from opdcl.stages.recover import recover
+from opdcl.train.finetune import planned_steps
+from opdcl.train.recover import recover
 from opdcl.training import StageReport, save_adapter
 from opdcl.types import Prompts, Stream
 

@@ -20,14 +20,14 @@ from opdcl.data.chat import encode_prompt
 from opdcl.data.prompts import read_recovery_source
 from opdcl.data.reward_rows import count_short_of_room, load_reward_task, reward_rows
 from opdcl.data.suites import load_suite
-from opdcl.distill.losses import clipped_gradient, group_advantages, token_losses
-from opdcl.distill.reward import Reward
-from opdcl.distill.schedule import plan_steps
-from opdcl.distill.teachers import Teacher
 from opdcl.errors import UsageError
 from opdcl.model.distributions import HiddenStates
 from opdcl.rundir.files import read_jsonl
 from opdcl.stages.evaluate import BackboneLM
+from opdcl.train.losses import clipped_gradient, group_advantages, token_losses
+from opdcl.train.reward import Reward
+from opdcl.train.schedule import plan_steps
+from opdcl.train.teachers import Teacher
 from opdcl.types import Prompt, Rollout
 
 GROUP = 4

@@ -9,10 +9,10 @@ from helpers.near import ROUNDING, relative_error
 from helpers.recovering import PROMPT, make_trainer
 
 from opdcl.config.finetune import LoraSection
-from opdcl.distill.grading import kl_by_route, micro_batches, token_weights
-from opdcl.distill.rollout_queue import StepRollouts
-from opdcl.distill.teachers import Teacher
-from opdcl.stages.recover import step_metrics
+from opdcl.train.grading import kl_by_route, micro_batches, token_weights
+from opdcl.train.recover import step_metrics
+from opdcl.train.rollout_queue import StepRollouts
+from opdcl.train.teachers import Teacher
 from opdcl.training import save_adapter
 from opdcl.types import Prompt, Rollout
 

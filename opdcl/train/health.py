@@ -20,7 +20,7 @@ from opdcl.training import StageLog
 from opdcl.types import Rollout
 
 if TYPE_CHECKING:
-    from opdcl.distill.checkpoints import StudentOptimizer
+    from opdcl.train.checkpoints import StudentOptimizer
 
 # Nats per token above which a teacher's entropy is that of a guess; an instruct model's stays near 3.
 TEACHER_ENTROPY = 6.0

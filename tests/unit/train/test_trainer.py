@@ -7,12 +7,12 @@ from helpers.recovering import PROMPT, Silent, make_trainer
 
 from opdcl.config.finetune import LoraSection
 from opdcl.config.recover import OPENING_TOKENS
-from opdcl.distill.grading import micro_batches
-from opdcl.distill.validation import Validation
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.forward import answer_ids, answer_states
 from opdcl.rundir.layout import StageDir
 from opdcl.sampling import decode
+from opdcl.train.grading import micro_batches
+from opdcl.train.validation import Validation
 from opdcl.training import StageLog, save_adapter
 from opdcl.types import Prompt, Rollout
 

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from opdcl import parallel
 from opdcl.config.recover import OPENING_TOKENS, RecoverConfig
-from opdcl.distill.kept_texts import KeptTexts
-from opdcl.distill.schedule import sampled_together
-from opdcl.distill.teachers import Teacher, Teachers, by_teacher
 from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
+from opdcl.train.kept_texts import KeptTexts
+from opdcl.train.schedule import sampled_together
+from opdcl.train.teachers import Teacher, Teachers, by_teacher
 from opdcl.training import StageReport, counted
 from opdcl.types import STREAMS, Judge, Prompt, Rollout, Step, Stream
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from opdcl.config.recover import RecoverConfig
-from opdcl.distill.grading import Grader
+from opdcl.train.grading import Grader
 from opdcl.types import Prompt, Stream
 
 # Scales of the adapter that are measured for a start, from tuned, 1, towards base, 0, until less is gained

@@ -11,11 +11,11 @@ from helpers.teaching import ROLLOUTS, SHOWN, encode, graded, specialist
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import TeacherSection
-from opdcl.distill.teachers import Teacher
-from opdcl.distill.teachers_elsewhere import make_teacher
 from opdcl.errors import UsageError
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
+from opdcl.train.teachers import Teacher
+from opdcl.train.teachers_elsewhere import make_teacher
 from opdcl.training import save_adapter
 
 

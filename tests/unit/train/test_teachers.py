@@ -11,15 +11,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import LossSection, TeacherSection
-from opdcl.distill.losses import token_losses
-from opdcl.distill.teachers import EmaTeacher, Teacher, TrustRegionTeacher, teacher_here
-from opdcl.distill.teachers_elsewhere import make_teacher
 from opdcl.errors import UsageError
 from opdcl.model.compatibility import check_same_tokenizer, differences
 from opdcl.model.distributions import HiddenStates
 from opdcl.model.lora import parts
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
+from opdcl.train.losses import token_losses
+from opdcl.train.teachers import EmaTeacher, Teacher, TrustRegionTeacher, teacher_here
+from opdcl.train.teachers_elsewhere import make_teacher
 
 
 def test_an_ema_of_rate_one_is_the_student_and_of_rate_zero_is_frozen(adapted):

@@ -14,7 +14,7 @@ from opdcl.data.rows import load_rows
 from opdcl.errors import UsageError
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.stages.finetune import finetune
+from opdcl.train.finetune import finetune
 
 
 def test_the_rate_rises_in_a_twentieth_of_the_steps_and_falls_on_a_cosine(backbone, tmp_path):

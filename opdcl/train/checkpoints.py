@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 
 from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
-from opdcl.distill.rollout_queue import RolloutQueue
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.model.lora import parts
 from opdcl.rundir.files import folder_appears_whole, read_json, write_json
 from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import StageDir
+from opdcl.train.rollout_queue import RolloutQueue
 from opdcl.training import CHECKPOINTS, LONGEST_GRADIENT, Schedule, keep_records
 
 # Share of the steps, the first ones, in which the learning rate rises.

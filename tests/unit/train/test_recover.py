@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from opdcl.config.recover import RecoverConfig
 from opdcl.data.prompts import read_recovery_source
 from opdcl.data.rows import load_rows
-from opdcl.distill.start import BETWEEN, distance_left
-from opdcl.distill.validation import NO_WORSE, Measurements, Validation, kl_score
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
+from opdcl.train.start import BETWEEN, distance_left
+from opdcl.train.validation import NO_WORSE, Measurements, Validation, kl_score
 
 
 def held_out(rows):
