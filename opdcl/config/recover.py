@@ -35,10 +35,10 @@ class OnPolicySection(Section):
     reverse: Share = 0.25
     """Share of reverse KL in a loss that is forward KL otherwise. It penalizes what the student writes and
     base would not."""
-    openings: Share = 0.5
+    openings: Share = 0.0
     """Share of the general steps in which the student writes only the first 16 tokens, of four times as many
-    prompts. There it shows which requests it still answers in the domain's style; whole answers show where it
-    becomes too long, or loops."""
+    prompts: there it shows which requests it still answers in the domain's style. Not shown to help beyond as
+    many steps of whole answers."""
 
 
 class RewardSection(Section):

@@ -110,11 +110,7 @@ class _Step(_Record):
 
 def read_config(file: Path) -> dict[str, Any]:
     """Return the content of a run's `config.json`: its `workflow`, and the `origins` of its settings."""
-    content = _read(file, _Config)
-    # Earlier recoveries had no openings, and go on without.
-    if recover := content["workflow"].get("recover"):
-        recover["on_policy"] = {"openings": 0.0} | recover.get("on_policy", {})
-    return content
+    return _read(file, _Config)
 
 
 def read_stage(file: Path) -> dict[str, Any]:

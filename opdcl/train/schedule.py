@@ -2,7 +2,7 @@
 
 In the first general steps base writes the answers, in the last ones the student; in domain steps tuned does.
 A student near base answers briefly at first, and grading stubs teaches little: base shows the way before the
-student meets its own mistakes (arXiv 2604.13016, 2608.06802). Some of the student's steps take many prompts,
+student meets its own mistakes (arXiv 2604.13016, 2608.06802). The student's steps may take many prompts,
 and only the openings of their answers, which decide whether a request is answered in the domain's style. The
 two streams never share a step: their gradients counteract in one batch (CaMOPD, arXiv 2605.27115).
 """

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 
 import pytest
+from pydantic import ValidationError
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.data.prompts import prompts_drawn
@@ -94,12 +95,15 @@ def test_a_share_of_the_students_steps_has_openings_of_more_answers(share, expec
 
 
 def test_where_a_teacher_writes_there_are_no_openings():
-    steps = schedule(steps=12, lmbda="auto")
+    half = {"on_policy": {"openings": 0.5}}
+    steps = schedule(steps=12, lmbda="auto", **half)
     assert any(step.openings for step in steps)
     assert not any(step.is_opening for step in steps)
     reward = {"reward": {"suite": "s"}, "lmbda": 1, "keep": "last", "rollouts": 8}
     for settings in ({"lmbda": 0}, {"method": "replay"}, {"method": "interpolate"}, reward):
         assert not any(step.openings for step in schedule(**{"steps": 96} | settings)), settings
+        with pytest.raises(ValidationError, match="unless the student writes general answers"):
+            schedule(**{"steps": 96} | settings | half)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 16, 97])
