@@ -275,7 +275,9 @@ class Session:
         started = time.perf_counter()
         try:
             with self.output.stage(task.label, lambda: self.tracking.follow(stage, offset)) as line:
-                start = find_adapter(workflow.start) if workflow.start else None
+                start = None
+                if task.name == "finetune" and workflow.start:
+                    start = find_adapter(workflow.start)
                 if task.name == "recover":
                     tuned = run.adapters()["tuned"]
                     config, prompts = workflow.recover, job.prompts

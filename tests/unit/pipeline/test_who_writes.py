@@ -52,7 +52,8 @@ def recipes(folder):
 
 def counted(config, general=50, domain=50):
     rollouts = 8 if config.rollouts == "auto" else config.rollouts
-    config = config.model_copy(update={"rollouts": rollouts})
+    of_auto = 96 if config.steps == "auto" else config.steps
+    config = config.model_copy(update={"rollouts": rollouts, "steps": of_auto})
     steps = plan_steps(config, general, 0 if config.method == "general" else domain)
     count = Counter((step.stream, step.on_policy) for step in steps)
     return tuple(count[s, on_policy] for s in ("general", "domain") for on_policy in (False, True))
