@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 
 from opdcl.config.recover import RecoverConfig
+from opdcl.data.chat import check_turn_end
 from opdcl.data.prompts import RecoverySource
 from opdcl.model.adapters import find_adapter
 from opdcl.model.backbone import Backbone
@@ -29,7 +30,11 @@ def provided(
     """Yield what the settings of a recovery ask for; afterwards its servers are left.
 
     `notify` receives messages for the user.
+
+    Raises:
+        UsageError: The chat template ends no answer, or a teacher or the student's server does not fit.
     """
+    check_turn_end(backbone.tokenizer, backbone.eos_ids)
     reward = None
     if config.reward:
         context, rows = config.teacher_of("general").context, source.rows["general"]

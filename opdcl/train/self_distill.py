@@ -8,6 +8,7 @@ from opdcl.config.finetune import SHOWN_ANSWER, FinetuneConfig
 from opdcl.config.recover import MOST_COMPLETIONS, OnPolicySection, RecoverConfig
 from opdcl.config.section import MOST_STEPS
 from opdcl.config.teacher import TeacherSection
+from opdcl.data.chat import check_turn_end
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.layout import StageDir
@@ -31,6 +32,7 @@ def self_distill(
     An EMA copy of the student, shown the reference answer, grades the student's completions (SDFT, arXiv
     2601.19897, algorithm 1). `recovery` is what `as_distillation` returned.
     """
+    check_turn_end(backbone.tokenizer, backbone.eos_ids)
     start = start or out.path / "start"
     if not start.exists():
         backbone.new_adapter(config.lora, config.seed)

@@ -122,9 +122,10 @@ def test_a_uniform_teacher_halts_before_the_first_step(backbone, tuned):
     assert run(backbone, tuned, steps=2, health=False)[-1]["step"] == 2
 
 
-def test_an_eos_list_that_the_template_never_uses_is_refused(backbone):
+def test_an_eos_list_that_the_template_never_uses_is_refused(backbone, tuned):
+    backbone.eos_ids = [77]
     with pytest.raises(UsageError, match="ends an answer with"):
-        check_turn_end(backbone.tokenizer, [77])
+        run(backbone, tuned)
 
 
 def test_a_template_of_another_model_is_refused(backbone):
