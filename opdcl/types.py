@@ -118,20 +118,9 @@ class Judge(Protocol):
 class Step:
     """One optimizer step, which learns from completions of the prompts with these indices.
 
-    The student completes them if `on_policy`, else the teacher. If there are `openings`, the student writes
-    the first tokens of those in place of whole answers.
+    The student completes them if `on_policy`, else the teacher.
     """
 
     stream: Stream
     prompts: tuple[int, ...]
     on_policy: bool
-    openings: tuple[int, ...] = ()
-
-    @property
-    def is_opening(self) -> bool:
-        return self.on_policy and bool(self.openings)
-
-    @property
-    def asked(self) -> tuple[int, ...]:
-        """The prompts that are completed."""
-        return self.openings if self.is_opening else self.prompts

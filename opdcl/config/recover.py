@@ -35,10 +35,6 @@ class OnPolicySection(Section):
     reverse: Share = 0.25
     """Share of reverse KL in a loss that is forward KL otherwise. It penalizes what the student writes and
     base would not."""
-    openings: Share = 0.0
-    """Share of the general steps in which the student writes only the first 16 tokens, of four times as many
-    prompts: there it shows which requests it still answers in the domain's style. Not shown to help beyond as
-    many steps of whole answers."""
 
 
 class RewardSection(Section):
@@ -66,9 +62,6 @@ MOST_COMPLETIONS = 2_000_000
 
 # The largest domain step that was measured has this many times the rows of a general one.
 MOST_DOMAIN_ROWS = 6
-
-# A step of openings has four times the prompts of one of whole answers; of each answer, so many tokens.
-OPENINGS, OPENING_TOKENS = 4, 16
 
 # The settings of who writes the answers.
 AUTHORS = "lmbda on_policy.domain on_policy.reverse"
@@ -117,11 +110,6 @@ class RecoverConfig(Section):
             "with lmbda 0: the teachers write all answers",
         ),
         ("lmbda", _has_no_author, "without general steps, unless on_policy.domain is set"),
-        (
-            "on_policy.openings",
-            lambda s: s.on_policy.openings > 0 and not s.opens,
-            "unless the student writes general answers that no reward scores",
-        ),
         ("on_policy.reverse", lambda s: s.loss.kind != "forward_kl", "unless loss.kind is forward_kl"),
     )
 
@@ -240,7 +228,7 @@ class RecoverConfig(Section):
     def _check_size(self) -> None:
         """Refuse more completions than can be planned in reasonable time."""
         in_general = 1 if self.rollouts == "auto" else self.rollouts
-        of_step = max(in_general * (OPENINGS if self.opens else 1), self.domain_rollouts or in_general)
+        of_step = max(in_general, self.domain_rollouts or in_general)
         if self.steps != "auto" and self.steps * of_step > MOST_COMPLETIONS:
             raise ValueError(
                 f"{self.steps} steps of {of_step:g} completions are more than {MOST_COMPLETIONS} in all: "
@@ -319,12 +307,6 @@ class RecoverConfig(Section):
     def hands_over(self, stream: Literal["general", "domain"]) -> bool:
         """Return whether the student takes over a stream's answers once its own are long enough."""
         return self.lmbda == "auto" and self._may_write(stream)
-
-    @property
-    def opens(self) -> bool:
-        """Whether the student writes only the openings of answers in some general steps."""
-        writes = self._may_write("general") and self.method != "interpolate" and self.lmbda != 0
-        return writes and not self.reward and self.on_policy.openings > 0
 
     def _may_write(self, stream: Literal["general", "domain"]) -> bool:
         return self.method != "replay" and (stream == "general" or self.on_policy.domain)

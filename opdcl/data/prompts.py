@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from opdcl.config.recover import OPENINGS, RecoverConfig
+from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import BUILT_IN
 from opdcl.data.chat import encode_prompt
 from opdcl.data.examples import learned_turns
@@ -127,9 +127,7 @@ def prompts_drawn(config: RecoverConfig, has_domain: bool) -> int:
     """Return how many general prompts the schedule of a recovery draws."""
     alternates = has_domain and config.method != "general"
     of_domain = config.steps // (config.general_per_domain + 1) if alternates else 0
-    general = config.steps - of_domain
-    openings = OPENINGS * int(general * config.on_policy.openings) if config.opens else 0
-    return (general + openings) * config.completions("general")
+    return (config.steps - of_domain) * config.completions("general")
 
 
 def _parts(source: str, share: float, read_rows: Read) -> list[_Part]:

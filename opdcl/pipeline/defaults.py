@@ -11,12 +11,13 @@ from opdcl import parallel
 from opdcl.config.finetune import LoraSection
 from opdcl.config.load import flatten
 from opdcl.config.model import ModelConfig
+from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
 from opdcl.rundir.layout import adapter_config
 
-# The bounds of a recovery that follows the size of its fine-tune, and its steps where no fine-tune is known.
-FEWEST_STEPS, MOST_STEPS, STEPS = 32, 512, 96
+# The fewest and the most steps of a recovery that follows the size of its fine-tune.
+BOUNDS = 32, 512
 
 # SmolLM2-135M. Neither rate comes from a sweep.
 HIDDEN, ALPHA_OVER_R = 576, 2.0
@@ -66,14 +67,16 @@ def with_steps(workflow: Workflow, learned: int | None) -> tuple[Workflow, dict[
     if config is None or config.steps != "auto":
         return workflow, {}
     if learned is None:
-        return _fill(workflow, {"recover.steps": (STEPS, "without a fine-tune")})
-    tokens, period = config.general_per_domain * config.completions("general") * config.limit("general"), 1
+        steps = RecoverConfig.model_fields["steps"].default
+        return _fill(workflow, {"recover.steps": (steps, "without a fine-tune")})
+    general, domain = (config.completions(s) * config.limit(s) for s in ("general", "domain"))
     if config.method == "general":
-        tokens = config.completions("general") * config.limit("general")
+        domain, per_period = 0, 1
     else:
-        tokens += config.completions("domain") * config.limit("domain")
-        period += config.general_per_domain
-    steps = min(max(math.ceil(learned / tokens) * period, FEWEST_STEPS), MOST_STEPS)
+        per_period = config.general_per_domain
+    periods = math.ceil(learned / (per_period * general + domain))
+    fewest, most = BOUNDS
+    steps = min(max(periods * (per_period + bool(domain)), fewest), most)
     return _fill(workflow, {"recover.steps": (steps, f"the fine-tune learns from {learned:,} tokens")})
 
 

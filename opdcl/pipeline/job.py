@@ -75,11 +75,11 @@ class Job:
             domain = recover.model_copy(update={"domain": finetune.data})
             workflow = workflow.model_copy(update={"recover": domain})
         workflow, automatic = resolve_for_machine(named_after(workflow, run.path))
-        job = cls(workflow, run, sources, origins={}, automatic={})
-        learned = job.learned_tokens if recover and recover.steps == "auto" and finetune else None
-        workflow, steps = with_steps(workflow, learned)
-        automatic = automatic | steps
-        return cls(workflow, run, sources, {**(origins or {}), **automatic}, automatic)
+        job = cls(workflow, run, sources, {**(origins or {}), **automatic}, automatic)
+        if not recover or recover.steps != "auto":
+            return job
+        workflow, steps = with_steps(workflow, job.learned_tokens if finetune else None)
+        return replace(job, workflow=workflow, origins=job.origins | steps, automatic=automatic | steps)
 
     def _once(self, parts: dict[str, Any], make: Callable[[], T]) -> T:
         """Return what is made of these parts and of `READING`; runs in which all are equal share it."""

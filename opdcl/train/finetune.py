@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 def finetune(
     config: FinetuneConfig,
     rows: Sequence[Example],
-    replay: Sequence[list[int]],
+    general: Sequence[list[int]],
     backbone: Backbone,
     start: Path | None,
     out: StageDir,
@@ -62,14 +62,14 @@ def finetune(
 ) -> None:
     """Train the adapter in `start`, or a new one, on rows; resume from the stage's last checkpoint.
 
-    `replay` holds the token ids of the prompts that base, or the student, answers for replay.
+    `general` holds the token ids of the prompts that base, or the student, answers for replay.
     """
     domain_steps, replay_steps = planned_steps(config, len(rows))
     steps = domain_steps + replay_steps
-    general = Replay(config, replay, replay_steps, backbone, out.replay, report)
+    replay = Replay(config, general, replay_steps, backbone, out.replay, report)
     of_base: list[Example] = []
     if replay_steps and config.replay.author == "base":
-        of_base = general.let_base_write(config.replayed(len(rows)))
+        of_base = replay.let_base_write(config.replayed(len(rows)))
     elif config.replays and not replay_steps:
         report.note("so few rows, with so small a share, make no step of replayed rows: nothing is replayed")
     if start:
@@ -79,9 +79,9 @@ def finetune(
     else:
         model = backbone.new_adapter(config.lora, config.seed)
     domain = lay_out(rows, config.batch_size, domain_steps, config.seed)
-    batches = interleave(domain, general.batches)
+    batches = interleave(domain, replay.batches)
     base_states = read_by_base(config, of_base, backbone, report)
-    callback = StageCallback(StageLog(report, out, steps), backbone, batches, general)
+    callback = StageCallback(StageLog(report, out, steps), backbone, batches, replay)
     trainer = AnswerTrainer(
         backbone,
         Schedule(steps, WARM_UP, "cosine"),

@@ -177,7 +177,7 @@ class Grader:
 
     @torch.no_grad()
     def measure(self, graded: Graded, endings: bool = False, count: Count | None = None) -> Sums:
-        """Return the sums without learning; with `endings`, also those of `missed_ends`.
+        """Return the sums without learning, with each answer's mean KL; with `endings`, also `missed_ends`.
 
         `count` is that of `grade`.
         """
@@ -185,7 +185,11 @@ class Grader:
         for batch in self._micro_batches(graded.rollouts):
             teacher = join([graded.distributions[i] for i in batch.positions])
             student = self._student(batch)
-            _add(sums, batch, self._losses(batch, student, teacher, self._sampler(batch)))
+            losses = self._losses(batch, student, teacher, self._sampler(batch))
+            _add(sums, batch, losses)
+            if not batch.filler:
+                answers = losses.kl.split(batch.lengths)
+                sums["answer_kl"] += sum(answer.mean().double() for answer in answers)
             if endings and not batch.filler:
                 ends_N, missed_N = missed_ends(student, teacher, self.backbone.eos_ids)
                 sums["ends"] += ends_N.sum().double()
@@ -303,11 +307,10 @@ def micro_batches(lengths: Mapping[int, int], tokens: int, padded: bool = True) 
 
 
 def _add(sums: dict[str, Any], batch: MicroBatch, losses: TokenLosses) -> None:
-    """Add a micro-batch's KL and entropies to the sums, and the mean KL of each of its answers."""
+    """Add a micro-batch's KL and entropies to the sums."""
     if batch.filler:
         return
     sums["kl"] += losses.kl.sum().double()
-    sums["answer_kl"] += sum(answer.mean().double() for answer in losses.kl.split(batch.lengths))
     sums["student_entropy"] += losses.student_entropy.sum().double()
     sums["teacher_entropy"] += losses.teacher_entropy.sum().double()
     if batch.route:

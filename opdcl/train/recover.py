@@ -174,7 +174,7 @@ def take_step(recovery: Recovery, optimizer: StudentOptimizer, step: int) -> tup
         return {}, tokens
     values: dict[str, Any] = {"loss": float(loss), "learning_rate": optimizer.rate}
     values |= {"stream": planned.stream, "author": batch.author, **step_metrics(batch, sums)}
-    values |= {"answers": len(batch.rollouts), "graded": tokens, "opening": planned.is_opening}
+    values |= {"answers": len(batch.rollouts), "graded": tokens}
     values["adapter_norm"] = backbone.adapter_norm("student")
     with recovery.clock.part("student"):
         values["grad_norm"] = optimizer.update()

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from safetensors.torch import load_file, save_file
 
 from opdcl import parallel
-from opdcl.config.recover import OPENING_TOKENS, RecoverConfig
+from opdcl.config.recover import RecoverConfig
 from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
 from opdcl.train.kept_texts import KeptTexts
@@ -137,7 +137,7 @@ class RolloutQueue:
         seed = self._seed(index)
         resumed: list[Rollout] = []
         if step.on_policy:
-            resumed, new = self._write_by_student(step, batch, seed)
+            resumed, new = self._write_by_student(step.stream, batch, seed)
         else:
             new = self._write_by_teacher(step.stream, self._prompts(batch), seed)
         self._hand_out(batch, new, resumed)
@@ -149,24 +149,23 @@ class RolloutQueue:
         return self.write(prompts, stream, seed, self.teachers[stream], finished)
 
     def _write_by_student(
-        self, step: Step, batch: list[int], seed: int
+        self, stream: Stream, batch: list[int], seed: int
     ) -> tuple[list[Rollout], list[Rollout]]:
         """Let the student write; return the earlier completions that it has resumed, and the new ones."""
-        stream = step.stream
-        resumed = [] if step.is_opening else self._unfinished.pop(stream, [])
+        resumed = self._unfinished.pop(stream, [])
         partial: dict[str, Any] = {}
-        most = 0 if step.is_opening else self._max_unfinished(stream, batch)
+        most = self._max_unfinished(stream, batch)
         if resumed or most:
             partial = {"unfinished": resumed, "max_unfinished": most}
         prompts = self._prompts(batch)
         rollouts = self.student.complete(
             prompts,
-            max_new_tokens=self._limit(step),
+            max_new_tokens=self.config.limit(stream),
             seed=seed,
             on_finished=self._when_finished("student", stream, len(resumed) + len(prompts)),
             **partial,
         )
-        if unfinished := [r for r in rollouts if not self._is_done(r, step)]:
+        if unfinished := [r for r in rollouts if not self._is_done(r, stream)]:
             self._unfinished[stream] = unfinished
         return rollouts[: len(resumed)], rollouts[len(resumed) :]
 
@@ -175,12 +174,12 @@ class RolloutQueue:
         start = 0
         for i in batch:
             step = self.steps[i]
-            of_step = new[start : start + len(step.asked)]
-            start += len(step.asked)
+            of_step = new[start : start + len(step.prompts)]
+            start += len(step.prompts)
             if i == batch[-1]:
                 of_step += resumed
             if step.on_policy:
-                of_step = [r for r in of_step if self._is_done(r, step)]
+                of_step = [r for r in of_step if self._is_done(r, step.stream)]
             if self._is_rewarded(step.stream):
                 self.reward.judge(of_step)
             self._ahead[i] = of_step
@@ -189,20 +188,15 @@ class RolloutQueue:
         prompts: list[Prompt] = []
         for i in batch:
             step = self.steps[i]
-            prompts += [self.prompts[step.stream][p] for p in step.asked]
+            prompts += [self.prompts[step.stream][p] for p in step.prompts]
         return prompts
 
     def _is_rewarded(self, stream: Stream) -> bool:
         return self.reward is not None and stream == "general"
 
-    def _limit(self, step: Step) -> int:
-        """Return the maximum length of a completion of the student, in tokens."""
-        whole = self.config.limit(step.stream)
-        return min(whole, OPENING_TOKENS) if step.is_opening else whole
-
-    def _is_done(self, rollout: Rollout, step: Step) -> bool:
+    def _is_done(self, rollout: Rollout, stream: Stream) -> bool:
         """Return whether a completion of the student has ended or reached the maximum length."""
-        return rollout.finished or len(rollout.completion_ids) >= self._limit(step)
+        return rollout.finished or len(rollout.completion_ids) >= self.config.limit(stream)
 
     def _max_unfinished(self, stream: Stream, batch: list[int]) -> int:
         """Return how many completions of these steps may stay unfinished: a sixteenth, never all of a step.
@@ -214,8 +208,7 @@ class RolloutQueue:
         config = self.config
         if len(batch) == 1 or config.server or parallel.worker_count() > 1 or self._is_rewarded(stream):
             return 0
-        later = [step for step in self.steps[batch[-1] + 1 :] if step.stream == stream and step.on_policy]
-        if all(step.is_opening for step in later):
+        if not any(step.stream == stream and step.on_policy for step in self.steps[batch[-1] + 1 :]):
             return 0
         sizes = [len(self.steps[i].prompts) for i in batch]
         return min(sum(sizes) // 16, min(sizes) - 1)

@@ -2,19 +2,17 @@
 
 In the first general steps base writes the answers, in the last ones the student; in domain steps tuned does.
 A student near base answers briefly at first, and grading stubs teaches little: base shows the way before the
-student meets its own mistakes (arXiv 2604.13016, 2608.06802). The student's steps may take many prompts,
-and only the openings of their answers, which decide whether a request is answered in the domain's style. The
-two streams never share a step: their gradients counteract in one batch (CaMOPD, arXiv 2605.27115).
+student meets its own mistakes (arXiv 2604.13016, 2608.06802). The two streams never share a step: their
+gradients counteract in one batch (CaMOPD, arXiv 2605.27115).
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
 
-from opdcl.config.recover import OPENINGS, RecoverConfig
+from opdcl.config.recover import RecoverConfig
 from opdcl.types import STREAMS, Step, Stream
 
 # A batch of this many sequences leaves little of the hardware idle.
@@ -31,24 +29,14 @@ def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
         streams.append("domain" if is_domain else "general")
     by_student = {s: iter(students_turns(streams.count(s), config.students_share(s))) for s in STREAMS}
     steps: list[Step] = []
-    opening = share_of(config.on_policy.openings if config.opens else 0.0)
     for stream in streams:
         size = config.completions(stream)
         reward = config.reward if stream == "general" else None
         group = reward.group if reward else 1
         drawn = [next(draws[stream]) for _ in range(size // group)]
         prompts = tuple(prompt for prompt in drawn for _ in range(group))
-        openings: tuple[int, ...] = ()
-        if stream == "general" and next(opening):
-            openings = tuple(next(draws[stream]) for _ in range(OPENINGS * size))
-        steps.append(Step(stream, prompts, next(by_student[stream]), openings))
+        steps.append(Step(stream, prompts, next(by_student[stream])))
     return steps
-
-
-def share_of(share: float) -> Iterator[bool]:
-    """Yield without end whether an item belongs to a share of all, which is spread evenly."""
-    for item in itertools.count():
-        yield math.floor((item + 1) * share) > math.floor(item * share)
 
 
 def students_turns(steps: int, share: float) -> list[bool]:
@@ -70,17 +58,13 @@ def sampled_together(config: RecoverConfig, steps: Sequence[Step], index: int, d
     """
     step, ahead = steps[index], config.sample_ahead
     if not step.on_policy and not dynamic:
-        ahead = max(ahead, FULL_BATCH // len(step.asked))
+        ahead = max(ahead, FULL_BATCH // len(step.prompts))
     end = len(steps)
     if not step.on_policy and config.hands_over(step.stream):
         end = (index // config.validate_every + 1) * config.validate_every
     together: list[int] = []
     for i, other in enumerate(steps[index:end], index):
-        if (other.stream, other.on_policy, other.is_opening) == (
-            step.stream,
-            step.on_policy,
-            step.is_opening,
-        ):
+        if (other.stream, other.on_policy) == (step.stream, step.on_policy):
             together.append(i)
     return together[:ahead]
 

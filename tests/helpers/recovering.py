@@ -115,7 +115,6 @@ def make_trainer(backbone, folder, **settings):
     """Return queue, grader and model of four short steps: base teaches general prompts, tuned domain ones."""
     short = {"steps": 4, "rollouts": 2, "max_new_tokens": 6, "general_per_domain": 3}
     on_policy = {} if settings.get("lmbda") == 0 else {"lmbda": 1.0}
-    on_policy |= {"on_policy": {"openings": 0.0}}
     config = RecoverConfig(**short | {"micro_batch_tokens": 2048} | on_policy | settings)
     prompts = {"general": [Prompt([*PROMPT, 9])] * 3, "domain": [Prompt([*PROMPT, 8])] * 3}
     teachers = {"general": {"": Teacher(backbone, "base")}, "domain": {"": Teacher(backbone, "tuned")}}

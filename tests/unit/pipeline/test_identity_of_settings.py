@@ -116,7 +116,6 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "recover.lmbda": ("0.25",),
     "recover.on_policy.domain": ("true",),
     "recover.on_policy.reverse": ("0.5",),
-    "recover.on_policy.openings": ("0.5",),
     "recover.sample_ahead": ("1",),
     "recover.max_new_tokens": ("7",),
     "recover.domain_max_new_tokens": ("7",),

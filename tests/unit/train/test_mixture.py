@@ -12,8 +12,7 @@ from opdcl.data.prompts import GROUPS, encode_stream, read_mixture, read_recover
 from opdcl.errors import UsageError
 
 # 12 general steps with 8 prompts each.
-WHOLE = {"openings": 0.0}
-DRAWN, STEPS = 96, {"steps": 24, "rollouts": 8, "validation_prompts": 8, "on_policy": WHOLE}
+DRAWN, STEPS = 96, {"steps": 24, "rollouts": 8, "validation_prompts": 8}
 
 
 def prompts(name, count, text="Why is {} like number {}?"):

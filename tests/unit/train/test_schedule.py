@@ -4,7 +4,6 @@ import math
 from collections import Counter
 
 import pytest
-from pydantic import ValidationError
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.data.prompts import prompts_drawn
@@ -28,7 +27,7 @@ def test_without_domain_prompts_every_step_is_general():
 def test_each_stream_goes_through_all_its_prompts_before_it_repeats_one():
     steps = schedule(general=8, domain=6, steps=24, general_per_domain=1, domain_rollouts=3)
     for stream, count in (("general", 8), ("domain", 6)):
-        prompts = [p for step in steps if step.stream == stream for p in step.prompts + step.openings]
+        prompts = [p for step in steps if step.stream == stream for p in step.prompts]
         epochs = [prompts[i : i + count] for i in range(0, len(prompts), count)]
         assert all(set(Counter(epoch).values()) == {1} for epoch in epochs)
         assert {len(epoch) for epoch in epochs} == {count}
@@ -80,30 +79,6 @@ def turns(stream="general", **settings):
 )
 def test_the_student_writes_the_last_general_steps(lmbda, expected):
     assert turns(steps=12, lmbda=lmbda) == expected
-
-
-@pytest.mark.parametrize(
-    ("share", "expected"), [(0.0, "wwwwww"), (0.34, "wwowwo"), (0.5, "wowowo"), (1.0, "oooooo")]
-)
-def test_a_share_of_the_students_steps_has_openings_of_more_answers(share, expected):
-    steps = schedule(general=500, steps=12, lmbda=1, on_policy={"openings": share})
-    general = [step for step in steps if step.stream == "general"]
-    assert "".join("o" if step.is_opening else "w" for step in general) == expected
-    assert {len(step.asked) for step in general} == {16 if kind == "o" else 4 for kind in expected}
-    asked = [number for step in general for number in step.asked]
-    assert len(set(asked)) == len(asked)
-
-
-def test_where_a_teacher_writes_there_are_no_openings():
-    half = {"on_policy": {"openings": 0.5}}
-    steps = schedule(steps=12, lmbda="auto", **half)
-    assert any(step.openings for step in steps)
-    assert not any(step.is_opening for step in steps)
-    reward = {"reward": {"suite": "s"}, "lmbda": 1, "keep": "last", "rollouts": 8}
-    for settings in ({"lmbda": 0}, {"method": "replay"}, {"method": "interpolate"}, reward):
-        assert not any(step.openings for step in schedule(**{"steps": 96} | settings)), settings
-        with pytest.raises(ValidationError, match="unless the student writes general answers"):
-            schedule(**{"steps": 96} | settings | half)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 16, 97])

@@ -6,7 +6,6 @@ from helpers.near import ROUNDING, relative_error
 from helpers.recovering import PROMPT, Silent, make_trainer
 
 from opdcl.config.finetune import LoraSection
-from opdcl.config.recover import OPENING_TOKENS
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.forward import answer_ids, answer_states
 from opdcl.rundir.layout import StageDir
@@ -254,7 +253,9 @@ def test_stored_teacher_distributions_give_the_same_grade(trainer, tokens):
     assert direct["kl"] > 0
     del direct["loss"]
     grader.micro_batch_tokens = tokens
-    assert grader.measure(graded) == pytest.approx(direct, rel=1e-4)
+    measured = grader.measure(graded)
+    assert measured.pop("answer_kl") > 0  # which learning does not need
+    assert measured == pytest.approx(direct, rel=1e-4)
 
 
 def sampled(trainer):
@@ -327,30 +328,3 @@ def test_a_sequence_too_long_for_memory_is_an_error_with_a_hint(trainer, memory_
     with pytest.raises(OpdclError, match="does not fit") as caught:
         learn_from_first_step(trainer)
     assert "max_new_tokens" in caught.value.hint
-
-
-def test_openings_are_short_and_many_and_whole_answers_go_on_beside_them(backbone, tmp_path, monkeypatch):
-    monkeypatch.setattr(decode, "WORTH_LEAVING", 2)
-    backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
-    backbone.eos_ids = list(range(0, backbone.causal_lm.config.vocab_size, 40))
-    settings = {"steps": 8, "rollouts": 24, "sample_ahead": 2, "max_new_tokens": 30, "general_per_domain": 7}
-    trainer = make_trainer(backbone, tmp_path, **settings, on_policy={"openings": 0.5})
-    queue, whole = trainer.queue, []
-    for index, step in enumerate(queue.steps[:-1]):
-        rollouts = queue.take(index).rollouts
-        if step.is_opening:
-            assert len(rollouts) == 96
-            assert all(r.finished or len(r.completion_ids) == OPENING_TOKENS for r in rollouts)
-        else:
-            assert all(r.finished or len(r.completion_ids) == 30 for r in rollouts)
-            whole += rollouts
-    assert [step.is_opening for step in queue.steps] == [False, True] * 3 + [False, False]
-    assert len(whole) == len(set(map(id, whole))) == 24 * 4
-    assert max(len(r.completion_ids) for r in whole) == 30
-
-
-def test_openings_of_a_shorter_limit_are_no_longer_than_it(backbone, tmp_path):
-    backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
-    backbone.eos_ids = []
-    queue = make_trainer(backbone, tmp_path, on_policy={"openings": 1.0}).queue
-    assert {len(r.completion_ids) for r in queue.take(0).rollouts} == {6}
