@@ -40,16 +40,23 @@ BROKEN_MODEL = 4.0
 Notify = Callable[[str], None]
 
 
-class SecondModel(Teacher):
-    """Another model with the same tokenizer."""
+class Elsewhere(Teacher):
+    """A frozen model that is no state of the backbone, so its texts are not kept between runs."""
 
-    def __init__(self, backbone: Backbone, model: PreTrainedModel):
+    def __init__(self, backbone: Backbone):
         super().__init__(backbone, "base")
-        self.model = model
 
     @property
     def frozen_state(self) -> None:
         """None: what writes is no state of the backbone."""
+
+
+class SecondModel(Elsewhere):
+    """Another model with the same tokenizer."""
+
+    def __init__(self, backbone: Backbone, model: PreTrainedModel):
+        super().__init__(backbone)
+        self.model = model
 
     @property
     def head_VH(self) -> torch.Tensor:
@@ -65,16 +72,12 @@ class SecondModel(Teacher):
             yield self.model
 
 
-class RemoteTeacher(Teacher):
+class RemoteTeacher(Elsewhere):
     """A model on a server, which is asked for its distribution as soon as a completion is whole."""
 
     def __init__(self, backbone: Backbone, server: Server):
-        super().__init__(backbone, "base")
+        super().__init__(backbone)
         self.server = server
-
-    @property
-    def frozen_state(self) -> None:
-        """None: what writes is no state of the backbone."""
 
     def complete(self, prompts: Sequence[Prompt], **options: Any) -> list[Rollout]:
         def request() -> list[Rollout]:
