@@ -5,6 +5,8 @@
 - frontier.svg: what is kept against what is learned, of every arm of frontier.json. The recovery, and replay
   with the recovery, have the 95 % interval over the eight seeds of decided.json beside their point on the
   seed of frontier.json.
+- dose.svg: the distance to base of replays in frontier.json, and of recoveries in decided.json with their
+  intervals, by the general answers on which base's distribution was shown, and by the seconds of training.
 - rounds.svg: five domains in a row by rounds.json, with the original and with the last model as teacher, and
   what each fine-tune had left of earlier domains. Bars are 95 % intervals over questions or requests.
 """
@@ -13,12 +15,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 import matplotlib
 
 matplotlib.use("svg")
+from arm_tables import general_answers
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
@@ -78,7 +81,7 @@ def main() -> None:
 def draw(folder: Path) -> None:
     """Write all pictures into a folder."""
     matplotlib.rcParams |= {"svg.hashsalt": "opdcl", "svg.fonttype": "none", "font.size": 10}
-    for name, figure in {"frontier": frontier(), "rounds": rounds()}.items():
+    for name, figure in {"frontier": frontier(), "dose": dose(), "rounds": rounds()}.items():
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None, "Creator": None})
 
 
@@ -105,6 +108,43 @@ def frontier() -> Figure:
     axes.set_ylabel("instructions followed, %")
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     return figure
+
+
+def dose() -> Figure:
+    figure, both = pyplot.subplots(1, 2, figsize=(8, 3.6), layout="constrained", sharey=True)
+    rows = {row["arm"]: row for row in read("frontier")["rows"]}
+    of_seeds = {arm: [row for row in read("decided")["rows"] if row["arm"] == arm] for arm in MEANS}
+    for axes, amount in zip(both, (general_answers, seconds), strict=True):
+        for replay in ("replay in the fine-tune, 4 epochs", "8 epochs"):
+            colour, shape, arms = LINES[replay]
+            x, y = [amount(rows[arm]) for arm in arms], [distance(rows[arm]) for arm in arms]
+            axes.plot(x, y, color=colour, marker=shape, linewidth=1, label=replay)
+            for label, place in zip(arms.values(), zip(x, y, strict=True), strict=True):
+                axes.annotate(label, place, (5, 5), textcoords="offset points", fontsize=8, color=colour)
+        for arm, found in of_seeds.items():
+            name, colour = MEANS[arm]
+            y = [distance(row) for row in found]
+            bar = student(TWO_SIDED, len(y) - 1) / len(y) ** 0.5 * stdev(y)
+            style = {"fmt": "*", "markersize": 13, "color": colour, "capsize": 3}
+            label = f"{name}, {len(y)} seeds"
+            axes.errorbar(median(amount(row) for row in found), fmean(y), bar, label=label, **style)
+        axes.set(xscale="log", yscale="log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_major_formatter("{x:g}")
+    both[0].set(xlabel="general answers shown", ylabel="distance to base, nats")
+    both[1].set(xlabel="seconds of training", xticks=[20, 40, 100])
+    both[1].xaxis.set_minor_formatter("")
+    lines = both[0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    return figure
+
+
+def seconds(row: dict[str, Any]) -> float:
+    return sum(row["stages"].get(stage, 0.0) for stage in ("finetune", "recover"))
+
+
+def distance(row: dict[str, Any]) -> float:
+    return row["closeness"]["distance"][end_of(row)]["value"]
 
 
 def rounds() -> Figure:

@@ -114,6 +114,11 @@ def piece(run: Path) -> dict[str, Any]:
     row["stages"] = {
         stage: spent["seconds"] for stage, spent in summary["cost"].items() if "seconds" in spent
     }
+    row["dose"] = {
+        stage: {key: spent[key] for key in ("graded", "parts") if key in spent}
+        for stage, spent in summary["cost"].items()
+        if "graded" in spent
+    }
     row["verdict"] = summary["verdict"]
     if near := summary["closeness"]:
         row["closeness"] = {key: near[key] for key in ("n", "value", "low", "high", "floor", "writing")}
