@@ -53,11 +53,13 @@ class ReplaySection(Section):
     """Replay: general prompts with answers of at most 128 tokens. At each of these the student learns base's
     whole distribution."""
 
-    unused = (("prompts author", lambda s: s.share == 0, "unless replay.share is above 0"),)
+    unused = (("most prompts author", lambda s: s.share == 0, "unless replay.share is above 0"),)
 
     share: Annotated[float, Field(ge=0, le=0.99)] = 0.7
     """Share of all rows that are replayed; 0: none. They come on top of the domain's rows: with 0.7 there are
     a little more than three times as many steps, and base writes seven answers for three of your rows."""
+    most: Positive = 2000
+    """The most rows that are replayed, whatever the share asks for: base writes an answer for each."""
     prompts: str = Field(default="everyday", min_length=1)
     """General prompts: `everyday` (shipped), a file, or a Hub dataset."""
     author: Literal["base", "student"] = "base"
@@ -130,4 +132,4 @@ class FinetuneConfig(Section):
     def replayed(self, rows: int) -> int:
         """Return how many rows are replayed beside this many of the domain."""
         share = self.replay.share
-        return round(rows * share / (1 - share)) if self.replays else 0
+        return min(round(rows * share / (1 - share)), self.replay.most) if self.replays else 0

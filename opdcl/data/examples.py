@@ -139,6 +139,10 @@ def read_examples(
     if not encoded:
         reasons = "; ".join(notes)
         raise UsageError(f"{config.data} has no row to learn from: {reasons}", "raise finetune.max_length")
+    most = config.replay.most
+    share = most / (most + len(encoded))
+    if config.replayed(len(encoded)) == most and share < config.replay.share:
+        notes.append(f"{most:,} rows are replayed, {share:.0%} of all: finetune.replay.most allows no more")
     return Examples(used, notes, encoded, longest, _replayed(replay, limit, tokenizer, notes))
 
 

@@ -89,6 +89,7 @@ REWARD = {"reward": {"suite": "instructions_train"}, "keep": "last", "lmbda": 1.
         ({"finetune": DISTILL | {"replay": {"share": 0.1}}}, "finetune.replay"),
         ({"finetune": {"data": "d", "replay": {"share": 0, "prompts": "p"}}}, "finetune.replay.prompts"),
         ({"finetune": {"data": "d", "replay": {"share": 0, "author": "student"}}}, "finetune.replay.author"),
+        ({"finetune": {"data": "d", "replay": {"share": 0, "most": 9}}}, "finetune.replay.most"),
         ({"start": "runs/x", "finetune": {"data": "d", "lora": {"r": 8}}}, "finetune.lora"),
     ],
 )

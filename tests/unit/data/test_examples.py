@@ -44,6 +44,18 @@ def test_long_rows_are_refused_together_with_their_number_the_first_and_the_long
         read(ROWS[:2])
 
 
+def test_a_large_data_set_replays_no_more_than_is_allowed_and_says_so(read):
+    rows = [row(number, "Nine") for number in range(9)]
+
+    def notes_of(most: int) -> list[str]:
+        config = FinetuneConfig(data="rows.jsonl", replay={"share": 0.7, "most": most})
+        assert config.replayed(9) == most
+        return read_examples(with_answers(rows, config), config, read.tokenizer, [row(1, None)], None).notes
+
+    assert notes_of(21) == []  # exactly as many as the share asks for
+    assert notes_of(5) == ["5 rows are replayed, 36% of all: finetune.replay.most allows no more"]
+
+
 def test_prompts_to_replay_that_leave_no_room_for_an_answer_are_counted(read):
     replay = [row(1, None), row(2, None, "word " * 40)]
     assert len(read(ROWS[:1], replay, 400).replay) == 2
