@@ -208,7 +208,6 @@ def reached() -> str:
     models = {
         "base": ("half", "base"),
         "tuned, plain": ("half", "tuned"),
-        "tuned at partial strength": ("start-alone", "recovered"),
         "**recovered**": ("half", "recovered"),
         "tuned with 30 % replay": ("mix-kl", "tuned"),
         "**30 % replay, then recovered**": ("mix-kl-then", "recovered"),
