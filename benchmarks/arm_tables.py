@@ -211,7 +211,7 @@ def reached() -> str:
         "**recovered**": ("half", "recovered"),
         "tuned with 30 % replay": ("mix-kl", "tuned"),
         "**30 % replay, then recovered**": ("mix-kl-then", "recovered"),
-        "**tuned with 70 % replay, the default**; 4 seeds, CPU, 100 prompts": ("mix-70", "tuned"),
+        "**tuned with 70 % replay, the default**": ("mix-70", "tuned"),
     }
     table = []
     for name, (arm, state) in models.items():
@@ -220,10 +220,12 @@ def reached() -> str:
         suites = ("instructions_quick", "handbook_quick")
         skill, domain = (fmean(scores(rows, suite, state)) for suite in suites)
         end = "" if state == end_of(rows[0]) else state
-        table.append([name, f"{skill:.0f} %", f"{domain:.0f} %", f"{near:.2f}", *effort(rows, end)])
-    columns = [f"model, {seeds_of(len(arms['half']))}", "instructions followed", "handbook known"]
-    columns += ["distance to base, nats", "general answers graded", "training"]
-    return rows_of(columns, table)
+        where = "100 prompts, CPU" if arm == "mix-70" else "300 prompts, H200"
+        measured = f"{seeds_of(len(rows))}, {where}"
+        cells = [f"{skill:.0f} %", f"{domain:.0f} %", f"{near:.2f}", *effort(rows, end), measured]
+        table.append([name, *cells])
+    columns = ["model", "instructions followed", "handbook known", "distance to base, nats"]
+    return rows_of([*columns, "general answers graded", "training in all", "measured with"], table)
 
 
 def written_by(row: dict[str, Any], state: str) -> tuple[float, float]:
