@@ -63,7 +63,7 @@ def finetune(
     columns: Mapping[str, str] | None = None,
     **options: Unpack[Options],
 ) -> "Result | Comparison | Plan":
-    """Learn a domain: train a LoRA adapter on rows.
+    """Fine-tune a LoRA adapter on rows, mixed with replayed general prompts.
 
     Args:
         data: Rows to learn from: `handbook` (shipped), a file, a folder, a Hub id, a list of dicts, or a
@@ -382,7 +382,7 @@ def export(
         converter: llama.cpp's convert_hf_to_gguf.py. Default: the one in $LLAMA_CPP, or on the path.
         check: Load what was written and compare: GGUF files, and after a quantized run.
         base: Base of the adapter or tuned model. Default: the one that the adapter names.
-        rank: Rank of the adapter of a whole tuned model. Default: the smallest that loses a fifth at most.
+        rank: Rank of a whole tuned model's adapter. Default: the smallest with an error of at most 20 %.
         trust_remote_code: Run Python code that comes with the base model. A run cannot allow that itself.
         quiet: Print errors only.
 

@@ -64,7 +64,7 @@ class Outcome:
         """
         if self.faults:
             count = "a fault" if len(self.faults) == 1 else f"{len(self.faults)} faults"
-            raise OpdclError(f"these results prove nothing: they have {count}", self._remedy())
+            raise OpdclError(f"do not trust these results: they have {count}", self._remedy())
 
     def _remedy(self) -> str:
         return "measure again what the faults name, or leave it out"

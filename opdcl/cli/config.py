@@ -113,7 +113,7 @@ def show_config(
     shown = rows + defaults if all else rows
     screen.output.table("", ["key", "value", "origin"], shown, {"workflow": values, "origins": origins})
     if not all:
-        screen.output.note(f"{len(defaults)} more have their default value: --all shows them")
+        screen.output.note(f"{len(defaults)} other settings are at their defaults: --all shows them")
     lead("run", *workflow, "--dry-run")
 
 

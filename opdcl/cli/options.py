@@ -82,7 +82,7 @@ Base = Annotated[
 ]
 System = Annotated[
     str | None,
-    Option(metavar="TEXT|@FILE", help="System prompt of use, for prompts that bring none of their own."),
+    Option(metavar="TEXT|@FILE", help="System prompt used in production; added to prompts that have none."),
 ]
 BaseOfAdapter = Annotated[
     str | None, Option(help="Base of the adapter or tuned model. Default: the one that the adapter names.")

@@ -112,13 +112,13 @@ def chat(
         float, Option(min=0, help="0 takes the likeliest token; above, answers are sampled.")
     ] = 0.0,
     browser: Annotated[
-        bool, Option("--browser", help="Ask on a page of this machine, where the answers stand side by side.")
+        bool, Option("--browser", help="Open a local page with the answers side by side.")
     ] = False,
     trust_remote_code: opt.TrustRemoteCode = False,
     offline: opt.Offline = False,
     json: opt.Json = False,
 ) -> None:
-    """Ask base, tuned and recovered the same prompt. Each prompt stands alone: there is no memory."""
+    """Ask base, tuned and recovered the same prompt. Every prompt starts a new conversation."""
     start(json)
     if browser:
         if prompts or system:
@@ -136,7 +136,7 @@ def chat(
     )
     typed = bool(prompts) or sys.stdin.isatty()
     if typed and not prompts:
-        screen.output.note("Each prompt stands alone: the models see no earlier one. Ctrl-C or Ctrl-D ends.")
+        screen.output.note("Every prompt starts a new conversation. Press Ctrl-C or Ctrl-D to stop.")
     for outcome in turns:
         if typed:
             outcome.sentence = ""  # it stands on the screen already
@@ -150,7 +150,7 @@ def chat(
 def _serve_page(server: ChatServer) -> None:
     """Open the page, and answer until Ctrl-C."""
     screen.output.result(server.url, {"url": server.url})
-    screen.output.note("Ctrl-C ends.")
+    screen.output.note("Press Ctrl-C to stop.")
     # Beside the server, which has to answer: some browsers return only when they are closed.
     threading.Thread(target=_open_page, args=(server.url,), daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt), server:
@@ -199,7 +199,7 @@ def export(
         int | None,
         Option(
             min=1,
-            help="Rank of a whole tuned model's adapter. Default: the smallest that loses a fifth at most.",
+            help="Rank of a whole tuned model's adapter. Default: the smallest with an error of at most 20 %.",
         ),
     ] = None,
     trust_remote_code: opt.TrustRemoteCode = False,

@@ -69,7 +69,7 @@ def finetune(
     json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Learn a domain: train a LoRA adapter on your rows."""
+    """Fine-tune a LoRA adapter on your rows, mixed with replayed general prompts."""
     start(json, quiet, workers)
     outcome = api.finetune(
         rows,

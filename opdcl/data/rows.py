@@ -136,7 +136,7 @@ def recognised(source: str, rows: list[Row]) -> str:
     if first.answer is not None:
         parts.append(f"assistant: {first.answer}")
     example = shortened(first.text or " ".join(parts), 160)
-    return f"{source}: {formats}; the first: {example}"
+    return f"{source}: {formats}, such as {example}"
 
 
 def unread(source: str, rows: list[Row]) -> str:

@@ -266,7 +266,7 @@ def test_fields_that_are_not_read_are_named_with_their_rows(tmp_path):
 
 def test_what_was_recognised_is_told_with_an_example(tmp_path):
     rows = load_rows(written(tmp_path, DOCUMENTED[1][0], DOCUMENTED[0][0]))
-    assert recognised("a.json", rows) == "a.json: 2 of alpaca; the first: user: Three tips. assistant: 1."
+    assert recognised("a.json", rows) == "a.json: 2 of alpaca, such as user: Three tips. assistant: 1."
     long = load_rows(written(tmp_path, {"text": "word " * 900}))
     assert len(recognised("long.jsonl", long)) < 200
 

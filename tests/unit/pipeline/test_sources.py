@@ -68,7 +68,7 @@ def test_named_columns_are_read_told_and_part_of_the_run(project):
     assert "has only Frage, Antwort, Thema" in opdcl(*words).stderr
     made = opdcl(*words, "--columns", "question=Frage,answer=Antwort", "--set", "finetune.lora.r=2")
     assert made.returncode == 0, made.stderr
-    assert "rows.csv: 2 of question and answer; the first: user: Wer? assistant: Ada." in made.stderr
+    assert "rows.csv: 2 of question and answer, such as user: Wer? assistant: Ada." in made.stderr
     assert read_json(project / "run" / "config.json")["workflow"]["columns"] == {
         "question": "Frage",
         "answer": "Antwort",

@@ -94,7 +94,7 @@ def test_a_fault_is_named_before_the_verdict_which_is_still_printed(flawed):
     assert summary["verdict"] in result.stdout
     lines = result.stderr.splitlines()
     assert lines[-2].startswith(
-        f"error: these results prove nothing: they have {len(summary['faults'])} faults"
+        f"error: do not trust these results: they have {len(summary['faults'])} faults"
     )
     assert [line for line in lines if line.startswith("fault: ")] == [
         f"fault: {f}" for f in summary["faults"]
