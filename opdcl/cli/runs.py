@@ -199,7 +199,7 @@ def export(
         int | None,
         Option(
             min=1,
-            help="Rank of a whole tuned model's adapter. Default: the smallest with an error of at most 20 %.",
+            help="Rank of a full fine-tune's adapter. Default: the smallest with an error of at most 20 %.",
         ),
     ] = None,
     trust_remote_code: opt.TrustRemoteCode = False,
