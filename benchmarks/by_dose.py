@@ -1,61 +1,74 @@
-"""The tables of benchmarks/equal.yaml: recovery and replay of as many general answers."""
+"""Tables of comparisons that tell an arm's dose: benchmarks/equal.yaml, larger.yaml and documents.yaml.
+
+Intervals are over prompts. Base and a plain fine-tune are those of the first run that was made of each seed.
+"""
 
 from __future__ import annotations
 
-from statistics import fmean
 from typing import Any
 
+import numpy as np
 from arm_tables import effort, written_by
-from page_cells import NOT_MEASURED, end_of, of_seeds, read, rows_of, unbroken
+from one_seed import NATS, PERCENT, name_of, share
+from page_cells import NOT_MEASURED, end_of, from_json, read, rows_of, unbroken
 
+from opdcl.results.format import Unit, interval
+from opdcl.results.intervals import difference
+
+POINTS = Unit("{:+.0f}", 100)
+
+# Of each record: what base's and the first run's tuned model are called, and its arms.
 ARMS = {
-    "recovered": "**a plain fine-tune, then a recovery of 64 steps**",
-    "off": "the same, base writes all answers",
-    "replay-256": "a fine-tune with 23 % replay, no recovery",
+    "equal": {
+        "tuned": "a plain fine-tune",
+        "recovered": "**the same, then a recovery of 64 steps**",
+        "off": "the same recovery, base writes all answers",
+        "replay-256": "a fine-tune with 23 % replay, no recovery",
+    },
+    "larger": {"tuned": "a plain fine-tune", "larger": "**the same, then a recovery of 48 steps**"},
+    "documents": {
+        "documents": "the documents alone",
+        "documents-then": "the same, then a recovery of 32 steps",
+        "mix": "the documents and 30 % replay",
+        "mix-then": "the same, then a recovery of 32 steps",
+    },
 }
 PAIRS = {
     "recovery - replay": ("recovered", "replay-256"),
-    "the student's half - base alone": ("recovered", "off"),
+    "the student writes half - base writes all": ("recovered", "off"),
 }
-DIGITS = (2, 0, 0, 0, 0)
-"""Of the figures that `measured` returns."""
 
 
-def equal() -> str:
-    """Return what recovery and replay reach with as many general answers, beside base and tuned."""
-    rows = read("equal").get("rows", [])
-    plain = [row for row in rows if row["arm"] == "recovered"]
-    if not plain:
+def one_seed(record: str) -> str:
+    """Return what each arm of a record reached: dose, time, distance, scores, length and ends."""
+    rows, names = read(record).get("rows", []), ARMS[record]
+    if not rows:
         return NOT_MEASURED
-    table = [line("base", plain, "base"), line("a plain fine-tune", plain, "tuned")]
-    for arm, words in ARMS.items():
-        found = [row for row in rows if row["arm"] == arm]
-        if found:
-            table.append(line(words, found, ""))
-    return rows_of(["model", "seeds", "general answers", "training", *columns(plain)], unbroken(table, 1))
-
-
-def equal_pairs() -> str:
-    """Return the differences of arms on the same seeds and prompts."""
-    found = {(row["arm"], row["seed"]): row for row in read("equal").get("rows", [])}
+    several = len({row["seed"] for row in rows}) > 1
     table = []
-    for words, (first, second) in PAIRS.items():
-        seeds = [seed for arm, seed in found if arm == first and (second, seed) in found]
-        differences = []
-        for seed in seeds:
-            ours, theirs = (gaps(found[arm, seed]) for arm in (first, second))
-            differences.append([a - b for a, b in zip(ours, theirs, strict=True)])
-        if seeds:
-            table.append([words, str(len(seeds)), *cells(differences)])
-    names = ["distance, nats", "instructions, %", "handbook, %", "tokens, gap to base"]
-    names.append("ends, gap to base, points")
-    return rows_of(["first - second", "seeds", *names], unbroken(table, 1)) if table else NOT_MEASURED
+    for seed in sorted({row["seed"] for row in rows}):
+        of_seed = {row["arm"]: row for row in rows if row["seed"] == seed}
+        first = next(of_seed[arm] for arm in names if arm in of_seed)
+        shown = [("base", first, "base")]
+        if "tuned" in names:
+            shown.append((names["tuned"], first, "tuned"))
+        shown += [(names[arm], of_seed[arm], end_of(of_seed[arm])) for arm in names if arm in of_seed]
+        for words, row, state in shown:
+            table.append([words + f", seed {seed}" * several, *cells_of(row, state)])
+    domain = name_of(rows[0], "domain").removesuffix("_quick")
+    columns = ["model", "general answers", "training", "distance, nats", "instructions, %", f"{domain}, %"]
+    return rows_of([*columns, "tokens", "answers that end, %"], unbroken(table, 1))
 
 
-def line(words: str, rows: list[dict[str, Any]], state: str) -> list[str]:
-    """Return the line of a model: base or tuned of these runs, or the model at their ends."""
-    spent = ["0", ""] if state == "base" else [f"{answers_of(rows[0], state):,}", effort(rows, state)[1]]
-    return [words, str(len(rows)), *spent, *cells([measured(row, state or end_of(row)) for row in rows])]
+def cells_of(row: dict[str, Any], state: str) -> list[str]:
+    if state == "base":
+        spent = ["", ""]
+    else:
+        spent = [f"{answers_of(row, state):,}", effort([row], "" if state == end_of(row) else state)[1]]
+    distance = interval(from_json(row["closeness"]["distance"][state]), NATS) if state != "base" else "0.00"
+    scores = [interval(share(row, [name_of(row, role)], state), PERCENT) for role in ("retention", "domain")]
+    length, ends = written_by(row, state)
+    return [*spent, distance, *scores, f"{length:.0f}", f"{ends:.0f}"]
 
 
 def answers_of(row: dict[str, Any], state: str) -> int:
@@ -64,25 +77,28 @@ def answers_of(row: dict[str, Any], state: str) -> int:
     return sum(of["answers"] for dose in stages for of in dose["graded"].get("general", {}).values())
 
 
-def columns(rows: list[dict[str, Any]]) -> list[str]:
-    length, ends = (fmean(of) for of in zip(*(written_by(row, "base") for row in rows), strict=True))
-    names = ["distance, nats", "instructions, %", "handbook, %"]
-    return [*names, f"tokens, base {length:.0f}", f"answers that end, %, base {ends:.0f}"]
+def equal_pairs() -> str:
+    """Return the differences of two arms of benchmarks/equal.yaml, on the same seed and prompts."""
+    found = {(row["arm"], row["seed"]): row for row in read("equal").get("rows", [])}
+    table = []
+    for words, (first, second) in PAIRS.items():
+        for seed in sorted(seed for arm, seed in found if arm == first and (second, seed) in found):
+            ours, theirs = found[first, seed], found[second, seed]
+            near = [values(row, "distance") for row in (ours, theirs)]
+            cells = [interval(difference(*near), Unit("{:+.2f}"))]
+            far = [f"{100 * (one > 1).mean():.0f}" for one in near]
+            for role in ("retention", "domain"):
+                cells.append(interval(difference(*(values(row, role) for row in (ours, theirs))), POINTS))
+            table.append([words, str(seed), cells[0], " / ".join(far), *cells[1:]])
+    columns = ["first - second", "seed", "distance, nats", "requests above 1 nat, %"]
+    columns += ["instructions, points", "handbook, points"]
+    return rows_of(columns, unbroken(table, 1)) if table else NOT_MEASURED
 
 
-def cells(figures: list[list[float]]) -> list[str]:
-    return [of_seeds([*of], digits) for of, digits in zip(zip(*figures, strict=True), DIGITS, strict=True)]
-
-
-def measured(row: dict[str, Any], state: str) -> list[float]:
-    """Return a state's distance, instructions, handbook, length and ends."""
-    score_of = {suite["role"]: 100 * suite[state] for suite in row["suites"].values()}
-    distance = row["closeness"]["distance"][state]["value"] if state != "base" else 0.0
-    return [distance, score_of["retention"], score_of["domain"], *written_by(row, state)]
-
-
-def gaps(row: dict[str, Any]) -> list[float]:
-    """Return what `measured` does of the run's end, but of length and ends how far they lie from base's."""
-    *scores, length, ends = measured(row, end_of(row))
-    base_length, base_ends = written_by(row, "base")
-    return [*scores, abs(length - base_length), abs(ends - base_ends)]
+def values(row: dict[str, Any], what: str) -> np.ndarray:
+    """Return a number for each prompt: the distance to base, or the scores of the suite of a role."""
+    state = end_of(row)
+    if what == "distance":
+        suite = next(name for name, of in row["prompts"].items() if "distance" in of.get(state, {}))
+        return np.array(row["prompts"][suite][state]["distance"])
+    return np.array(row["prompts"][name_of(row, what)][state]["score"])

@@ -20,6 +20,7 @@ from arm_tables import (
     starts,
     streams,
 )
+from by_dose import equal_pairs, one_seed
 from one_seed import contradictions, rounds, systems
 from page_cells import HERE, NOT_MEASURED, ratio, read, rows_of, score, seeds_of, suite_words, unbroken
 
@@ -237,6 +238,10 @@ TABLES = {
     "decided": decided,
     "frontier": frontier,
     "decided-pairs": lambda: pairs(["decided"], DECIDED_PAIRS, SCORES),
+    "equal": lambda: one_seed("equal"),
+    "equal-pairs": equal_pairs,
+    "larger": lambda: one_seed("larger"),
+    "documents": lambda: one_seed("documents"),
     "replay": replayed,
     "people": people,
     "replay-pairs": lambda: pairs(["start", "replay"], REPLAY_PAIRS, SCORES),
