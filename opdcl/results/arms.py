@@ -16,7 +16,18 @@ import numpy as np
 
 from opdcl.errors import UsageError
 from opdcl.results import closeness, stats, writing
-from opdcl.results.board import Board, Column, cells, compared, faults_by_run, notes_by_run, pool, seed_notes
+from opdcl.results.board import (
+    Board,
+    Column,
+    cells,
+    compared,
+    faults_by_run,
+    notes_by_run,
+    pool,
+    scores_of,
+    seed_notes,
+)
+from opdcl.results.closeness import Closeness
 from opdcl.results.format import CHANGE, NATS, SHARE, cell, interval, metric_words
 from opdcl.results.intervals import Estimate
 from opdcl.results.origins import START, as_key, without_seed
@@ -54,12 +65,12 @@ class Arms(Board):
 
     @property
     def finished(self) -> list[Column]:
-        return [arm for arm in self.columns if not any(run.missing for run in pooled(arm.members))]
+        return [arm for arm in self.columns if not any(run.missing for run in arm.pooled)]
 
     @property
     def further(self) -> list[Suite]:
         """Every further suite that all finished arms answered on the same prompts."""
-        members = [run for arm in self.finished for run in pooled(arm.members)]
+        members = [run for arm in self.finished for run in arm.pooled]
         found = []
         for suite in members[0].suites if members else ():
             is_headline = members[0].headline.get(suite.role) is suite
@@ -69,14 +80,13 @@ class Arms(Board):
 
     def on_further(self, arm: Column, suite: Suite) -> tuple[dict[str, Estimate], Estimate | None]:
         """Return state -> an arm's score on a further suite, and D if it is one of the domain."""
-        suites = [run.named[suite.name] for run in pooled(arm.members)]
         scores: dict[str, Estimate] = {}
         for state in STATES:
-            found = values_of(suites, state)
+            found = scores_of(arm.pooled, suite.name, state)
             if found is not None:
-                scores[state] = stats.mean(found, suites[0].clusters).rounded()
-        states = states_of(suites) if suite.role == "domain" else None
-        kept = stats.domain_retention(states) if states else None
+                scores[state] = stats.mean(found, suite.clusters).rounded()
+        states = states_of([run.named[suite.name] for run in arm.pooled])
+        kept = stats.domain_retention(states) if states and suite.role == "domain" else None
         return scores, kept and kept.rounded()
 
     @property
@@ -84,11 +94,6 @@ class Arms(Board):
         """Other arm -> role -> how much higher the first one scores."""
         first, *others = self.columns
         return {arm.name: self.changes(first, arm) for arm in others}
-
-
-def pooled(members: list[Results]) -> list[Results]:
-    """Return the runs behind an arm's numbers: the finished ones, or all if none is finished."""
-    return [member for member in members if not member.missing] or members
 
 
 def compare_arms(runs: Sequence[RunDir]) -> Arms:
@@ -104,9 +109,9 @@ def compare_arms(runs: Sequence[RunDir]) -> Arms:
         suite = _first_measured(members, role).headline.get(role)
         if suite:
             suites[role] = suite
-    used = [member.near for group in groups.values() for member in pooled(group)]
-    near = next((suite for suite in used if suite.rows), None)
-    arms = [_arm(name, group, suites, near) for name, group in groups.items()]
+    arms = [_arm(name, group, suites) for name, group in groups.items()]
+    near = next((run.near for arm in arms for run in arm.pooled if run.near.rows), None)
+    arms = [replace(arm, closeness=_closeness(arm, near)) for arm in arms]
     references = [*_references("base", arms, suites), *_references("tuned", arms, suites)]
     differences, faults = _differences(arms), faults_by_run(members)
     notes = [
@@ -183,9 +188,10 @@ def _remedy(model: Results, other: Results) -> str:
     return shlex.join(words)
 
 
-def _arm(name: str, members: list[Results], suites: Mapping[str, Suite], near: Suite | None) -> Column:
+def _arm(name: str, members: list[Results], suites: Mapping[str, Suite]) -> Column:
     """Return an arm: the scores of its runs' last models, and what follows from them."""
-    runs, first, scores = pooled(members), members[0], {}
+    first, scores = members[0], {}
+    runs = [member for member in members if not member.missing] or members
     own = {role: [run.headline[role] for run in runs] for role in suites}
     for role, measured in own.items():
         ends = values_of([suite for suite in measured if first.end in suite.rows], first.end)
@@ -194,26 +200,23 @@ def _arm(name: str, members: list[Results], suites: Mapping[str, Suite], near: S
     retention, domain = (own.get(role, []) for role in HEADLINE_ROLES)
     tests = writing.compared_with_base(retention)
     findings = stats.findings(states_of(retention), states_of(domain), writing.alike(tests))
-    close = _near(runs)
-    is_whole = near is not None and len(close) == len(runs) and _same_prompts(close, near)
     return Column(
         name=name,
         state=first.end,
         seeds=len(runs),
         scores=scores,
         members=members,
+        pooled=runs,
         findings=replace(findings, status=first.status(findings)),
         writing=tests,
-        closeness=closeness.summarise(close) if is_whole else None,
     )
 
 
-def _near(runs: list[Results]) -> list[Suite]:
-    return [run.near for run in runs if run.near.rows]
-
-
-def _same_prompts(measured: list[Suite], first: Suite) -> bool:
-    return all(suite.prompts == first.prompts for suite in measured)
+def _closeness(arm: Column, near: Suite | None) -> Closeness | None:
+    """Return an arm's closeness; None unless all its runs measured it, on the prompts of the other arms."""
+    found = [run.near for run in arm.pooled]
+    is_whole = near is not None and all(suite.rows and suite.prompts == near.prompts for suite in found)
+    return closeness.summarise(found) if is_whole else None
 
 
 def _references(state: str, arms: list[Column], suites: Mapping[str, Suite]) -> list[Column]:
@@ -223,7 +226,7 @@ def _references(state: str, arms: list[Column], suites: Mapping[str, Suite]) -> 
     arms_of: dict[tuple[int, ...], list[str]] = {}
     for arm in arms:
         found = set()
-        for run in pooled(arm.members):
+        for run in arm.pooled:
             own = run.headline.items()
             scores = {role: suite.values(state) for role, suite in own if state in suite.rows}
             # The end of a run is its arm's own column.
@@ -310,10 +313,11 @@ def _measuring_notes(arms: list[Column], near: Suite | None) -> list[str]:
         for member in arm.members:
             if member.missing:
                 what = f"{member.path} is not finished: no result of {', '.join(member.missing)}"
-                left_out = "" if member in pooled(arm.members) else f", and is left out of {arm.name}"
+                left_out = "" if member in arm.pooled else f", and is left out of {arm.name}"
                 notes.append(f"{what}{left_out}.")
     for arm in arms:
-        if near and not _same_prompts(_near(pooled(arm.members)), near):
+        measured = [run.near for run in arm.pooled if run.near.rows]
+        if near and any(suite.prompts != near.prompts for suite in measured):
             notes.append(f"{arm.name}: its closeness to base was measured on other prompts.")
     return notes
 

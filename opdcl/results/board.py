@@ -34,6 +34,8 @@ class Column:
     """Suite -> `(S, N)` scores, for the suites that are measured."""
     members: list[Results] = field(default_factory=list)
     """Its runs, which differ only in their seeds. A reference, base or tuned, has none of its own."""
+    pooled: list[Results] = field(default_factory=list)
+    """Those behind its numbers: the finished ones, or all if none is finished."""
     findings: Findings = NOTHING_FOUND
     writing: WritingTests = field(default_factory=dict)
     closeness: Closeness | None = None

@@ -185,7 +185,7 @@ def _step(name: str, members: list[Results], suites: dict[str, Suite]) -> Column
             scores[suite] = found
     is_near = all(end in suite.rows and suite.prompts == near[0].prompts for suite in near)
     distance = closeness.summarise(near) if is_near else None
-    return Column(name, end, len(members), scores, members, closeness=distance)
+    return Column(name, end, len(members), scores, members, members, closeness=distance)
 
 
 def _seed_key(member: Results) -> str:

@@ -149,8 +149,7 @@ def run_page(results: Results, summary: Summary | None = None) -> Page:
         made=report_tables.made(run, manifest, model),
         about_base=about_base,
         facts=_facts(run, manifest, base),
-        model=_model(results, manifest, model, base["license"])
-        | {"embedded": base["id"] if embedded else ""},
+        model=_model(results, manifest, model, base) | {"embedded": base["id"] if embedded else ""},
     )
 
 
