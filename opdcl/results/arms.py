@@ -16,17 +16,7 @@ import numpy as np
 
 from opdcl.errors import UsageError
 from opdcl.results import closeness, stats, writing
-from opdcl.results.board import (
-    Board,
-    Column,
-    cells,
-    compared,
-    faults_by_run,
-    notes_by_run,
-    pool,
-    scores_of,
-    seed_notes,
-)
+from opdcl.results.board import Board, Column, cells, compared, pool, said_by, scores_of, seed_notes
 from opdcl.results.closeness import Closeness
 from opdcl.results.format import CHANGE, NATS, SHARE, cell, interval, metric_words
 from opdcl.results.intervals import Estimate
@@ -113,14 +103,15 @@ def compare_arms(runs: Sequence[RunDir]) -> Arms:
     near = next((run.near for arm in arms for run in arm.pooled if run.near.rows), None)
     arms = [replace(arm, closeness=_closeness(arm, near)) for arm in arms]
     references = [*_references("base", arms, suites), *_references("tuned", arms, suites)]
-    differences, faults = _differences(arms), faults_by_run(members)
+    differences = _differences(arms)
+    faults, of_runs = said_by(members)
     notes = [
         *faults,
         *_reference_notes(references),
         *[f"{arm.name}: {said}" for arm in arms if (said := writing_sentence(arm.writing))],
         *_setting_notes(arms, differences),
         *_measuring_notes(arms, near),
-        *notes_by_run(members),
+        *of_runs,
         *seed_notes({arm.seeds for arm in arms}),
     ]
     return Arms(suites, arms, faults, notes, references, differences)

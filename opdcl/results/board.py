@@ -102,21 +102,20 @@ def compared(change: Estimate) -> str:
     return f"{size} below {{}}" if change.high < 0 else "not shown to differ from {}"
 
 
-def faults_by_run(members: Sequence[Results]) -> list[str]:
-    return [f"{member.path}: {fault}" for member in members for fault in member.summary.faults]
-
-
-def notes_by_run(members: Sequence[Results]) -> list[str]:
-    """Return the notes of several runs; one that all of them have appears once, without their paths."""
+def said_by(members: Sequence[Results]) -> tuple[list[str], list[str]]:
+    """Return faults and notes of several runs; a note that all of them have appears once, without paths."""
+    faults: list[str] = []
     runs_of: dict[str, list[str]] = {}
     for member in members:
-        for note in member.summary.notes:
-            if note not in member.summary.faults:
+        summary = member.summary
+        faults += [f"{member.path}: {fault}" for fault in summary.faults]
+        for note in summary.notes:
+            if note not in summary.faults:
                 runs_of.setdefault(note, []).append(member.path)
-    found = []
+    notes = []
     for note, runs in runs_of.items():
-        found.append(note if len(runs) == len(members) else f"{', '.join(sorted(runs))}: {note}")
-    return found
+        notes.append(note if len(runs) == len(members) else f"{', '.join(sorted(runs))}: {note}")
+    return faults, notes
 
 
 def seed_notes(counts: set[int]) -> list[str]:

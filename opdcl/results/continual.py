@@ -16,17 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from opdcl.results import closeness, stats
-from opdcl.results.board import (
-    Board,
-    Column,
-    cells,
-    compared,
-    faults_by_run,
-    notes_by_run,
-    pool,
-    scores_of,
-    seed_notes,
-)
+from opdcl.results.board import Board, Column, cells, compared, pool, said_by, scores_of, seed_notes
 from opdcl.results.format import CHANGE, NATS, SCORE, cell, points
 from opdcl.results.intervals import Estimate
 from opdcl.results.learned import learned
@@ -133,7 +123,7 @@ def _parents(run: RunDir) -> dict[str, Path]:
 def compare_chains(runs: Sequence[RunDir]) -> Chains:
     """Return the scores after every step, the chains, and the share kept from each teacher."""
     members = [Results(run) for run in runs]
-    faults = faults_by_run(members)
+    faults, of_runs = said_by(members)
     suites, left_out = _shared_suites(members)
     groups = pool(members, [_seed_key(member) for member in members])
     steps = [_step(name, group, suites) for name, group in groups.items()]
@@ -153,7 +143,7 @@ def compare_chains(runs: Sequence[RunDir]) -> Chains:
         suites=suites,
         columns=steps,
         faults=faults,
-        notes=[*faults, *left_out, *notes_by_run(members), *unsure, *_notes(steps, chains, suites)],
+        notes=[*faults, *left_out, *of_runs, *unsure, *_notes(steps, chains, suites)],
         base=Column("base", "base", 1, base),
         chains=chains,
         kept=_kept(steps, suites, learned_by),
