@@ -159,23 +159,23 @@ class Comparison(Outcome):
     """Runs side by side; `data` has the keys of compare.json, and `path` is the folder it is in, if any."""
 
     def __init__(self, comparison: Compared, path: Path | None = None):
-        from opdcl.results.compare import plain, view
+        from opdcl.results.compare import comparison_page, plain
 
         self.path = path
-        page = view(comparison)
-        scores, *others = page.tables
+        page = comparison_page(comparison)
+        scores, *others = page.sections
         # A status takes several lines, so that the table fits a terminal of 80 columns.
         rows = scores.rows
         if scores.columns[-1] == "status":
             rows = [[*cells, status.replace(" ", "\n")] for *cells, status in rows]
         tables = [scores._replace(title="", rows=rows), *others]
         super().__init__(
-            sentence=page.finding,
+            sentence=page.heading,
             tables=tables,
             data=plain(comparison),
-            notes=[page.lead],
-            faults=comparison.faults,
-            remarks=comparison.notes,
+            notes=[page.sentence],
+            faults=page.faults,
+            remarks=page.notes,
         )
 
     def runs(self) -> list[Path]:

@@ -10,8 +10,10 @@ from opdcl.results.summary import Results
 from opdcl.rundir.layout import RunDir
 
 if TYPE_CHECKING:
-    from opdcl.results import arm_scores, continual
+    from opdcl.results.arms import Arms
+    from opdcl.results.board import Column
     from opdcl.results.closeness import Closeness
+    from opdcl.results.continual import Chains
     from opdcl.results.intervals import Estimate
     from opdcl.results.result_types import Scores, Summary
     from opdcl.results.stats import Findings
@@ -27,13 +29,13 @@ def summarise(run: RunDir) -> Document:
 
 def run_document(summary: Summary) -> Document:
     """Return the results of a run with the keys of `opdcl report RUN --json`."""
-    suites, groups, tests = {}, {}, summary.tests
+    suites, groups = {}, {}
     for name, suite in summary.suites.items():
         measured = {"role": suite.role, "metric": suite.metric, "metrics": suite.metrics}
         writing = {state: _estimates(found) for state, found in suite.writing.items()}
         suites[name] = _scores(suite) | measured | {"writing": writing}
-    for name, group in summary.groups.items():
-        ratios = {"recovery": group.recovery, "recovery_raw": group.recovery_raw}
+    for name, (group, found) in summary.groups.items():
+        ratios = {"recovery": found.recovery, "recovery_raw": found.recovery_raw}
         groups[name] = _scores(group) | _estimates(ratios)
     return {
         "verdict": summary.verdict,
@@ -46,78 +48,78 @@ def run_document(summary: Summary) -> Document:
         **_findings(summary.findings),
         "closeness": _closeness(summary.closeness),
         "groups": groups,
-        "tests": _estimates(vars(tests.changes))
-        | {"detectable_drop": tests.detectable_drop, "writing": _writing(tests.writing)},
+        "tests": _estimates(summary.changes)
+        | {"detectable_drop": summary.detectable_drop, "writing": _writing(summary.writing)},
         "cost": summary.cost,
         "faults": summary.faults,
         "notes": summary.notes,
     }
 
 
-def arms_document(comparison: arm_scores.Comparison) -> Document:
+def arms_document(board: Arms) -> Document:
     """Return arms side by side, with the keys of `opdcl compare --json`."""
-    references, rivals, further = [], [], []
-    for reference in comparison.references:
-        named = {"state": reference.state, "name": reference.name, "results": reference.results}
-        references.append(named | _measured(HEADLINE_ROLES, reference.scores))
-    for rival in comparison.against_first:
-        rivals.append({"name": rival.name, **_measured(HEADLINE_ROLES, rival.changes)})
-    for suite in comparison.further:
-        named = {"name": suite.name, "role": suite.role, "metric": suite.metric, "n": suite.n}
+    references, further = [], []
+    for column in board.references:
+        named = {"state": column.state, "name": column.name, "results": column.seeds}
+        references.append(named | _measured(HEADLINE_ROLES, board.means(column)))
+    for suite in board.further:
         rows = []
-        for row in suite.arms:
-            kept = {"domain_retention": _estimate(row.domain_retention)}
-            rows.append({"name": row.name, **_measured(STATES, row.states), **kept})
-        further.append(named | {"arms": rows})
+        for column in board.finished:
+            states, kept = board.on_further(column, suite)
+            shown = _measured(STATES, states) | {"domain_retention": _estimate(kept)}
+            rows.append({"name": column.name, **shown})
+        further.append({"name": suite.name, **suite.description, "arms": rows})
+    rivals = board.against_first.items()
     return {
-        "headline": comparison.headline,
-        "suites": comparison.suites,
+        "headline": board.headline,
+        "suites": {suite.name: suite.description for suite in board.suites.values() if suite.rows},
         "references": references,
-        "arms": [_arm(arm) for arm in comparison.arms],
-        "against_first": rivals,
+        "arms": [_arm(column, board.means(column)) for column in board.columns],
+        "against_first": [{"name": name, **_measured(HEADLINE_ROLES, found)} for name, found in rivals],
         "further": further,
-        "differences": comparison.differences,
-        "faults": comparison.faults,
-        "notes": comparison.notes,
+        "differences": board.differences,
+        "faults": board.faults,
+        "notes": board.notes,
     }
 
 
-def chains_document(comparison: continual.Comparison) -> Document:
+def _arm(arm: Column, means: Mapping[str, Estimate]) -> Document:
+    scores, runs = _measured(HEADLINE_ROLES, means), []
+    for run in arm.members:
+        found = run.summary.findings
+        named = {"path": run.path, "seeds": run.seeds, "state": run.end}
+        ratios = _estimates({"recovery": found.recovery, "domain_retention": found.domain_retention})
+        status = {"status": run.status(found)}
+        runs.append(named | _measured(HEADLINE_ROLES, run.ends) | ratios | status)
+    more = {"writing": _writing(arm.writing), "closeness": _closeness(arm.closeness), "runs": runs}
+    return {"name": arm.name, "seeds": arm.seeds} | scores | _findings(arm.findings) | more
+
+
+def chains_document(board: Chains) -> Document:
     """Return steps that build on one another, with the keys of `opdcl compare --json`."""
     steps, chains, differences, kept = [], [], [], []
-    for step in comparison.steps:
-        named = {"name": step.name, "seeds": step.seeds, "runs": step.runs}
-        steps.append(named | {"scores": _estimates(step.scores), "distance": _estimate(step.distance)})
-    for chain in comparison.chains:
-        figures = {"average": chain.average, "forgetting": chain.forgetting}
-        figures["backward_transfer"] = chain.backward_transfer
-        chains.append({"name": chain.name, "seeds": chain.seeds, **_estimates(figures)})
-    for pair in comparison.differences:
-        figures = {"average": pair.average, "forgetting": pair.forgetting}
-        differences.append({"of": pair.of, "against": pair.against, **_estimates(figures)})
-    for row in comparison.kept:
-        named = {"step": row.step, "teacher": row.teacher, "suite": row.suite}
-        kept.append(named | {"kept": _estimate(row.kept)})
+    for step in board.columns:
+        named = {"name": step.name, "seeds": step.seeds, "runs": [run.path for run in step.members]}
+        measured = {"scores": _estimates(board.means(step)), "distance": _estimate(board.distance(step))}
+        steps.append(named | measured)
+    for chain in board.chains:
+        named = {"name": chain.name, "seeds": len(chain.lines)}
+        chains.append(named | _estimates(board.figures(chain)))
+    for one, other in board.pairs:
+        named = {"of": one.name, "against": other.name}
+        differences.append(named | _estimates(board.differences(one, other)))
+    for name, teacher, suite, share in board.kept:
+        kept.append({"step": name, "teacher": teacher, "suite": suite, "kept": _estimate(share)})
     return {
-        "suites": comparison.suites,
-        "base": _estimates(comparison.base),
+        "suites": {name: suite.description for name, suite in board.suites.items()},
+        "base": _estimates(board.means(board.base)),
         "steps": steps,
         "chains": chains,
         "differences": differences,
         "kept": kept,
-        "faults": comparison.faults,
-        "notes": comparison.notes,
+        "faults": board.faults,
+        "notes": board.notes,
     }
-
-
-def _arm(arm: arm_scores.ArmRow) -> Document:
-    scores, runs = _measured(HEADLINE_ROLES, arm.scores), []
-    for run in arm.runs:
-        named = {"path": run.path, "seeds": run.seeds, "state": run.state}
-        ratios = _estimates({"recovery": run.recovery, "domain_retention": run.domain_retention})
-        runs.append(named | _measured(HEADLINE_ROLES, run.scores) | ratios | {"status": run.status})
-    more = {"writing": _writing(arm.writing), "closeness": _closeness(arm.closeness), "runs": runs}
-    return {"name": arm.name, "seeds": arm.seeds} | scores | _findings(arm.findings) | more
 
 
 def _findings(found: Findings) -> Document:

@@ -98,7 +98,7 @@ def _ratio(key: str, required: float, results: Results) -> Record:
         excess = Estimate(ratio.value - required, ratio.low - required, ratio.high - required)
         sentence = f"{name} is {interval(ratio)}, required {required:g}"
         return _decided(key, excess, sentence)
-    harm = summary.tests.changes.recovered_minus_base
+    harm = summary.changes["recovered_minus_base"]
     if key == "recovery" and findings.no_recovery_because is NoRatio.NO_DROP and harm and harm.high < 0:
         sentence = f"{name} is not known, but recovered - base is {interval(harm, POINTS)}"
         return {"gate": key, "outcome": "missed", "sentence": sentence}

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from opdcl.results import stats
-from opdcl.results.arms import Arm, Member
+from opdcl.results.board import Column
+from opdcl.results.summary import Results
 
 
-def learned(step: Arm, start: Member | None = None) -> tuple[str | None, str]:
+def learned(step: Column, start: Results | None = None) -> tuple[str | None, str]:
     """Return the suite of the domain that a step learned, and a note where its rows do not tell.
 
     `start` is the run that the step started from; without one, its gain counts from base.
@@ -43,12 +44,12 @@ def _holds_rows_of(suite: str, data: dict[str, str], finetune: dict[str, Any]) -
     return data.get(suite) == rows or suite in names
 
 
-def _gain(step: Arm, start: Member | None, suite: str) -> stats.Estimate | None:
+def _gain(step: Column, start: Results | None, suite: str) -> stats.Estimate | None:
     """Estimate how much a step has gained on a suite; None if it is not measured."""
     first = step.members[0]
     origin = start or first
     after, before = first.named.get(suite), origin.named.get(suite)
-    state = start.compared if start else "base"
-    if not (after and before and first.compared in after.rows and state in before.rows):
+    state = start.end if start else "base"
+    if not (after and before and first.end in after.rows and state in before.rows):
         return None
-    return stats.difference(after.values(first.compared), before.values(state), after.clusters)
+    return stats.difference(after.values(first.end), before.values(state), after.clusters)

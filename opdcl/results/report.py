@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from huggingface_hub import EvalResult, ModelCardData
-from markupsafe import Markup
 
 from opdcl.hub import HUB_IDS
 from opdcl.results import format, report_tables
-from opdcl.results.intervals import Estimate
 from opdcl.results.notes import of_the_student, started_elsewhere, validations_of
+from opdcl.results.page import Page, render
 from opdcl.results.result_types import Summary
-from opdcl.results.samples import RULE, pick_examples, sort_samples, worst_samples
+from opdcl.results.samples import pick_examples, sort_samples, worst_samples
 from opdcl.results.scores import Suite, section
 from opdcl.results.status import STATES
 from opdcl.results.summary import Results, further_teachers
-from opdcl.results.tables import MISSING
 from opdcl.results.verdict import next_command, split, tone, why_no_domain_retention, why_no_ratio
 from opdcl.rundir.files import write_atomic
 from opdcl.rundir.layout import RunDir
@@ -29,8 +26,6 @@ from opdcl.sanitize import harmless
 
 # Facts that a public card leaves out.
 PRIVATE = ("base", "adapter tuned", "adapter recovered")
-
-FILTERS = (format.percent, format.value, format.code, format.fence, format.quoted, format.nats)
 
 # Of the prompts on which the model falls below base, in a pull request.
 WORST_PROMPTS = 3
@@ -52,15 +47,13 @@ def write(results: Results) -> list[Path]:
     """
     from opdcl.results import plots
 
-    context = _context(results)
-    figures = {
-        "kl": plots.recovery_kl(context["recovery"], _teachers(results.run)),
-        "tradeoff": plots.tradeoff(results.summary),
-    }
+    page, rows = run_page(results), _metrics(results.run, "recover")
+    numbers, kept = _validations(rows), validations_of(rows)[1]
+    tradeoff, kl = plots.tradeoff(results.summary), plots.recovery_kl(rows, _teachers(results.run))
     texts = [
-        render("report.md", context),
-        render("report.html", context | {"figures": figures}),
-        _render_card(context, context["base_model"], context["base"]["license"], []),
+        render("report.md", page, recovery=rows, validations=numbers, best_step=kept),
+        render("report.html", page, tradeoff=tradeoff, kl=kl),
+        _render_card(page, results.summary, []),
     ]
     changed = []
     for file, text in zip(results.run.reports, texts, strict=True):
@@ -72,17 +65,10 @@ def write(results: Results) -> list[Path]:
 
 def pull_request(run: RunDir, summary: Summary, gates: Sequence[Mapping[str, str]]) -> str:
     """Return the results as Markdown of about thirty lines, with the worst three prompts."""
-    retention = Results(run).headline.get("retention")
-    heading, sentence = split(summary.verdict)
-    page = {
-        "summary": summary,
-        "heading": heading,
-        "sentence": sentence,
-        "gates": gates,
-        "tables": report_tables.main_tables(summary),
-        "worst": worst_samples(retention, WORST_PROMPTS) if retention else None,
-    }
-    return render("pull_request.md", page).strip() + "\n"
+    results = Results(run)
+    retention = results.headline.get("retention")
+    worst = worst_samples(retention, WORST_PROMPTS) if retention else None
+    return render("pull_request.md", run_page(results, summary), gates=gates, worst=worst).strip() + "\n"
 
 
 def card(run: RunDir, state: str, base: str, place: str, license: str | None, datasets: list[str]) -> str:
@@ -90,19 +76,20 @@ def card(run: RunDir, state: str, base: str, place: str, license: str | None, da
 
     `base` and `datasets` are the Hub ids of base and training data, `place` is the adapter's folder.
     """
-    context = _context(Results(run))
+    results = Results(run)
+    page = run_page(results)
     # The command and the paths may name private files, so a public card leaves them out.
     facts = {}
-    for name, value in context["facts"].items():
+    for name, value in page.facts.items():
         if name not in PRIVATE and not name.startswith("command"):
             facts[name] = value
-    context |= {"card_state": state, "base_model": base, "adapter_path": place, "facts": facts}
-    return _render_card(context, base, license, datasets)
+    public = {"state": state, "base": base, "adapter": place, "license": license}
+    return _render_card(replace(page, facts=facts, model=page.model | public), results.summary, datasets)
 
 
-def _render_card(context: dict[str, Any], base: str, license: str | None, datasets: list[str]) -> str:
+def _render_card(page: Page, summary: Summary, datasets: list[str]) -> str:
     """Render the model card; its metadata holds the scores of the state that it describes."""
-    state, summary = context["card_state"], context["summary"]
+    state, license = page.model["state"], page.model["license"]
     scores = []
     for name, suite in summary.suites.items():
         if state in suite.states:
@@ -117,7 +104,7 @@ def _render_card(context: dict[str, Any], base: str, license: str | None, datase
                 )
             )
     metadata = ModelCardData(
-        base_model=harmless(base),
+        base_model=harmless(page.model["base"]),
         library_name=None if summary.alone else "peft",
         pipeline_tag="text-generation",
         license=license and harmless(license),
@@ -126,82 +113,58 @@ def _render_card(context: dict[str, Any], base: str, license: str | None, datase
         model_name=harmless(summary.name) if scores else None,
         eval_results=scores or None,
     )
-    return f"---\n{metadata.to_yaml()}\n---\n\n{render('card.md', context)}"
+    return f"---\n{metadata.to_yaml()}\n---\n\n{render('card.md', page)}"
 
 
-def render(page: str, context: dict[str, Any]) -> str:
-    """Render the template of an `md` or `html` page; strings are escaped unless they are `Markup`."""
-    is_html = page.endswith(".html")
-    escape = harmless if is_html else format.markdown
-
-    def safe(value: Any) -> Any:
-        return escape(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=is_html,
-        undefined=jinja2.StrictUndefined,
-        finalize=safe,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    for filter in FILTERS:
-        environment.filters[filter.__name__] = _marked_up(filter)
-    environment.filters["unbroken"] = format.unbroken
-    environment.globals |= {"states": STATES, "missing": MISSING, "sample_rule": RULE}
-    return environment.get_template(f"{page}.j2").render(context)
-
-
-def _marked_up(filter: Callable[[Any], str]) -> Callable[[Any], Markup]:
-    return lambda value: Markup(filter(value))
-
-
-def _context(results: Results) -> dict[str, Any]:
-    """Return what the three templates print."""
-    run, summary, headline = results.run, results.summary, results.headline
+def run_page(results: Results, summary: Summary | None = None) -> Page:
+    """Lay out a run; `summary` is its own, perhaps with the place of the run in its commands."""
+    run, summary = results.run, summary or results.summary
     manifest = {"created": None, "device": None, "opdcl": None} | run.read_manifest()
     base = dict.fromkeys(("id", "revision", "license", "quantization")) | section(run, "model")
     base |= manifest.get("base") or {}
-    name = str(base["id"] or "unknown")
-    base_model, tuned = _public(name), run.stage_record("finetune").get("tuned_model")
-    adapters = manifest.get("adapters") or {}
-    recovery = _metrics(run, "recover")
-    samples = {suite.name: groups for suite in results.suites if (groups := sort_samples(suite))}
     heading, sentence = split(summary.verdict)
-    latest = adapter_path = None
-    for state in STATES[1:]:
-        if any(state in suite.rows for suite in results.suites):
-            latest = state
-        if state in adapters:
-            adapter_path = adapters[state].get("path")
-    return {
-        "summary": summary,
-        "heading": heading,
-        "sentence": sentence,
-        "differs": [line for line in summary.further if line != summary.to_do],
-        "next": next_command(run, summary, "RUN"),
-        "tone": tone(summary),
-        "made": report_tables.made(run, manifest, base_model),
-        "bars": report_tables.bars(summary),
-        "ratios": _ratios(summary, headline.get("domain")),
-        "tables": report_tables.main_tables(summary),
-        "details": report_tables.detail_tables(summary),
-        "examples": pick_examples({suite.name: samples.get(suite.name, []) for suite in headline.values()}),
-        "samples": samples,
-        "recovery": recovery,
-        "validations": _validations(recovery),
-        "best_step": validations_of(recovery)[1],
-        "manifest": manifest,
-        "base": base,
-        # The model that the adapters are for, and if that was tuned as a whole, its base.
-        "base_model": _public(tuned["id"]) if tuned else base_model,
-        "its_base": base_model if tuned else "",
-        "facts": _facts(run, manifest, base, adapters),
-        "card_state": "base" if summary.alone else latest,
-        "embedded": EMBEDDED.format(base_model) if name in HUB_IDS else "",
-        "quantized": QUANTIZED.format(base_model, base["quantization"]) if base["quantization"] else "",
-        "adapter_path": adapter_path,
-    }
+    answers = {suite.name: groups for suite in results.suites if (groups := sort_samples(suite))}
+    headline = {suite.name: answers.get(suite.name, []) for suite in results.headline.values()}
+    embedded, model = str(base["id"]) in HUB_IDS, _public(str(base["id"] or "unknown"))
+    about_base = [EMBEDDED.format(model)] if embedded else []
+    if base["quantization"]:
+        about_base.append(QUANTIZED.format(model, base["quantization"]))
+    return Page(
+        name=summary.name,
+        heading=heading,
+        sentence=sentence,
+        sections=report_tables.main_tables(summary),
+        details=report_tables.detail_tables(summary),
+        faults=summary.faults,
+        notes=summary.notes,
+        verdict=summary.verdict,
+        further=[line for line in summary.further if line != summary.to_do],
+        to_do=summary.to_do,
+        next=next_command(run, summary, "RUN"),
+        tone=tone(summary),
+        ratios=_ratios(summary, results.headline.get("domain")),
+        bars=report_tables.bars(summary),
+        examples=pick_examples(headline),
+        answers=answers,
+        made=report_tables.made(run, manifest, model),
+        about_base=about_base,
+        facts=_facts(run, manifest, base),
+        model=_model(results, manifest, model, base) | {"embedded": base["id"] if embedded else ""},
+    )
+
+
+def _model(results: Results, manifest: dict, name: str, base: dict) -> dict[str, Any]:
+    """Return what a card says of the last adapter, and of the model that it is for."""
+    state, place, adapters = "base" if results.alone else None, None, manifest.get("adapters") or {}
+    for later in STATES[1:]:
+        if not results.alone and any(later in suite.rows for suite in results.suites):
+            state = later
+        if later in adapters:
+            place = adapters[later].get("path")
+    about = {"state": state, "adapter": place, "license": base["license"], "opdcl": manifest["opdcl"]}
+    # The adapters of a model that was tuned as a whole are for that one.
+    tuned = results.run.stage_record("finetune").get("tuned_model")
+    return about | ({"base": _public(tuned["id"]), "of": name} if tuned else {"base": name, "of": ""})
 
 
 def _validations(recovery: list[dict]) -> list[dict[str, Any]]:
@@ -220,39 +183,25 @@ def _public(model: str) -> str:
     return HUB_IDS.get(model, Path(model).name if Path(model).is_absolute() else model)
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """R or D as the report's head shows it."""
-
-    name: str
-    meaning: str
-    estimate: Estimate | None
-    why: str
-    """Why there is none."""
-    n: int
-    """Number of prompts."""
-
-    @property
-    def bounds(self) -> str:
-        """The interval; empty without one, and over too few prompts."""
-        return "" if self.estimate is None or format.is_few(self.n) else format.bounds(self.estimate)
-
-
-def _ratios(summary: Summary, domain: Suite | None) -> list[Ratio]:
+def _ratios(summary: Summary, domain: Suite | None) -> list[dict[str, str]]:
     """Return R and D with what they mean, or why there is none; of base alone, nothing."""
-    findings, no_d = summary.findings, why_no_domain_retention(domain)
     if summary.alone:
         return []
-    general, of_domain = summary.prompts_of("retention"), summary.prompts_of("domain")
     recovered = "the share of the lost score that came back, counted from tuned or the floor, the higher one"
     kept = "the share of the domain gain that was kept, counted from base or the floor, the higher one"
-    return [
-        Ratio("Recovery R", recovered, findings.recovery, why_no_ratio(summary), general),
-        Ratio("Domain retention D", kept, findings.domain_retention, no_d, of_domain),
-    ]
+    why, no_d, findings = why_no_ratio(summary), why_no_domain_retention(domain), summary.findings
+    shown = []
+    for name, role, meaning, ratio, reason in (
+        ("Recovery R", "retention", recovered, findings.recovery, why),
+        ("Domain retention D", "domain", kept, findings.domain_retention, no_d),
+    ):
+        bounds = format.bounds(ratio) if ratio and not format.is_few(summary.prompts_of(role)) else ""
+        value = format.value(ratio) if ratio else ""
+        shown.append({"name": name, "meaning": meaning, "value": value, "bounds": bounds, "why": reason})
+    return shown
 
 
-def _facts(run: RunDir, manifest: dict, base: dict, adapters: dict) -> dict[str, str]:
+def _facts(run: RunDir, manifest: dict, base: dict) -> dict[str, str]:
     """Return what a reader needs to repeat the run and to check that the result is the same."""
     commands = manifest.get("commands") or [manifest.get("command", "")]
     facts = {"command": commands[0]}
@@ -276,7 +225,7 @@ def _facts(run: RunDir, manifest: dict, base: dict, adapters: dict) -> dict[str,
     if before:
         check = f"CHANGED to {after}" if after else "not checked after"
         facts["base fingerprint"] = f"{before}, {'identical before and after' if before == after else check}"
-    for state, adapter in adapters.items():
+    for state, adapter in (manifest.get("adapters") or {}).items():
         facts[f"adapter {state}"] = f"{adapter.get('path', '')} sha256 {adapter.get('sha256', 'unknown')}"
     if manifest.get("seconds"):
         facts["whole run, min:s"] = format.clock(manifest["seconds"])

@@ -27,7 +27,7 @@ from opdcl.rundir.layout import RunDir
 if TYPE_CHECKING:
     from opdcl.results.closeness import Closeness
     from opdcl.results.intervals import Estimate
-    from opdcl.results.result_types import Scores, SuiteScores, Summary
+    from opdcl.results.result_types import Scores, Summary
 
 RELATIVE = Unit("{:+.0f}", 100, " %")
 MARGIN = f"{100 * NON_INFERIORITY_MARGIN:g}"
@@ -107,7 +107,7 @@ def main_tables(summary: Summary) -> list[Table]:
     for name, suite in summary.suites.items():
         label = f"{name}\n{suite.role}"
         if suite.n:
-            label += f": {metric_words(suite.metric or '')}, {_size(suite)}"
+            label += f": {metric_words(suite.metric or '')}, {suite.size}"
         rows.append([label, *by_state(suite.states, n=suite.n)])
         if suite.role == "retention":
             rows += _writing_rows(name, suite)
@@ -123,8 +123,8 @@ def main_tables(summary: Summary) -> list[Table]:
 
 def _groups_table(summary: Summary) -> Table:
     rows = []
-    for name, group in summary.groups.items():
-        label, ratio = f"{name}\n{_size(group)}", cell(group.recovery, n=group.n)
+    for name, (group, found) in summary.groups.items():
+        label, ratio = f"{name}\n{group.size}", cell(found.recovery, n=group.n)
         rows.append([label, *by_state(group.states, n=group.n), ratio])
     note = GROUP_NOTE if set(summary.groups) == {"seen", "unseen"} else ""
     columns = [summary.headline["retention"] or "", *STATES, "R"]
@@ -150,12 +150,7 @@ def closeness_table(near: Closeness) -> Table:
     return Table("Closeness to base", ["", *STATES], rows, caption)
 
 
-def _size(scores: Scores) -> str:
-    floor = "" if scores.floor is None else f", floor {format.percent(scores.floor)}"
-    return f"{scores.n} prompts{floor}"
-
-
-def _writing_rows(name: str, suite: SuiteScores) -> list[list[str]]:
+def _writing_rows(name: str, suite: Scores) -> list[list[str]]:
     return [[f"{label}\n{name}", *cells] for label, *cells in writing_rows(suite.writing, suite.n)]
 
 
@@ -175,11 +170,11 @@ def detail_tables(summary: Summary) -> list[Table]:
 
 def _differences_table(summary: Summary) -> Table:
     """Return the paired differences on the retention suite, in points."""
-    tests, prompts, rows = summary.tests, summary.prompts_of("retention"), []
-    for pair, change in vars(tests.changes).items():
+    prompts, rows = summary.prompts_of("retention"), []
+    for pair, change in summary.changes.items():
         if change and not pair.startswith("domain"):
             rows.append([pair.replace("_minus_", " - "), *_in_points(change, prompts)])
-    for measure, test in tests.writing.items():
+    for measure, test in summary.writing.items():
         if test:
             unit = RELATIVE if measure == "tokens" else CHANGE
             label = f"{WRITING[measure][0]}, recovered - base"
@@ -190,16 +185,16 @@ def _differences_table(summary: Summary) -> Table:
         f"{100 * MARGINS['ended']:g} points, and in length, within {MARGINS['tokens']:.0%}."
     )
     suite = summary.headline_suite("retention")
-    if suite and tests.detectable_drop:
+    if suite and summary.detectable_drop:
         caption += (
             f" {suite.n} prompts like these show a drop from base to tuned four times in five, if it is "
-            f"{100 * tests.detectable_drop:.1f} points or more."
+            f"{100 * summary.detectable_drop:.1f} points or more."
         )
     columns = [summary.headline["retention"] or "", "points", "95 % interval"]
     return Table("Differences on the same prompts", columns, rows, caption)
 
 
-def _metric_rows(name: str, suite: SuiteScores) -> list[list[str]]:
+def _metric_rows(name: str, suite: Scores) -> list[list[str]]:
     headline = {state: score.value for state, score in suite.states.items()}
     rows = []
     for metric, values in ({suite.metric or "": headline} | suite.metrics).items():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from opdcl.results.closeness import Closeness
+from opdcl.results.format import percent
 from opdcl.results.intervals import Estimate
 from opdcl.results.stats import Findings
 from opdcl.results.writing import WritingTests
@@ -19,10 +20,6 @@ class Scores:
     floor: float | None
     states: dict[str, Estimate]
     """Without those that are not measured."""
-
-
-@dataclass(frozen=True)
-class SuiteScores(Scores):
     role: str
     metric: str | None
     metrics: dict[str, dict[str, float]]
@@ -30,55 +27,41 @@ class SuiteScores(Scores):
     writing: dict[str, dict[str, Estimate]]
     """State -> measure -> mean over prompts, of how the answers are written."""
 
-
-@dataclass(frozen=True)
-class Group(Scores):
-    """A group of the headline's prompts, with an R of its own."""
-
-    recovery: Estimate | None
-    recovery_raw: Estimate | None
+    @property
+    def size(self) -> str:
+        floor = "" if self.floor is None else f", floor {percent(self.floor)}"
+        return f"{self.n} prompts{floor}"
 
 
 @dataclass(frozen=True)
-class Changes:
-    """The paired differences of retention; None where a state is not measured."""
-
-    tuned_minus_base: Estimate | None
-    recovered_minus_tuned: Estimate | None
-    recovered_minus_base: Estimate | None
-    domain_tuned_minus_base: Estimate | None
-    domain_recovered_minus_tuned: Estimate | None
-    domain_recovered_minus_base: Estimate | None
-
-
-@dataclass(frozen=True)
-class Tests:
-    """The paired tests of the headline suites; None where a pair is not measured."""
-
-    changes: Changes
-    detectable_drop: float | None
-    writing: WritingTests
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What was measured of a run, and what follows from it by statistics."""
+class Summary:
+    """What was measured of a run, what follows from it by statistics, and the verdict."""
 
     name: str
     alone: bool
     """Whether the run is of a base alone, so that nothing is compared."""
     headline: dict[str, str | None]
-    suites: dict[str, SuiteScores]
+    suites: dict[str, Scores]
     findings: Findings
     closeness: Closeness | None
-    groups: dict[str, Group]
-    tests: Tests
+    groups: dict[str, tuple[Scores, Findings]]
+    """The groups of the headline's prompts, with an R of their own."""
+    changes: dict[str, Estimate | None]
+    """Pair of states, such as `tuned_minus_base` -> paired difference of the retention suite, and behind
+    `domain_` of the domain suite; None where a state is not measured."""
+    detectable_drop: float | None
+    writing: WritingTests
     cost: dict[str, dict[str, Any]]
     faults: list[str]
     notes: list[str]
     """What to know when reading the results. It begins with the faults."""
+    verdict: str = ""
+    further: list[str] = field(default_factory=list)
+    """The sentences after the verdict: distance to base, how the answers differ, what to do."""
+    to_do: str = ""
+    """What to do next, which is also the last of `further`; empty where nothing is missing."""
 
-    def headline_suite(self, role: str) -> SuiteScores | None:
+    def headline_suite(self, role: str) -> Scores | None:
         name = self.headline[role]
         return self.suites[name] if name else None
 
@@ -90,19 +73,8 @@ class Figures:
     @property
     def writing_tests(self) -> WritingTests:
         """How recovered writes beside base: greedily on the suite, and sampled for the closeness."""
-        tests = dict(self.tests.writing)
+        tests = dict(self.writing)
         if self.closeness:
             for measure, test in self.closeness.writing.items():
                 tests[f"{measure} at temperature 1"] = test
         return tests
-
-
-@dataclass(frozen=True)
-class Summary(Figures):
-    """The results of a run: its figures with the verdict."""
-
-    verdict: str
-    further: list[str]
-    """The sentences after the verdict: distance to base, how the answers differ, what to do."""
-    to_do: str
-    """What to do next, which is also the last of `further`; empty where nothing is missing."""

@@ -151,33 +151,29 @@ def _grouped(suite: Suite, titles: Sequence[str], title_of: Callable[[dict[str, 
     """Group a suite's prompts by the title for which of its states pass; empty without written answers."""
     if all(row.get("response") is None for row in suite.rows["base"]):
         return []
-    outcomes = _outcomes(suite)
+    shares, needed = _shares(suite), _needed(suite)
     groups = {title: Group(title) for title in titles}
     readability = _readability(suite)
     for i in sorted(range(len(readability)), key=readability.__getitem__):
-        group = groups[title_of({state: found.passed[i] for state, found in outcomes.items()})]
+        passed = {state: found[i] >= needed for state, found in shares.items()}
+        group = groups[title_of(passed)]
         group.count += 1
         if group.count <= MOST_PROMPTS:
-            group.samples.append(_sample(suite, i, outcomes))
+            group.samples.append(_sample(suite, i, shares, passed))
     return [group for group in groups.values() if group.samples]
 
 
-@dataclass(frozen=True)
-class _Outcomes:
-    """How a state fares on each prompt: the share of the score that it reaches, and whether it passes."""
-
-    shares: list[float]
-    passed: list[bool]
-
-
-def _outcomes(suite: Suite) -> dict[str, _Outcomes]:
-    # Several parts must all pass; one fractional score passes from a half on.
-    needed = 1.0 if any(len(parts) != 1 for parts in suite.parts("base")) else 0.5
+def _shares(suite: Suite) -> dict[str, list[float]]:
+    """Return state -> the share of its score that each prompt reaches."""
     found = {}
     for state in suite.rows:
-        shares = [sum(parts) / max(len(parts), 1) for parts in suite.parts(state)]
-        found[state] = _Outcomes(shares, [share >= needed for share in shares])
+        found[state] = [sum(parts) / max(len(parts), 1) for parts in suite.parts(state)]
     return found
+
+
+def _needed(suite: Suite) -> float:
+    """Return the share from which a prompt passes: several parts must all pass, one may be a fraction."""
+    return 1.0 if any(len(parts) != 1 for parts in suite.parts("base")) else 0.5
 
 
 def pick_examples(samples: Mapping[str, Sequence[Group]]) -> list[Example]:
@@ -252,14 +248,14 @@ def _readability(suite: Suite) -> list[tuple[bool, bool, int, int]]:
     return keys
 
 
-def _sample(suite: Suite, i: int, outcomes: dict[str, _Outcomes]) -> Sample:
+def _sample(suite: Suite, i: int, shares: dict[str, list[float]], passed: dict[str, bool]) -> Sample:
     row = suite.rows["base"][i]
     answers = []
     for state, rows in suite.rows.items():
-        share, passed = outcomes[state].shares[i], outcomes[state].passed[i]
-        mark = ("pass" if passed else "fail") if share in (0, 1) else f"{100 * share:.0f} %"
+        share, is_passed = shares[state][i], passed[state]
+        mark = ("pass" if is_passed else "fail") if share in (0, 1) else f"{100 * share:.0f} %"
         text = format.cut(str(rows[i].get("response") or ""), LONGEST_ANSWER)
-        answers.append(Answer(state, text, passed, mark, [] if passed else _violated(rows[i])))
+        answers.append(Answer(state, text, is_passed, mark, [] if is_passed else _violated(rows[i])))
     return Sample(
         number=row["doc_id"],
         prompt=_whole_or_ends(row),

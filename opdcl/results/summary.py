@@ -12,10 +12,12 @@ import numpy as np
 from opdcl.errors import UsageError
 from opdcl.results import closeness, notes, stats, verdict, writing
 from opdcl.results.intervals import Clusters, Estimate
-from opdcl.results.result_types import Changes, Figures, Group, Scores, SuiteScores, Summary, Tests
+from opdcl.results.origins import is_adapter, origins_of, split_seeds
+from opdcl.results.result_types import Scores, Summary
 from opdcl.results.scores import Suite, headline_of, load_suites, states_of
-from opdcl.results.status import HEADLINE_ROLES, STATES
+from opdcl.results.status import ALONE, HEADLINE_ROLES, NO_RECOVERY, STATES, Retention
 from opdcl.rundir.files import RESTORE
+from opdcl.rundir.identity import Identity
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.seals import changes
 
@@ -31,19 +33,73 @@ class Results:
             self.suites = load_suites(run)
             self.near = closeness.load(run)
         self.headline = headline_of(self.suites)
+        self.named = {suite.name: suite for suite in self.suites}
         self.alone = _is_alone(run)
+        self.path, self.place = str(run.path), run.path.resolve()
 
     @cached_property
     def summary(self) -> Summary:
         with _damage_is_named(self.run):
             retention, domain = (self.headline.get(role) for role in HEADLINE_ROLES)
             inert = notes.inert(self.suites)
-            return verdict.conclude(self.figures, retention, domain, self.run.settings(), inert)
+            return verdict.conclude(self.measured, retention, domain, self.run.settings(), inert)
 
     @cached_property
-    def figures(self) -> Figures:
+    def measured(self) -> Summary:
         with _damage_is_named(self.run):
-            return _figures(self)
+            return _measured(self)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The settings that can change a score, by flat keys."""
+        return split_seeds(self.run)[0]
+
+    @cached_property
+    def seeds(self) -> dict[str, Any]:
+        return split_seeds(self.run)[1]
+
+    @cached_property
+    def origins(self) -> dict[str, str]:
+        """What made each adapter that the run builds on, by its key."""
+        return origins_of(self.run)
+
+    @property
+    def identity(self) -> str:
+        """All that the seeds of one arm have in common, as a hash."""
+        settings = {key: value for key, value in self.settings.items() if not is_adapter(key)}
+        return Identity([settings, self.origins]).key
+
+    @property
+    def end(self) -> str:
+        """The last state of the run: recovered, tuned without a recovery, base if it is measured alone."""
+        if self.alone:
+            return "base"
+        return "recovered" if self.run.settings().get("recover") else "tuned"
+
+    @property
+    def missing(self) -> list[str]:
+        """Describe the headline results that are not measured yet."""
+        found = []
+        for suite in self.headline.values():
+            for state in STATES[: STATES.index(self.end) + 1]:
+                if state not in suite.rows:
+                    found.append(f"{state} on {suite.name}")
+        return found
+
+    @property
+    def ends(self) -> dict[str, Estimate]:
+        """Role -> score of the last state on the headline suite, where it is measured."""
+        found = {}
+        for role, suite in self.headline.items():
+            if self.end in suite.rows:
+                found[role] = self.summary.suites[suite.name].states[self.end]
+        return found
+
+    def status(self, findings: stats.Findings) -> str:
+        """Return a status, or why there can be none: the run has no recovery, or not even a fine-tune."""
+        if findings.status != Retention.NOT_MEASURED:
+            return findings.status
+        return {"base": ALONE, "tuned": NO_RECOVERY}.get(self.end, findings.status)
 
 
 @contextlib.contextmanager
@@ -58,29 +114,33 @@ def _damage_is_named(run: RunDir) -> Iterator[None]:
         raise
 
 
-def _figures(results: Results) -> Figures:
+def _measured(results: Results) -> Summary:
+    """Return what was measured, and what follows by statistics: a summary without a verdict."""
     run, suites, near = results.run, results.suites, results.near
     headline = {role: results.headline.get(role) for role in HEADLINE_ROLES}
     retention, domain = headline["retention"], headline["domain"]
-    tests = _tests(retention, domain)
+    pair = _pair(retention, "tuned", "base")
+    tests = writing.compared_with_base([retention] if retention else [])
     distance = closeness.summarise([near])
     faults = notes.inert(suites) + notes.faults_of(run, [*suites, near])
     remarks = list(faults)
     for suite in suites:
         remarks += notes.suite_notes(suite)
-    return Figures(
+    return Summary(
         name=run.settings().get("name") or run.path.name,
         alone=results.alone,
         headline={role: suite.name if suite else None for role, suite in headline.items()},
-        suites={suite.name: _suite_scores(suite) for suite in suites},
+        suites={suite.name: _scores(suite) for suite in suites},
         findings=stats.findings(
             states_of([retention]) if retention else None,
             states_of([domain]) if domain else None,
-            writing.alike(tests.writing),
+            writing.alike(tests),
         ),
         closeness=distance,
         groups=_groups(retention),
-        tests=tests,
+        changes=_changes(retention, domain),
+        detectable_drop=stats.detectable_difference(*pair) if pair else None,
+        writing=tests,
         cost=_cost(run, [*suites, near]),
         faults=faults,
         notes=remarks + notes.recovery_notes(run),
@@ -93,21 +153,6 @@ def _is_alone(run: RunDir) -> bool:
     return not planned and not run.adapters()
 
 
-def _suite_scores(suite: Suite) -> SuiteScores:
-    metrics: dict[str, dict[str, float]] = {}
-    for state, result in suite.results.items():
-        for metric, value in result["metrics"].items():
-            if metric != suite.metric:
-                metrics.setdefault(metric, {})[state] = value
-    return SuiteScores(
-        **vars(_scores(suite)),
-        role=suite.role,
-        metric=suite.metric,
-        metrics=metrics,
-        writing=writing.estimates(suite),
-    )
-
-
 def _scores(suite: Suite) -> Scores:
     """Return the number of prompts, the floor, and the estimated score of each measured state."""
     floor = suite.floor_values()
@@ -115,7 +160,20 @@ def _scores(suite: Suite) -> Scores:
     for state in STATES:
         if state in suite.rows:
             states[state] = _estimate(suite, state).rounded()
-    return Scores(len(suite.measured), suite.floor if floor is None else float(floor.mean()), states)
+    metrics: dict[str, dict[str, float]] = {}
+    for state, result in suite.results.items():
+        for metric, value in result["metrics"].items():
+            if metric != suite.metric:
+                metrics.setdefault(metric, {})[state] = value
+    return Scores(
+        n=len(suite.measured),
+        floor=suite.floor if floor is None else float(floor.mean()),
+        states=states,
+        role=suite.role,
+        metric=suite.metric,
+        metrics=metrics,
+        writing=writing.estimates(suite),
+    )
 
 
 def _estimate(suite: Suite, state: str) -> Estimate:
@@ -125,36 +183,25 @@ def _estimate(suite: Suite, state: str) -> Estimate:
     return stats.mean(suite.values(state), suite.clusters)
 
 
-def _groups(retention: Suite | None) -> dict[str, Group]:
-    """Return the headline's scores and R for each group of prompts; empty unless there are several groups."""
-    groups: dict[str, Group] = {}
-    if retention and len(retention.groups) > 1:
-        for name in retention.groups:
-            suite = retention.only(name)
-            found = stats.findings(states_of([suite]), None)
-            groups[name] = Group(
-                **vars(_scores(suite)), recovery=found.recovery, recovery_raw=found.recovery_raw
-            )
+def _groups(retention: Suite | None) -> dict[str, tuple[Scores, stats.Findings]]:
+    """Return what the headline shows on each group of its prompts; empty unless there are several groups."""
+    if retention is None or len(retention.groups) < 2:
+        return {}
+    groups = {}
+    for name in retention.groups:
+        suite = retention.only(name)
+        groups[name] = _scores(suite), stats.findings(states_of([suite]), None)
     return groups
 
 
-def _tests(retention: Suite | None, domain: Suite | None) -> Tests:
-    changes: dict[str, Estimate | None] = {}
-    for later, earlier in PAIRS:
-        name = f"{later}_minus_{earlier}"
-        changes[name] = _change(retention, later, earlier)
-        changes[f"domain_{name}"] = _change(domain, later, earlier)
-    pair = _pair(retention, "tuned", "base")
-    return Tests(
-        changes=Changes(**changes),
-        detectable_drop=stats.detectable_difference(*pair) if pair else None,
-        writing=writing.compared_with_base([retention] if retention else []),
-    )
-
-
-def _change(suite: Suite | None, later: str, earlier: str) -> Estimate | None:
-    pair = _pair(suite, later, earlier)
-    return stats.difference(*pair).rounded() if pair else None
+def _changes(retention: Suite | None, domain: Suite | None) -> dict[str, Estimate | None]:
+    changes = {}
+    for prefix, suite in (("", retention), ("domain_", domain)):
+        for later, earlier in PAIRS:
+            pair = _pair(suite, later, earlier)
+            change = stats.difference(*pair).rounded() if pair else None
+            changes[f"{prefix}{later}_minus_{earlier}"] = change
+    return changes
 
 
 def _pair(suite: Suite | None, later: str, earlier: str) -> tuple[np.ndarray, np.ndarray, Clusters] | None:

@@ -1,9 +1,9 @@
-"""Tables, and the page that holds them: one value for terminal, notebook, Markdown and HTML."""
+"""Tables: one value for terminal, notebook, Markdown and HTML."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from opdcl.results.format import LENGTH, NATS, SCORE, SHARE, Unit, cell
 from opdcl.results.status import DOMAIN_STYLE, STATES
@@ -33,18 +33,6 @@ class Table(NamedTuple):
     columns: list[str]
     rows: list[list[str]]
     caption: str = ""
-
-
-class View(NamedTuple):
-    """A comparison laid out, without its notes."""
-
-    finding: str
-    """What was found, in one sentence."""
-    lead: str
-    """One sentence that says what is compared."""
-    tables: list[Table]
-    details: list[Table]
-    """Further tables, for which a terminal has no room."""
 
 
 def with_rows(tables: Sequence[Table]) -> list[Table]:
@@ -96,21 +84,3 @@ def writing_rows(writing: Mapping[str, Mapping[str, Estimate]], n: int) -> list[
         if found:
             rows.append([label, *by_state(found, unit, n)])
     return rows
-
-
-def named(suites: Mapping[str, Mapping[str, Any]]) -> str:
-    """Name the suites of a comparison, as `a (40 prompts), b (9 prompts) and c (40 prompts)`."""
-    *rest, last = [f"{name} ({suite['n']} prompts)" for name, suite in suites.items()] or [""]
-    return f"{', '.join(rest)} and {last}" if rest else last
-
-
-def with_seeds(name: str, seeds: int) -> str:
-    return f"{name}\n{seeds} seed{'s' if seeds > 1 else ''}"
-
-
-def compared(change: Estimate) -> str:
-    """Say how far apart two arms are; `{}` stands for the second one."""
-    size = f"{abs(100 * change.value):.1f} points"
-    if change.low > 0:
-        return f"{size} above {{}}"
-    return f"{size} below {{}}" if change.high < 0 else "not shown to differ from {}"

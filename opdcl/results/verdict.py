@@ -29,7 +29,6 @@ from opdcl.results.status import (
 if TYPE_CHECKING:
     from opdcl.results.closeness import Closeness
     from opdcl.results.intervals import Estimate
-    from opdcl.results.result_types import Figures
     from opdcl.results.scores import Suite
     from opdcl.results.writing import WritingTest, WritingTests
     from opdcl.rundir.layout import RunDir
@@ -50,37 +49,37 @@ NOTHING_COMPARED = "No other model is compared with it: opdcl eval OTHER --base 
 
 
 def conclude(
-    figures: Figures,
+    summary: Summary,
     retention: Suite | None,
     domain: Suite | None,
     settings: Mapping[str, Any],
     faults: Sequence[str] = (),
 ) -> Summary:
-    """Return the results of a run: its figures, with settled findings, and the verdict.
+    """Return the results of a run: its summary, with settled findings, and the verdict.
 
     `settings` and `faults` are those of the run; a headline suite has faults of its own.
     """
     for suite in filter(None, (retention, domain)):
         faults = [*faults, *suite.faults]
-    findings, closeness = figures.findings, figures.closeness
+    findings, closeness = summary.findings, summary.closeness
     if findings.retention_status is Retention.NO_HEADROOM and closeness and closeness.status:
         found = closeness.status
-        if found is Retention.RECOVERED and not writing.alike(figures.writing_tests):
+        if found is Retention.RECOVERED and not writing.alike(summary.writing_tests):
             found = Retention.PARTLY
         status = both_halves(found, findings.domain_status)
         findings = replace(findings, retention_status=found, status=status)
-        figures = replace(figures, findings=findings)
+        summary = replace(summary, findings=findings)
     status, further, to_do = findings.status, [""], ""
     if faults:
         status, text = FAULT, _fault(faults)
-    elif figures.alone and any(suite.n for suite in figures.suites.values()):
-        status, text, further = ALONE, _scores_of_base(figures), [NOTHING_COMPARED]
+    elif summary.alone and any(suite.n for suite in summary.suites.values()):
+        status, text, further = ALONE, _scores_of_base(summary), [NOTHING_COMPARED]
     else:
-        text, to_do = _verdict(figures, retention, domain), _advice(figures, settings)
-        tests = figures.writing_tests
-        further = [_distance(closeness), _neighbours(figures), writing_sentence(tests), to_do]
-    shown = vars(figures) | {"findings": replace(findings, status=status)}
-    return Summary(**shown, verdict=text, further=[*filter(None, further)], to_do=to_do)
+        text, to_do = _verdict(summary, retention, domain), _advice(summary, settings)
+        tests = summary.writing_tests
+        further = [_distance(closeness), _neighbours(summary), writing_sentence(tests), to_do]
+    findings, further = replace(findings, status=status), [*filter(None, further)]
+    return replace(summary, findings=findings, verdict=text, further=further, to_do=to_do)
 
 
 def at_place(summary: Summary, place: str) -> Summary:
@@ -92,9 +91,9 @@ def at_place(summary: Summary, place: str) -> Summary:
     return replace(summary, to_do=placed(summary.to_do), further=[placed(text) for text in summary.further])
 
 
-def _scores_of_base(figures: Figures) -> str:
+def _scores_of_base(summary: Summary) -> str:
     scores = []
-    for name, suite in figures.suites.items():
+    for name, suite in summary.suites.items():
         if base := suite.states.get("base"):
             scores.append(f"{PLAIN_WORDS.get(name, name)} {interval(base, SCORE)} on {suite.n} prompts")
     return f"Base alone: {', '.join(scores)}."
@@ -105,62 +104,62 @@ def _fault(faults: Sequence[str]) -> str:
     return f"Fault: {faults[0]}{more}. So there is no R, no D and no verdict."
 
 
-def _verdict(figures: Figures, retention: Suite | None, domain: Suite | None) -> str:
+def _verdict(summary: Summary, retention: Suite | None, domain: Suite | None) -> str:
     """Return the first words, and the outcome in one sentence."""
     if retention is None or not retention.rows:
-        if not figures.suites:
+        if not summary.suites:
             return "Not measured yet: nothing was evaluated."
         missing = f"suite {retention.name} has no results" if retention else "there is no retention suite"
         return f"Not measured yet: {missing}."
-    states = figures.suites[retention.name].states
+    states = summary.suites[retention.name].states
     scores = {state: percent(score.value) for state, score in states.items()}
-    change, prompts = figures.tests.changes.tuned_minus_base, len(retention.measured)
+    change, prompts = summary.changes["tuned_minus_base"], len(retention.measured)
     if change and not retention.complete:
         head = "Not recovered yet" if change.high < 0 else "No forgetting measured"
         changed = f"the fine-tune changed {retention.plain} by {interval(change, POINTS, n=prompts)}"
-        shown = f"from {scores['base']} to {scores['tuned']}{_learned(figures, domain)}"
+        shown = f"from {scores['base']} to {scores['tuned']}{_learned(summary, domain)}"
         return f"{head}: {changed}, {shown}."
     if not retention.complete:
         missing = " and ".join(retention.missing)
         known = ", ".join(f"{state} {score}" for state, score in scores.items())
         return f"Not measured yet: {retention.plain} has no result for {missing} (so far: {known})."
-    recovery, kept = figures.findings.recovery, figures.findings.domain_retention
-    is_back = figures.findings.retention_status in (Retention.RECOVERED, Retention.PARTLY)
-    if is_back and recovery and not _deciding_closeness(figures):
+    recovery, kept = summary.findings.recovery, summary.findings.domain_retention
+    is_back = summary.findings.retention_status in (Retention.RECOVERED, Retention.PARTLY)
+    if is_back and recovery and not _deciding_closeness(summary):
         bounded = interval(recovery, n=prompts)
         outcome = f"{_share(recovery)} of the lost {retention.plain} came back (R = {bounded})"
     else:
-        outcome = _retention_clause(figures, retention, scores)
+        outcome = _retention_clause(summary, retention, scores)
     if kept:
-        bounded = interval(kept, n=figures.prompts_of("domain"))
+        bounded = interval(kept, n=summary.prompts_of("domain"))
         domain_outcome = f"{_share(kept)} of the domain gain is kept (D = {bounded})"
     else:
         domain_outcome = f"no D, because {why_no_domain_retention(domain)}"
-    return f"{_heading(figures)}: {outcome}; {domain_outcome}."
+    return f"{_heading(summary)}: {outcome}; {domain_outcome}."
 
 
-def _learned(figures: Figures, domain: Suite | None) -> str:
+def _learned(summary: Summary, domain: Suite | None) -> str:
     """Say what the fine-tune taught of the domain, if that is measured."""
     if domain is None or not {"base", "tuned"} <= domain.rows.keys():
         return ""
-    states = figures.suites[domain.name].states
+    states = summary.suites[domain.name].states
     return f"; {domain.plain} from {percent(states['base'].value)} to {percent(states['tuned'].value)}"
 
 
-def _heading(figures: Figures) -> str:
+def _heading(summary: Summary) -> str:
     """Return the first words: what is shown of the recovery, and of the domain."""
-    findings = figures.findings
+    findings = summary.findings
     found, kept = findings.retention_status, findings.domain_status
     if (found, kept) == (Retention.RECOVERED, Domain.KEPT):
         return "Recovered and kept"
     if (found, kept) == (Retention.NOT_SHOWN, Domain.KEPT):
         return "Kept, recovery not shown"
     words, domain_words, first_look = found.heading, kept.heading, ""
-    is_back = findings.non_inferiority and findings.non_inferiority.shown and not _deciding_closeness(figures)
+    is_back = findings.non_inferiority and findings.non_inferiority.shown and not _deciding_closeness(summary)
     if found is Retention.PARTLY and is_back:
-        differs = any(test and test.different for test in figures.writing_tests.values())
+        differs = any(test and test.different for test in summary.writing_tests.values())
         words = "Score recovered, writing differs" if differs else "Score recovered, writing uncertain"
-    elif prompts := _first_look(figures):
+    elif prompts := _first_look(summary):
         words = f"{_share(findings.recovery).capitalize()} came back"
         first_look = f" ({prompts} prompts, a first look)"
     share = findings.domain_retention
@@ -169,12 +168,12 @@ def _heading(figures: Figures) -> str:
     return f"{words}, {domain_words}{first_look}"
 
 
-def _first_look(figures: Figures) -> int:
+def _first_look(summary: Summary) -> int:
     """Return the number of prompts if they are so few that R tells more than its status; else 0."""
-    findings, suite = figures.findings, figures.headline_suite("retention")
+    findings, suite = summary.findings, summary.headline_suite("retention")
     if findings.retention_status is not Retention.PARTLY or findings.recovery is None or suite is None:
         return 0
-    return suite.n if suite.n < FIRST_LOOK and not _deciding_closeness(figures) else 0
+    return suite.n if suite.n < FIRST_LOOK and not _deciding_closeness(summary) else 0
 
 
 def _share(share: Estimate) -> str:
@@ -182,35 +181,35 @@ def _share(share: Estimate) -> str:
     return "all" if share.value >= 0.995 else f"{100 * share.value:.0f} %"
 
 
-def _deciding_closeness(figures: Figures) -> Closeness | None:
+def _deciding_closeness(summary: Summary) -> Closeness | None:
     """Return the closeness if the verdict rests on it, because the suite has no headroom."""
-    unfit = figures.findings.no_recovery_because is NoRatio.FLOOR_TOO_HIGH
-    return figures.closeness if unfit and figures.closeness and figures.closeness.c else None
+    unfit = summary.findings.no_recovery_because is NoRatio.FLOOR_TOO_HIGH
+    return summary.closeness if unfit and summary.closeness and summary.closeness.c else None
 
 
-def _retention_clause(figures: Figures, retention: Suite, scores: dict[str, str]) -> str:
+def _retention_clause(summary: Summary, retention: Suite, scores: dict[str, str]) -> str:
     """Return the scores of the three models, and R, or why there is none."""
-    findings, changes = figures.findings, figures.tests.changes
+    findings, gain = summary.findings, summary.changes["recovered_minus_tuned"]
     base, tuned, recovered = (scores[state] for state in STATES)
     levels = f"{retention.plain} is {base} for base, {tuned} for tuned and {recovered} for recovered"
-    closeness = _deciding_closeness(figures)
+    closeness = _deciding_closeness(summary)
     if closeness and closeness.c:
         gone = f"{interval(closeness.c, SHARE, n=closeness.n)} of the distance to base is gone, counted from"
         where = f"{closeness.start}, on {closeness.n} prompts"
         return f"{gone} {where} ({levels}: no measure here, see the note)"
     status = findings.retention_status
     if status is Retention.NO_HEADROOM:
-        floor = figures.suites[retention.name].floor or 0.0
+        floor = summary.suites[retention.name].floor or 0.0
         return f"{levels}, where {retention.floor_is} scores {percent(floor)}"
     if status in (Retention.TOO_FEW, Retention.NO_FORGETTING):
-        return f"{levels}, {why_no_ratio(figures)}"
-    if changes.recovered_minus_tuned and changes.recovered_minus_tuned.high < 0:
+        return f"{levels}, {why_no_ratio(summary)}"
+    if gain and gain.high < 0:
         levels += ", measurably below tuned"
     elif status is Retention.NOT_SHOWN and findings.no_recovery_because is NoRatio.NO_DROP:
         levels += ", measurably below base, as tuned is not"
     if findings.recovery:
         return f"{levels}, R = {interval(findings.recovery, n=len(retention.measured))}"
-    return f"{levels}, no R, {why_no_ratio(figures)}"
+    return f"{levels}, no R, {why_no_ratio(summary)}"
 
 
 def _distance(near: Closeness | None) -> str:
@@ -228,18 +227,18 @@ def _distance(near: Closeness | None) -> str:
     return f"{style} Distance to base: {moved} (base against itself: {near.noise:.3f})."
 
 
-def _neighbours(figures: Figures) -> str:
+def _neighbours(summary: Summary) -> str:
     """Say how short questions beside the domain are answered, where a control suite asks them."""
-    for name, suite in figures.suites.items():
+    for name, suite in summary.suites.items():
         if "neighbours" in name and "tuned" in suite.states:
             scores = [f"{percent(score.value)} for {state}" for state, score in suite.states.items()]
             return f"Beside the domain ({name}): {', '.join(scores)}."
     return ""
 
 
-def _advice(figures: Figures, settings: Mapping[str, Any]) -> str:
+def _advice(summary: Summary, settings: Mapping[str, Any]) -> str:
     """Say what to do next, with the command; empty where nothing is missing, or nothing is measured yet."""
-    findings, recover = figures.findings, settings.get("recover") or {}
+    findings, recover = summary.findings, settings.get("recover") or {}
     found, recovery, kept = findings.retention_status, findings.recovery, findings.domain_retention
     more_steps = f"opdcl recover RUN --steps {_twice(recover.get('steps'))} -o RUN-2"
     if kept and kept.value < MOST_OF_THE_GAIN:
@@ -247,25 +246,25 @@ def _advice(figures: Figures, settings: Mapping[str, Any]) -> str:
         command = f"opdcl recover RUN --set recover.domain_rollouts={rows} -o RUN-2"
         return f"To keep more of the domain, learn from more of its rows in each step: {command}"
     advice = found.advice
-    almost_all = recovery and recovery.value >= MOST_OF_THE_GAIN and writing.alike(figures.writing_tests)
-    if found is Retention.PARTLY and (almost_all or _first_look(figures)):
+    almost_all = recovery and recovery.value >= MOST_OF_THE_GAIN and writing.alike(summary.writing_tests)
+    if found is Retention.PARTLY and (almost_all or _first_look(summary)):
         advice = "To show more, {prompts}"
-    return advice.format(prompts=_more_prompts(figures, settings), steps=more_steps) if advice else ""
+    return advice.format(prompts=_more_prompts(summary, settings), steps=more_steps) if advice else ""
 
 
 def _twice(number: int | None) -> str:
     return str(2 * number) if number else "N"
 
 
-def _more_prompts(figures: Figures, settings: Mapping[str, Any]) -> str:
+def _more_prompts(summary: Summary, settings: Mapping[str, Any]) -> str:
     """Say how to measure on more prompts: on enough of them if that is known, else on four times as many."""
-    limit, measured = (settings.get("eval") or {}).get("limit"), figures.prompts_of("retention")
+    limit, measured = (settings.get("eval") or {}).get("limit"), summary.prompts_of("retention")
     if not limit or measured < limit:
         return "measure on a suite with more prompts: opdcl suites ls"
-    detectable, unfit = figures.tests.detectable_drop, figures.findings.no_recovery_because
+    detectable, unfit = summary.detectable_drop, summary.findings.no_recovery_because
     # Four times as many prompts have intervals half as wide.
     enough = 4 * measured
-    if figures.findings.retention_status is Retention.TOO_FEW and unfit not in FLOOR_REASONS.values():
+    if summary.findings.retention_status is Retention.TOO_FEW and unfit not in FLOOR_REASONS.values():
         enough = _prompts_to_tell(measured, detectable or 0.0)
     return f"measure on more prompts: opdcl eval RUN --limit {enough}"
 
@@ -295,7 +294,7 @@ def next_command(run: RunDir, summary: Summary, place: str) -> str:
         # After replay there may be nothing to recover.
         if finetune and finetune.get("replay", {}).get("share") and not summary.suites:
             return f"opdcl eval {place} --domain TEST.jsonl"
-        change = summary.tests.changes.tuned_minus_base
+        change = summary.changes["tuned_minus_base"]
         if change and change.low > -SMALLEST_DROP:
             return f"opdcl chat {place}"  # too little was forgotten for a recovery to show
         # An adapter made elsewhere brings no prompts of its domain.
@@ -322,13 +321,13 @@ def _writing_fault(name: str, test: WritingTest) -> str:
     return FAULTS[name].format(percent(test.recovered), percent(test.base))
 
 
-def why_no_ratio(figures: Figures) -> str:
+def why_no_ratio(summary: Summary) -> str:
     """Say why there is no R, with the numbers behind the reason."""
-    findings, tests = figures.findings, figures.tests
-    suite, change = figures.headline_suite("retention"), tests.changes.tuned_minus_base
+    findings, detectable = summary.findings, summary.detectable_drop
+    suite, change = summary.headline_suite("retention"), summary.changes["tuned_minus_base"]
     if findings.status == FAULT:
         return "a score is not a number"
-    if suite is None or change is None or tests.detectable_drop is None:
+    if suite is None or change is None or detectable is None:
         return "base and tuned are not both measured"
     if findings.retention_status is Retention.NOT_MEASURED:
         return "recovered is not measured"
@@ -342,13 +341,13 @@ def why_no_ratio(figures: Figures) -> str:
     drop = f"a drop from base to tuned of {value} points"
     if not is_few(suite.n):
         drop += f" [{low}, {high}]"
-    needed, detectable = 100 * SMALLEST_DROP, 100 * tests.detectable_drop
+    needed = 100 * SMALLEST_DROP
     if findings.retention_status is Retention.TOO_FEW:
-        enough = _prompts_to_tell(suite.n, tests.detectable_drop)
-        seen = f"{suite.n} prompts show a drop from {detectable:.0f} points on"
+        enough = _prompts_to_tell(suite.n, detectable)
+        seen = f"{suite.n} prompts show a drop from {100 * detectable:.0f} points on"
         return f"{drop}: {seen}, one of {needed:.0f} points takes about {enough}"
     if findings.retention_status is Retention.NO_FORGETTING:
-        return f"{drop}, where {suite.n} prompts would show one of {detectable:.1f}"
+        return f"{drop}, where {suite.n} prompts would show one of {100 * detectable:.1f}"
     if -change.value < SMALLEST_DROP:
         return f"because {drop} is too small for a ratio, which needs {needed:.0f}"
     if reason is NoRatio.NO_DROP:

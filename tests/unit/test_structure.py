@@ -20,10 +20,10 @@ CLOSURES = {"opdcl.train.recover": (44, 4_951), "opdcl.train.finetune": (38, 4_1
 
 # Public names of several classes or functions. Target: none.
 SEVERAL_MEANINGS = {
-    **dict.fromkeys(("Comparison", "cut", "view"), 3),
-    "compare": 5,
-    **dict.fromkeys(("Example", "Group", "Suite", "answer", "distances", "ending", "evaluate"), 2),
-    **dict.fromkeys(("export", "finding", "finetune", "in_words", "join", "judge", "kind_of", "load"), 2),
+    "cut": 3,
+    "compare": 3,
+    **dict.fromkeys(("Example", "Suite", "answer", "distances", "ending", "evaluate"), 2),
+    **dict.fromkeys(("export", "finetune", "in_words", "join", "judge", "kind_of", "load"), 2),
     **dict.fromkeys(("load_suite", "read_config", "read_text", "recover", "render", "side_by_side"), 2),
     **dict.fromkeys(("steps_done", "summarise", "to_user_error", "values", "verify"), 2),
     "write": 2,

@@ -7,9 +7,10 @@ import pytest
 from helpers.synthetic import alter, change, compared, held, measure_states, pages, workflow, write
 
 from opdcl.results import closeness
-from opdcl.results.arms import load_arms, split_seeds
-from opdcl.results.compare import compare, view
+from opdcl.results.arms import load_arms
+from opdcl.results.compare import compare, comparison_page
 from opdcl.results.document import summarise
+from opdcl.results.origins import split_seeds
 from opdcl.results.report_tables import terminal_rows
 from opdcl.results.summary import Results
 from opdcl.rundir.layout import RunDir
@@ -186,7 +187,7 @@ def test_a_distance_is_told_by_its_mean_and_its_median_everywhere(tmp_path):
     other = make(tmp_path / "other", steps=9)
     arm = compared([run, other])["arms"][0]
     assert arm["closeness"]["recovered"]["median"] == found["median"]
-    table = next(t for t in view(compare([run, other])).tables if t.title == "Closeness to base")
+    table = next(t for t in comparison_page(compare([run, other])).sections if t.title == "Closeness to base")
     assert [column.split("\n")[0] for column in table.columns[4:]] == [
         "median",
         "answered in domain style",

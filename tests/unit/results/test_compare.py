@@ -13,8 +13,8 @@ from helpers.command import opdcl
 from helpers.page import HOSTILE, PAYLOAD, Page, safe_page
 from helpers.synthetic import METRIC, N, change, compared, held, measure, measure_states, write
 
-from opdcl.results import arm_tables, compare, plots
-from opdcl.results.compare import view
+from opdcl.results import arms, compare, plots
+from opdcl.results.compare import comparison_page
 from opdcl.results.compare import write as write_page
 from opdcl.results.intervals import Estimate
 from opdcl.rundir.layout import RunDir
@@ -59,7 +59,7 @@ def test_markdown_and_html_show_scores_differences_settings_and_runs(three, tmp_
 
 
 def test_the_plot_marks_base_tuned_and_every_arm(three, make):
-    svg = arm_tables.figure(compare.compare([*three, make("_fourth", 28, 30, steps=9)]))
+    svg = arms.figure(compare.compare([*three, make("_fourth", 28, 30, steps=9)]))
     assert svg is not None
     for name in ("base", "tuned", "ours", "general", "scaled", "fourth"):
         assert f">{name}</text>" in svg
@@ -77,20 +77,20 @@ def test_the_title_is_a_finding(three, make, tmp_path):
     text, html, _ = (p.read_text() for p in write_page(compare.compare(three[:2]), tmp_path / "out"))
     assert text.startswith(f"# {finding}\n")
     assert f'<h1 class="finding">{finding}</h1>' in html
-    reverse = view(compare.compare(three[1::-1])).finding
+    reverse = comparison_page(compare.compare(three[1::-1])).heading
     assert (
         reverse == "general is not shown to differ from ours in retention; 50.0 points below it on the domain"
     )
-    assert view(compare.compare(three)).finding == (
+    assert comparison_page(compare.compare(three)).heading == (
         "ours is above 1 and below none of 2 other arms in retention; "
         "above 2 and below none of 2 other arms on the domain"
     )
     twins = [three[0], make("twin", 28, 32, steps=47)]
-    assert view(compare.compare(twins)).finding == "No difference between ours and twin is shown"
-    triplets = view(compare.compare([*twins, make("third", 28, 32, steps=46)]))
-    assert triplets.finding == "No difference between ours and the 2 other arms is shown"
+    assert comparison_page(compare.compare(twins)).heading == "No difference between ours and twin is shown"
+    triplets = comparison_page(compare.compare([*twins, make("third", 28, 32, steps=46)]))
+    assert triplets.heading == "No difference between ours and the 2 other arms is shown"
     unfinished = [make("a", None, None), make("b", None, None, steps=9)]
-    assert view(compare.compare(unfinished)).finding == "Not measured yet"
+    assert comparison_page(compare.compare(unfinished)).heading == "Not measured yet"
 
 
 @pytest.fixture
@@ -132,9 +132,9 @@ def test_the_page_has_the_answers_of_the_runs_side_by_side(answered, tmp_path):
 
 
 def test_of_many_arms_the_page_says_whose_answers_it_leaves_out(answered, tmp_path):
-    runs = [answered(f"arm_{i}", {*range(i, 30)}, steps=i + 1) for i in range(compare.MOST_RUNS + 1)]
+    runs = [answered(f"arm_{i}", {*range(i, 30)}, steps=i + 1) for i in range(arms.MOST_RUNS + 1)]
     html = write_page(compare.compare(runs), tmp_path / "out")[1].read_text()
-    assert f"Left out for want of room: arm_{compare.MOST_RUNS}." in html
+    assert f"Left out for want of room: arm_{arms.MOST_RUNS}." in html
     assert groups_of(html) == {
         "Passed by arm_0, not by every other run": 5,
         "Passed by every run": 25,

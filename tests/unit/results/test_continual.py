@@ -6,7 +6,7 @@ from helpers.synthetic import N, change, compared, held, measure, workflow, writ
 
 from opdcl.errors import UsageError
 from opdcl.results import compare, continual, stats
-from opdcl.results.compare import view
+from opdcl.results.compare import comparison_page
 from opdcl.results.compare import write as write_page
 from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
@@ -74,7 +74,7 @@ def test_the_figures_of_a_chain_equal_those_worked_out_by_hand(two_ways):
 
 def test_every_step_has_its_row_and_every_chain_its_line(two_ways, tmp_path):
     comparison = compare.compare(two_ways)
-    matrix, chains, kept = view(comparison).tables
+    matrix, chains, kept = comparison_page(comparison).sections
     assert [row[0].split("\n")[0] for row in matrix.rows] == ["base", "first", "worse", "second", "after"]
     assert matrix.rows[3][1].startswith("70.0 %")
     assert len(chains.rows) == 3
@@ -197,10 +197,10 @@ def test_one_prompt_of_a_hundred_is_no_forgetting_that_is_shown(step):
         for suite in ("handbook", "manual"):
             for state in ("base", "recovered"):
                 run.eval_result(state, suite).unlink()
-    comparison = continual.compare([first, second])
+    comparison = continual.compare_chains([first, second])
     before, after = ((np.arange(100) < passed).astype(float) for passed in (99, 98))
-    assert comparison.chains[0].forgetting == stats.difference(before, after).rounded()
-    assert continual.finding(comparison).endswith("no forgetting is shown")
+    assert comparison.figures(comparison.chains[0])["forgetting"] == stats.difference(before, after).rounded()
+    assert comparison_page(comparison).heading.endswith("no forgetting is shown")
 
 
 def test_a_change_over_suites_is_claimed_seldom_where_there_is_none():
@@ -233,10 +233,10 @@ def test_what_a_step_learned_does_not_depend_on_the_order_of_its_suites(step, se
     first = step("first", "handbook", 32, 38, 2)
     last = step("second", rows, 32, 6, 36, start=first)
     change(last, "eval", domain=second)
-    comparison = continual.compare([first, last])
-    (chain,) = comparison.chains
-    assert chain.backward_transfer.value == pytest.approx((6 - 38) / N)
-    assert chain.forgetting.value == pytest.approx((38 - 6) / 2 / N)
+    comparison = continual.compare_chains([first, last])
+    figures = comparison.figures(*comparison.chains)
+    assert figures["backward_transfer"].value == pytest.approx((6 - 38) / N)
+    assert figures["forgetting"].value == pytest.approx((38 - 6) / 2 / N)
     by_gain = "second counts as having learned manual, the domain suite that gained most."
     assert (by_gain in comparison.notes) == (rows == "rows.jsonl")
 
@@ -244,8 +244,8 @@ def test_what_a_step_learned_does_not_depend_on_the_order_of_its_suites(step, se
 def test_a_domain_that_neither_rows_nor_gains_tell_is_left_out_with_a_note(step):
     first = step("first", "handbook", 32, 38, 2)
     last = step("second", "rows.jsonl", 32, 38, 2, start=first)
-    comparison = continual.compare([first, last])
-    assert comparison.chains[0].average.value == pytest.approx((32 + 38) / 2 / N)
+    comparison = continual.compare_chains([first, last])
+    assert comparison.figures(comparison.chains[0])["average"].value == pytest.approx((32 + 38) / 2 / N)
     assert any("second: which of its domain suites it learned is unknown" in n for n in comparison.notes)
     left_out = "first → second: no step is known to have learned manual: left out."
     assert left_out in comparison.notes
@@ -254,7 +254,7 @@ def test_a_domain_that_neither_rows_nor_gains_tell_is_left_out_with_a_note(step)
 def test_a_domain_that_two_steps_learned_is_named(step):
     first = step("first", "handbook", 32, 30, 2)
     last = step("second", "handbook", 32, 38, 2, start=first)
-    notes = continual.compare([first, last]).notes
+    notes = continual.compare_chains([first, last]).notes
     assert any("several steps learned handbook" in note for note in notes)
 
 

@@ -145,9 +145,9 @@ def closeness(value, half=0.04, **tests):
 def concluded(run, near):
     """Return the summary with the verdict that follows from its numbers and this closeness."""
     results = Results(run)
-    figures = replace(results.figures, closeness=near)
+    measured = replace(results.measured, closeness=near)
     headline = results.headline
-    return run_document(conclude(figures, headline["retention"], headline["domain"], run.settings()))
+    return run_document(conclude(measured, headline["retention"], headline["domain"], run.settings()))
 
 
 @pytest.mark.parametrize(
