@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from common import head, parser_of, store
 
-import opdcl.train.grading as grading
+import opdcl.train.learner as grading
 from opdcl.config.load import load
 from opdcl.config.model import ModelConfig
 from opdcl.console import Output

@@ -50,7 +50,7 @@ from opdcl.model.llama_pass import attends_within_rows
 from opdcl.model.load import EMBEDDED, load_base, model_source, pick_device, pick_dtype
 from opdcl.sampling.sample import sample
 from opdcl.train.checkpoints import StudentOptimizer
-from opdcl.train.grading import Grader, micro_batches
+from opdcl.train.learner import Grader, micro_batches
 from opdcl.train.recover import take_step
 from opdcl.train.rollout_queue import RolloutQueue
 from opdcl.train.schedule import plan_steps

@@ -21,7 +21,7 @@ from opdcl.data.rows import load_rows
 from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
 from opdcl.results.status import DOMAIN_STYLE
-from opdcl.train.grading import Grader
+from opdcl.train.learner import Grader
 from opdcl.train.teachers import Teacher
 from opdcl.types import Prompt
 

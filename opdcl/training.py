@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import random
 import resource
 import shutil
 import signal
@@ -18,10 +19,10 @@ from typing import Any, Literal, Protocol
 import torch
 
 from opdcl import parallel
-from opdcl.errors import OpdclError, UsageError
+from opdcl.errors import Interrupted, OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import folder_appears_whole, write_atomic
-from opdcl.rundir.hashes import SEAL, damage
+from opdcl.rundir.hashes import SEAL, damage, seal
 from opdcl.rundir.layout import StageDir
 from opdcl.signals import ending
 
@@ -117,6 +118,17 @@ class Clock:
         return {name: round(value, 3) for name, value in seconds.items()}
 
 
+def endless(count: int, seed: int) -> Iterator[int]:
+    """Yield indices below `count`, each once per epoch, in seeded order."""
+    if not count:
+        raise ValueError("of no rows, none can be drawn")
+    shuffle = random.Random(seed)
+    while True:
+        order = list(range(count))
+        shuffle.shuffle(order)
+        yield from order
+
+
 def dose(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what the steps in a stage's metrics learned from, and how long their parts took.
 
@@ -194,6 +206,23 @@ class Interruption:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
+    def has_come(self) -> bool:
+        """Return whether a signal has come to any worker; all of them must ask."""
+        self.came = parallel.any_worker(self.came)
+        return self.came
+
+    def end(self, step: int, steps: int) -> None:
+        """End the stage after this step, whose checkpoint is saved, if a signal has come.
+
+        Raises:
+            Interrupted: Steps are left.
+            KeyboardInterrupt: It came in the last step; the stages after this one must not start.
+        """
+        if self.came and step < steps:
+            raise Interrupted(f"interrupted at step {step} of {steps}; checkpoint saved")
+        if self.came:
+            raise KeyboardInterrupt
+
     def _take(self, number: int, frame: Any) -> None:
         if self.came:
             raise KeyboardInterrupt
@@ -201,7 +230,7 @@ class Interruption:
         self.report.note("stopping after this step; press Ctrl-C again to stop at once")
 
 
-def last_checkpoint(out: StageDir, report: StageReport) -> Path | None:
+def last_checkpoint(out: StageDir, report: StageReport, steps: int) -> Path | None:
     """Return the checkpoint from which a stage resumes, and bring its records to the state of that time."""
     out.path.mkdir(parents=True, exist_ok=True)
     checkpoint = out.last_checkpoint()
@@ -214,6 +243,8 @@ def last_checkpoint(out: StageDir, report: StageReport) -> Path | None:
             report.note(f"{folder.name} is incomplete and ignored")
             shutil.rmtree(folder, ignore_errors=True)
     _take_back_records(out, checkpoint)
+    if checkpoint:
+        report.note(f"resuming from step {steps_done(checkpoint)} of {steps}")
     return checkpoint
 
 
@@ -222,8 +253,20 @@ def steps_done(checkpoint: Path | None) -> int:
     return int(checkpoint.name.rsplit("-", 1)[1]) if checkpoint else 0
 
 
-def keep_records(out: StageDir, checkpoint: Path) -> None:
-    """Copy into a checkpoint, which will be sealed, what the rest of the stage depends on beside the weights.
+def refuse_changed_base(backbone: Backbone, checksum: tuple[int, ...], step: int) -> None:
+    """Check before a checkpoint that base is as it was at first, and that all workers hold the same adapter.
+
+    Raises:
+        OpdclError: One of them is not so.
+    """
+    if parallel.any_worker(backbone.checksum() != checksum):
+        message = f"the base weights changed before step {step}"
+        raise OpdclError(message, "this is a defect of opdcl: please report it")
+    parallel.check_same("adapters", backbone.adapter_norm("student"))
+
+
+def seal_with_records(out: StageDir, checkpoint: Path) -> None:
+    """Copy into a checkpoint what the rest of the stage depends on beside the weights, and seal it.
 
     The files themselves are neither flushed nor sealed before the stage ends: a power failure can cut them.
     """
@@ -235,6 +278,7 @@ def keep_records(out: StageDir, checkpoint: Path) -> None:
             shutil.copy(file, records)
     if out.best.exists():
         shutil.copytree(out.best, records / out.best.name)
+    seal(checkpoint)
 
 
 def _take_back_records(out: StageDir, checkpoint: Path | None) -> None:

@@ -35,8 +35,8 @@ from opdcl.model.forward import answer_states
 from opdcl.rundir.files import RESTORE, read_jsonl
 from opdcl.rundir.layout import RunDir
 from opdcl.stages.answers import SEED, KeptRows, Question, answer, made_by, partial_file, store
-from opdcl.train.grading import micro_batches
 from opdcl.train.kept_texts import KeptTexts
+from opdcl.train.learner import micro_batches
 from opdcl.train.losses import both_divergences
 from opdcl.train.teachers import Teacher
 from opdcl.training import StageReport, counted, reset_peak_memory

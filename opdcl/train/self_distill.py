@@ -15,13 +15,13 @@ from opdcl.rundir.layout import StageDir
 from opdcl.train.finetune import planned_steps
 from opdcl.train.recover import recover
 from opdcl.training import StageReport, save_adapter
-from opdcl.types import Prompts, Stream
+from opdcl.types import Prompts, StreamName
 
 
 def self_distill(
     config: FinetuneConfig,
     recovery: RecoverConfig,
-    prompts: dict[Stream, Prompts],
+    prompts: dict[StreamName, Prompts],
     backbone: Backbone,
     start: Path | None,
     out: StageDir,

@@ -8,7 +8,7 @@ from opdcl.data.prompts import encode_prompts, read_recovery_source
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.train.grading import Grader
+from opdcl.train.learner import Grader
 from opdcl.train.kept_texts import texts_folder
 from opdcl.train.provide import provided
 from opdcl.train.recover import recover

@@ -20,7 +20,7 @@ from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.train.grading import Grader
+from opdcl.train.learner import Grader
 from opdcl.train.recover import _student
 from opdcl.training import Clock, Schedule, StageLog, dose, is_finite
 

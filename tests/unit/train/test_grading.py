@@ -9,7 +9,7 @@ from helpers.near import ROUNDING, relative_error
 from helpers.recovering import PROMPT, make_trainer
 
 from opdcl.config.finetune import LoraSection
-from opdcl.train.grading import kl_by_route, micro_batches, token_weights
+from opdcl.train.learner import kl_by_route, micro_batches, token_weights
 from opdcl.train.recover import step_metrics
 from opdcl.train.rollout_queue import StepRollouts
 from opdcl.train.teachers import Teacher

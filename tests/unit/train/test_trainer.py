@@ -10,7 +10,7 @@ from opdcl.errors import OpdclError, UsageError
 from opdcl.model.forward import answer_ids, answer_states
 from opdcl.rundir.layout import StageDir
 from opdcl.sampling import decode
-from opdcl.train.grading import micro_batches
+from opdcl.train.learner import micro_batches
 from opdcl.train.validation import Validation
 from opdcl.training import StageLog, save_adapter
 from opdcl.types import Prompt, Rollout
