@@ -50,12 +50,12 @@ from opdcl.model.llama_pass import attends_within_rows
 from opdcl.model.load import EMBEDDED, load_base, model_source, pick_device, pick_dtype
 from opdcl.sampling.sample import sample
 from opdcl.train.checkpoints import StudentOptimizer
+from opdcl.train.cost import peak_memory, reset_peak_memory
 from opdcl.train.learner import Learner, micro_batches
 from opdcl.train.recover import take_step
 from opdcl.train.rollout_queue import RolloutQueue
 from opdcl.train.schedule import plan_steps
 from opdcl.train.teachers import Teacher
-from opdcl.training import peak_memory, reset_peak_memory
 from opdcl.types import Loss, Prompt
 
 ARMS = {
@@ -313,14 +313,14 @@ class OwnLoop:
 
     def __init__(self, config: RecoverConfig, backbone: Backbone, queue: RolloutQueue, learner: Learner):
         self.model, self.queue, self.learner = backbone.peft, queue, learner
-        self.recovery = SimpleNamespace(config=config, backbone=backbone, queue=queue, learner=learner)
+        self.recovery = SimpleNamespace(queue=queue, learner=learner)
         self.optimizer = StudentOptimizer(backbone, config)
 
     def add_callback(self, callback: Any) -> None:
         self.callback = callback
 
     def train(self) -> None:
-        for step in range(1, self.recovery.config.steps + 1):
+        for step in range(1, self.queue.config.steps + 1):
             self.callback.on_step_begin()
             take_step(self.recovery, self.optimizer, step)
             self.callback.on_step_end()

@@ -1,4 +1,4 @@
-"""What both training stages share: schedule of the rate, metrics, interruptions, records of checkpoints."""
+"""What both trainings share: order and rate of steps, metrics, interruptions, records of checkpoints."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import contextlib
 import json
 import math
 import random
-import resource
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -127,25 +126,6 @@ def endless(count: int, seed: int) -> Iterator[int]:
         order = list(range(count))
         shuffle.shuffle(order)
         yield from order
-
-
-def dose(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what the steps in a stage's metrics learned from, and how long their parts took.
-
-    `graded` holds answers and tokens by stream and author; `parts` holds seconds.
-    """
-    graded: dict[str, dict[str, dict[str, int]]] = {}
-    parts: dict[str, float] = {}
-    for row in rows:
-        for name, seconds in row.get("parts", {}).items():
-            parts[name] = round(parts.get(name, 0.0) + seconds, 3)
-        if "graded" in row:
-            of_author = graded.setdefault(row["stream"], {}).setdefault(
-                row["author"], {"answers": 0, "tokens": 0}
-            )
-            of_author["answers"] += row["answers"]
-            of_author["tokens"] += row["graded"]
-    return {"graded": graded, "parts": parts}
 
 
 class StageLog:
@@ -319,21 +299,3 @@ def save_adapter(backbone: Backbone, folder: Path) -> None:
             file.rename(temporary / file.name)
         (temporary / "student").rmdir()
         (temporary / "README.md").unlink(missing_ok=True)
-
-
-def reset_peak_memory() -> None:
-    """Start a new measurement of peak memory, where the system allows it."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_memory() -> int:
-    """Return peak memory in bytes since `reset_peak_memory`: of the GPU, or else of the process."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    with contextlib.suppress(OSError, StopIteration, ValueError):
-        status = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -330,19 +330,20 @@ class RecoverConfig(Section):
         """Return what the recovery learns, by stream."""
         kind = "cross_entropy" if self.method == "replay" else self.loss.kind
         of_domain = 1 / (self.general_per_domain + 1) if self.domain and self.method != "general" else 0.0
+        teachers = {"general": self.general_teacher, "domain": self.domain_teacher}
+        prompts = {"general": ", ".join(self.general_sources()), "domain": self.domain or ""}
+        if self.reward:
+            prompts["general"] = self.reward.suite
         streams = {}
         for name in STREAMS:
-            sources = [self.domain or ""] if name == "domain" else [*self.general_sources()]
-            teacher = self.general_teacher if name == "general" else self.domain_teacher
-            author = "rows" if name == "general" and self.given_answers else teacher
             writes = self._may_write(name) and self.lmbda != 0
+            author = "rows" if name == "general" and self.given_answers else teachers[name]
             if writes:
                 author = "student" if self.lmbda == 1 else f"{author}, then student"
             reverse = self.on_policy.reverse if writes and kind == "forward_kl" else 0.0
             loss = Loss(kind, self.loss.k, reverse, self.weighting)
             if self.reward and name == "general":
-                sources = [self.reward.suite]
                 loss = replace(loss, reward=self.reward.weight, weight=self.reward.teacher)
             share = of_domain if name == "domain" else 1 - of_domain
-            streams[name] = Stream(name, ", ".join(sources), author, teacher, loss, share)
+            streams[name] = Stream(name, prompts[name], author, teachers[name], loss, share)
         return streams

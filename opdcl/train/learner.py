@@ -81,7 +81,6 @@ class Learner:
         teachers: Mapping[StreamName, Teachers],
         too_long: str,
         micro_batch_tokens: int | None = None,
-        clock: Clock | None = None,
     ):
         """Take the teachers of the streams that have some.
 
@@ -89,7 +88,7 @@ class Learner:
         `micro_batch_tokens` a worker's share of a step is one micro-batch, as long as memory suffices.
         """
         self.backbone, self.teachers, self.too_long = backbone, dict(teachers), too_long
-        self.micro_batch_tokens, self.clock = micro_batch_tokens, clock or Clock()
+        self.micro_batch_tokens, self.clock = micro_batch_tokens, Clock()
         self.kept_states = 0
         """The bytes of teachers' states that completions hold."""
 
@@ -146,9 +145,10 @@ class Learner:
                     weight_N = weight_N * ~mismatch_N
                     sums["mismatched"] += 0 if part.filler else mismatch_N.sum()
                 total = (losses.loss * weight_N).sum()
-                sums["loss"] += total.detach().double()
                 (total / tokens).backward()
-                _add(sums, part, losses)
+                sums["loss"] += total.detach().double()
+                if not part.filler:
+                    _add(sums, part, losses)
         return _over_workers(sums, tokens)
 
     def _teach(self, batch: MicroBatch, teacher: Teacher) -> TeacherDistribution:
@@ -203,15 +203,16 @@ class Learner:
             teacher = join([graded.distributions[i] for i in batch.positions])
             student = self._student(batch)
             losses = self._losses(batch, student, teacher, self._sampler(batch), graded.loss)
+            if batch.filler:
+                continue
             _add(sums, batch, losses)
-            if not batch.filler:
-                answers = losses.kl.split(batch.lengths)
-                sums["answer_kl"] += sum(answer.mean().double() for answer in answers)
-            if endings and not batch.filler:
+            answers = losses.kl.split(batch.lengths)
+            sums["answer_kl"] += sum(answer.mean().double() for answer in answers)
+            if endings:
                 ends_N, missed_N = missed_ends(student, teacher, self.backbone.eos_ids)
                 sums["ends"] += ends_N.sum().double()
                 sums["missed_ends"] += missed_N.sum().double()
-            if count and not batch.filler:
+            if count:
                 count(batch.positions)
         return _over_workers(sums, _count_tokens(graded.rollouts))
 
@@ -327,8 +328,6 @@ def micro_batches(lengths: Mapping[int, int], tokens: int | None, padded: bool =
 
 def _add(sums: dict[str, Any], batch: MicroBatch, losses: TokenLosses) -> None:
     """Add a micro-batch's KL and entropies to the sums."""
-    if batch.filler:
-        return
     sums["kl"] += losses.kl.sum().double()
     sums["student_entropy"] += losses.student_entropy.sum().double()
     sums["teacher_entropy"] += losses.teacher_entropy.sum().double()

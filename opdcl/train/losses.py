@@ -101,17 +101,6 @@ def clipped_gradient(
     return -torch.minimum(ratio_N * advantage_N, ratio_N.clamp(1 - CLIP, 1 + CLIP) * advantage_N)
 
 
-def group_advantages(rewards: list[float], group: int) -> list[float]:
-    """Return each reward's distance from its group's mean in standard deviations; 0 in tied groups.
-
-    `rewards` holds one group of size `group` after another.
-    """
-    reward_PG = torch.tensor(rewards, dtype=torch.float64).view(-1, group)
-    advantage_PG = (reward_PG - reward_PG.mean(1, keepdim=True)) / (reward_PG.std(1, keepdim=True) + 1e-4)
-    tied_P1 = reward_PG.amax(1, keepdim=True) == reward_PG.amin(1, keepdim=True)
-    return advantage_PG.masked_fill(tied_P1, 0.0).flatten().tolist()
-
-
 @torch.no_grad()
 def token_logprobs(distribution: TeacherDistribution, token_N: torch.Tensor, rows: int) -> torch.Tensor:
     """Return the log-probability of each token under the distribution at its position, `(N,)`."""
@@ -119,20 +108,6 @@ def token_logprobs(distribution: TeacherDistribution, token_N: torch.Tensor, row
     for part in cut(token_N):
         logprob_N[part] = _of_tokens(distribution.log_probs(part, rows), token_N[part])
     return logprob_N
-
-
-@torch.no_grad()
-def both_divergences(student: HiddenStates, teacher: HiddenStates) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return forward KL(teacher, student) and reverse KL(student, teacher) per position, both `(N,)`."""
-    rows = shared_rows(student.head_VH, teacher)
-    forward, reverse = [], []
-    for part in cut(student.states_NH):
-        log_p, log_q = student.log_probs(part, rows), teacher.log_probs(part, rows)
-        block = rows_at_once(log_p)
-        for p, q in zip(log_p.split(block), log_q.split(block), strict=True):
-            forward.append(forward_kl(p, q))
-            reverse.append(reverse_kl(p, q))
-    return torch.cat(forward), torch.cat(reverse)
 
 
 @torch.no_grad()

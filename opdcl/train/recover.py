@@ -29,7 +29,7 @@ from opdcl.train.rollout_queue import RolloutQueue
 from opdcl.train.schedule import plan_steps
 from opdcl.train.teachers import EmaTeacher, Teacher, Teachers, teacher_here
 from opdcl.train.validation import Validation
-from opdcl.training import Clock, Interruption, StageLog, StageReport, last_checkpoint, steps_done
+from opdcl.training import Interruption, StageLog, StageReport, last_checkpoint, steps_done
 from opdcl.types import Batch, Judge, Prompt, Prompts, Stream, StreamName
 
 
@@ -48,16 +48,12 @@ class Provided:
 
 @dataclass
 class Recovery:
-    """What a recovery works with: settings, models, the schedule with its completions, and records."""
+    """What a recovery works with: its steps with their completions, student and teachers, and records."""
 
-    config: RecoverConfig
-    backbone: Backbone
-    learner: Learner
     queue: RolloutQueue
+    learner: Learner
     validation: Validation
-    out: StageDir
     log: StageLog
-    clock: Clock
 
 
 def recover(
@@ -90,17 +86,14 @@ def recover(
         train["domain"] = []
     steps = plan_steps(config, len(train["general"]), len(train["domain"]))
     queue = RolloutQueue(config, steps, train, student, teachers, report, provided.reward)
-    clock = Clock()
-    tokens = int(config.micro_batch_tokens)
-    learner = Learner(backbone, teachers, "recover.max_new_tokens", tokens, clock)
+    learner = Learner(backbone, teachers, "recover.max_new_tokens", int(config.micro_batch_tokens))
     log = StageLog(report, out, config.steps)
     validation = Validation(config, learner, queue, held_out, out, log)
     validation.question = prompts["general"].question
-    recovery = Recovery(config, backbone, learner, queue, validation, out, log, clock)
     if config.method == "interpolate":
         validation.keep_start()
     else:
-        learn(recovery)
+        learn(Recovery(queue, learner, validation, log))
     queue.texts.tell(report.note)
     if problem := damage(out.best):
         hint = f"remove {out.trainer}: the same command then repeats the stage"
@@ -115,27 +108,28 @@ def learn(recovery: Recovery) -> None:
     Raises:
         Interrupted: A signal came; a checkpoint is saved.
     """
-    config, log, report = recovery.config, recovery.log, recovery.log.report
-    optimizer = StudentOptimizer(recovery.backbone, config)
-    moving = [t.state for t in recovery.learner.all_teachers if isinstance(t, EmaTeacher)]
-    checkpoints = Checkpoints(recovery.backbone, optimizer, recovery.queue, moving, recovery.out)
-    checkpoint = last_checkpoint(recovery.out, report, config.steps)
+    queue, learner, log = recovery.queue, recovery.learner, recovery.log
+    config, clock = queue.config, learner.clock
+    optimizer = StudentOptimizer(learner.backbone, config)
+    moving = [t.state for t in learner.all_teachers if isinstance(t, EmaTeacher)]
+    checkpoints = Checkpoints(learner.backbone, optimizer, queue, moving, log.out)
+    checkpoint = last_checkpoint(log.out, log.report, config.steps)
     if checkpoint:
         checkpoints.restore(checkpoint)
-        recovery.learner.kept_states = recovery.queue.kept_states
-    interruption = Interruption(report)
+        learner.kept_states = queue.kept_states
+    interruption = Interruption(log.report)
     with interruption.awaited():
-        with recovery.clock.part("validation"):
+        with clock.part("validation"):
             recovery.validation.begin(is_new=not checkpoint)
         for step in range(steps_done(checkpoint) + 1, config.steps + 1):
             started = time.perf_counter()
             values, tokens = take_step(recovery, optimizer, step)
-            for teacher in recovery.learner.all_teachers:
+            for teacher in learner.all_teachers:
                 teacher.after_step()
-            with recovery.clock.part("validation"):
+            with clock.part("validation"):
                 recovery.validation.after_step(step, optimizer)
             if values:  # those of a skipped step are counted with the next one's
-                values["parts"] = recovery.clock.take()
+                values["parts"] = clock.take()
                 log.step(step, values, tokens, time.perf_counter() - started)
             if interruption.has_come() or step % config.validate_every == 0 or step == config.steps:
                 checkpoints.save(step)
@@ -147,10 +141,10 @@ def take_step(recovery: Recovery, optimizer: StudentOptimizer, step: int) -> tup
 
     There is nothing to log if the step was skipped.
     """
-    backbone = recovery.backbone
-    with recovery.clock.part("sampling"):
+    learner = recovery.learner
+    with learner.clock.part("sampling"):
         batch = recovery.queue.take(step - 1)
-    sums = recovery.learner.learn(batch)
+    sums = learner.learn(batch)
     if sums is None:
         optimizer.skip()
         recovery.log.skip(step)
@@ -159,8 +153,8 @@ def take_step(recovery: Recovery, optimizer: StudentOptimizer, step: int) -> tup
     values: dict[str, Any] = {"loss": float(mean_loss(sums)), "learning_rate": optimizer.rate}
     values |= {"stream": batch.stream.name, "author": batch.author, **step_metrics(batch, sums)}
     values |= {"answers": len(batch.examples), "graded": tokens}
-    values["adapter_norm"] = backbone.adapter_norm("student")
-    with recovery.clock.part("student"):
+    values["adapter_norm"] = learner.backbone.adapter_norm("student")
+    with learner.clock.part("student"):
         values["grad_norm"] = optimizer.update()
     return values, tokens
 

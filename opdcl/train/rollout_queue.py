@@ -205,25 +205,16 @@ class RolloutQueue:
     def _when_finished(self, author: Author, stream: StreamName, total: int) -> OnFinished:
         """Return what takes the completions that have ended: it counts them, and has them graded ahead."""
         count = counted(self.report, f"{author} writes", total)
-        grade = self._grade_ahead(stream)
 
         def finished(rollouts: list[Rollout]) -> None:
             count(rollouts)
-            if grade:
-                grade(rollouts)
-
-        return finished
-
-    def _grade_ahead(self, stream: StreamName) -> OnFinished | None:
-        """Return what lets a remote teacher grade finished completions while others are being sampled."""
-        if self._is_rewarded(stream):  # what its teacher sees is known only when all are scored
-            return None
-
-        def prefetch(rollouts: list[Rollout]) -> None:
+            if self._is_rewarded(stream):  # what its teacher sees is known only when all are scored
+                return
+            # A remote teacher grades them while others are being sampled.
             for name, positions in by_teacher(rollouts).items():
                 self.teachers[stream][name].prefetch([rollouts[i] for i in positions])
 
-        return prefetch
+        return finished
 
     def write(
         self,

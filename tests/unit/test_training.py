@@ -20,9 +20,10 @@ from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
+from opdcl.train.cost import dose
 from opdcl.train.learner import Learner
 from opdcl.train.recover import _student
-from opdcl.training import Clock, Schedule, StageLog, dose, is_finite
+from opdcl.training import Clock, Schedule, StageLog, is_finite
 
 
 class Shown(Silent):

@@ -23,8 +23,8 @@ from opdcl.errors import UsageError
 from opdcl.model.distributions import HiddenStates
 from opdcl.rundir.files import read_jsonl
 from opdcl.stages.evaluate import BackboneLM
-from opdcl.train.losses import clipped_gradient, group_advantages, token_losses
-from opdcl.train.reward import Reward
+from opdcl.train.losses import clipped_gradient, token_losses
+from opdcl.train.reward import Reward, group_advantages
 from opdcl.train.schedule import plan_steps
 from opdcl.train.teachers import Teacher
 from opdcl.types import Loss, Prompt, Rollout
