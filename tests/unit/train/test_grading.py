@@ -188,3 +188,13 @@ def test_a_mean_over_twice_the_same_completions_is_the_same_step(trainer):
     twice, same = learned(ours, [*ROLLOUTS, *ROLLOUTS])
     assert twice["loss"] == pytest.approx(2 * once["loss"], rel=1e-4)
     assert relative_error(same, gradient) < ROUNDING
+
+
+@pytest.mark.parametrize(("author", "reverse"), [("student", 0.25), ("teacher", 0.0), ("rows", 0.0)])
+def test_reverse_kl_weighs_in_where_the_student_wrote_and_nowhere_else(trainer, author, reverse):
+    ours = trainer(weighting="tokens")
+    log_p, log_q = (log_distributions(ours, state) for state in ("student", "base"))
+    forward = float((log_q.exp() * (log_q - log_p)).sum())
+    backward = float((log_p.exp() * (log_p - log_q)).sum())
+    sums = ours.learner.learn(Batch(ours.queue.streams["general"], ROLLOUTS, author))
+    assert sums["loss"] == pytest.approx((1 - reverse) * forward + reverse * backward, rel=1e-4)
