@@ -147,8 +147,8 @@ def mean_loss(model: Any, batch: list[Example], pad: int) -> tuple[torch.Tensor,
     # Logits of 262,144 words only where an answer's token is predicted, and a part of them at a time.
     states_NH = states_BTH[:, :-1][learned_BT[:, 1:]]
     token_N = ids_BT[:, 1:][learned_BT[:, 1:]]
-    head_VH, unsampled = model.get_output_embeddings().weight, torch.zeros(0)
-    found = token_losses(states_NH, head_VH, None, token_N, unsampled, Loss("cross_entropy"))
+    head_VH = model.get_output_embeddings().weight
+    found = token_losses(states_NH, head_VH, None, token_N, torch.zeros(0), Loss("cross_entropy"))
     return found.loss.mean(), len(token_N)
 
 

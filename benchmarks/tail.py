@@ -15,7 +15,6 @@ from typing import Any
 from common import head, parser_of, store
 
 from opdcl.config.model import ModelConfig
-from opdcl.config.recover import RecoverConfig
 from opdcl.data.chat import encode_prompt
 from opdcl.data.rows import load_rows
 from opdcl.model.accept import load_backbone
@@ -56,9 +55,7 @@ def measure(backbone: Backbone, prompts: list[Prompt], adapter: Path | None) -> 
     rollouts = writer.complete(prompts, max_new_tokens=TOKENS, seed=SEED)
     nats = [0.0] * len(rollouts)
     if adapter:
-        learner = Learner(
-            backbone, RecoverConfig(micro_batch_tokens=2048, rollouts=8), {"general": {"": base}}
-        )
+        learner = Learner(backbone, {}, "TOKENS", 2048)
         for i, rollout in enumerate(rollouts):
             sums = learner.measure(learner.grade([rollout], Loss(), {"": base}))
             nats[i] = round(sums["kl"] / sums["tokens"], 4)

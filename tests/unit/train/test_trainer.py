@@ -299,28 +299,9 @@ def test_the_seed_chooses_the_completions_and_the_held_out_texts(backbone, tuned
     assert held_out_0 != held_out_1
 
 
-@pytest.mark.parametrize(
-    "fault", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")]
-)
-def test_out_of_memory_halves_the_micro_batch_and_changes_no_gradient(trainer, memory_for, fault):
-    whole = step_gradient(trainer)
-    assert trainer.learner.micro_batch_tokens == 2048
-    memory_for(1, fault)
-    halved = step_gradient(trainer)
-    assert relative_error(halved, whole) < ROUNDING
-    assert trainer.learner.micro_batch_tokens < 32
-
-
 def learn_from_first_step(trainer):
     batch = trainer.queue.take(0)
     trainer.learner.learn(batch)
-
-
-def step_gradient(trainer):
-    trainer.queue._ahead.clear()
-    trainer.model.zero_grad()
-    learn_from_first_step(trainer)
-    return torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
 
 
 def test_a_sequence_too_long_for_memory_is_an_error_with_a_hint(trainer, memory_for):

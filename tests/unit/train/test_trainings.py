@@ -10,6 +10,14 @@ from opdcl.train.replay import finetune_streams
 from opdcl.train.schedule import plan_steps
 from opdcl.train.trainings import table
 
+SHARES = [{}, {"general_per_domain": 3}, {"general_per_domain": 0}, {"domain": None}, {"method": "general"}]
+WRITERS = [
+    {"lmbda": 1.0},
+    {"lmbda": 0.0},
+    {"lmbda": 0.5, "on_policy": {"domain": True}},
+    {"method": "replay"},
+]
+
 
 def test_the_first_table_of_the_page_has_the_streams_of_every_training():
     lines = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8").splitlines()
@@ -18,20 +26,7 @@ def test_the_first_table_of_the_page_has_the_streams_of_every_training():
     assert shown == [*table()]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"general_per_domain": 3},
-        {"method": "general"},
-        {"general_per_domain": 0, "lmbda": 0.0},
-        {"domain": None},
-        {"lmbda": 1.0},
-        {"lmbda": 0.0},
-        {"lmbda": 0.5, "on_policy": {"domain": True}},
-        {"method": "replay"},
-    ],
-)
+@pytest.mark.parametrize("settings", [*SHARES, *WRITERS])
 def test_a_recoverys_streams_have_their_share_of_the_steps_and_their_authors(settings):
     config = RecoverConfig(**{"domain": "rows.jsonl", "steps": 24, "rollouts": 4} | settings)
     steps = plan_steps(config, 9, 9 if config.domain and config.method != "general" else 0)
