@@ -100,8 +100,8 @@ def test_a_completion_that_earlier_weights_began_is_not_fresh(backbone, tmp_path
     settings = {"steps": 3, "rollouts": 24, "sample_ahead": 2, "max_new_tokens": 30}
     steps = make_trainer(backbone, tmp_path, **settings).queue
     first, second, third = (steps.take(i) for i in range(3))
-    assert len(first.rollouts) + len(second.rollouts) < 48  # some stayed unfinished
-    assert len(third.rollouts) > 24
+    assert len(first.examples) + len(second.examples) < 48  # some stayed unfinished
+    assert len(third.examples) > 24
     assert (first.fresh, second.fresh, third.fresh) == (True, False, False)
 
 
