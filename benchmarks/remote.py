@@ -41,7 +41,6 @@ from common import head, store
 
 from opdcl.config.model import ModelConfig, ServerSection
 from opdcl.config.recover import RecoverConfig
-from opdcl.config.teacher import LossSection
 from opdcl.config.workflow import Workflow
 from opdcl.data.prompts import encode_prompts, encode_stream, read_recovery_source
 from opdcl.data.suites import load_suite
@@ -59,7 +58,7 @@ from opdcl.train.recover import recover
 from opdcl.train.teachers import Teacher
 from opdcl.train.teachers_elsewhere import ServedStudent, reach_server
 from opdcl.training import StageReport
-from opdcl.types import Rollout
+from opdcl.types import Loss, Rollout
 
 IN_FLIGHT = (1, 8, 32)
 
@@ -250,7 +249,7 @@ def whole_kl(backbone: Backbone, adapter: Path, texts: list[Rollout]) -> np.ndar
     for text in texts:
         tokens = torch.tensor(text.completion_ids)
         sides = student.states([text]), student.head_VH, base.distribution([text])
-        losses = token_losses(*sides, tokens, torch.zeros(len(tokens)), LossSection())
+        losses = token_losses(*sides, tokens, torch.zeros(len(tokens)), Loss())
         found.append(float(losses.kl.mean()))
     backbone.drop_adapters()
     return np.array(found)

@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from common import head, parser_of, store
 
-import opdcl.train.grading as grading
+import opdcl.train.learner as learner
 from opdcl.config.load import load
 from opdcl.config.model import ModelConfig
 from opdcl.console import Output
@@ -65,7 +65,7 @@ def added_cost(
         log_p = (student_NH @ weight_VH.T).log_softmax(-1)
         return found._replace(loss=found.loss + 0.5 * cost(backbone, log_p, token_N))
 
-    with mock.patch.object(grading, "token_losses", spoilt):
+    with mock.patch.object(learner, "token_losses", spoilt):
         yield
 
 

@@ -50,13 +50,13 @@ from opdcl.model.llama_pass import attends_within_rows
 from opdcl.model.load import EMBEDDED, load_base, model_source, pick_device, pick_dtype
 from opdcl.sampling.sample import sample
 from opdcl.train.checkpoints import StudentOptimizer
-from opdcl.train.grading import Grader, micro_batches
+from opdcl.train.cost import peak_memory, reset_peak_memory
+from opdcl.train.learner import Learner, micro_batches
 from opdcl.train.recover import take_step
 from opdcl.train.rollout_queue import RolloutQueue
 from opdcl.train.schedule import plan_steps
 from opdcl.train.teachers import Teacher
-from opdcl.training import peak_memory, reset_peak_memory
-from opdcl.types import Prompt
+from opdcl.types import Loss, Prompt
 
 ARMS = {
     "stock": "TRL DistillationTrainer, its defaults",
@@ -156,14 +156,14 @@ def prompt_ids(count: int, tokenizer: Any) -> list[list[int]]:
     return [encode(prompt, add_generation_prompt=True, return_dict=False) for prompt in prompts(count)]
 
 
-def queue_of(backbone: Backbone, config: RecoverConfig, ids: list[list[int]]) -> tuple[RolloutQueue, Grader]:
+def queue_of(backbone: Backbone, config: RecoverConfig, ids: list[list[int]]) -> tuple[RolloutQueue, Learner]:
     """Return what samples and what grades in a recovery towards base."""
     teachers = {"general": {"": Teacher(backbone, "base")}}
-    grader = Grader(backbone, config, teachers)
+    learner = Learner(backbone, teachers, "recover.max_new_tokens", config.micro_batch_tokens)
     student, plan = Teacher(backbone, "student"), plan_steps(config, len(ids), 0)
     given = {"general": [*map(Prompt, ids)], "domain": []}
     report = Output("quiet").stage("recover")
-    return RolloutQueue(config, plan, given, student, teachers, report), grader
+    return RolloutQueue(config, plan, given, student, teachers, report), learner
 
 
 def machine_rates(shape: str | None = None, dtype: str = "auto") -> dict[str, Any]:
@@ -287,9 +287,9 @@ def measure(arm: str, options: argparse.Namespace) -> dict[str, Any]:
         whole = [p + c for p, c in zip(prompt_lengths, completion, strict=True)]
         padded = len(completion) * (max(prompt_lengths) + max(completion))
         if arm == "opdcl":  # a shared prefix is counted in every row, as other arms do
-            batches = micro_batches(dict(enumerate(whole)), trainer.grader.micro_batch_tokens)
+            batches = micro_batches(dict(enumerate(whole)), trainer.learner.micro_batch_tokens)
             padded = sum(len(batch) * max(whole[i] for i in batch) for batch in batches)
-            model = trainer.grader.backbone.causal_lm
+            model = trainer.learner.backbone.causal_lm
             padded = sum(whole) if attends_within_rows(model.config, model.device, model.dtype) else padded
         counts = {"completions": len(completion), "completion_tokens": sum(completion)}
         counts |= {"padding": 1 - sum(whole) / padded, "prompt_tokens": sum(prompt_lengths)}
@@ -311,16 +311,16 @@ def training_arguments(folder: str, options: argparse.Namespace, half: bool) -> 
 class OwnLoop:
     """The loop of a recovery, with the part of a trainer's interface that `measure` uses."""
 
-    def __init__(self, config: RecoverConfig, backbone: Backbone, queue: RolloutQueue, grader: Grader):
-        self.model, self.queue, self.grader = backbone.peft, queue, grader
-        self.recovery = SimpleNamespace(config=config, backbone=backbone, queue=queue, grader=grader)
+    def __init__(self, config: RecoverConfig, backbone: Backbone, queue: RolloutQueue, learner: Learner):
+        self.model, self.queue, self.learner = backbone.peft, queue, learner
+        self.recovery = SimpleNamespace(queue=queue, learner=learner)
         self.optimizer = StudentOptimizer(backbone, config)
 
     def add_callback(self, callback: Any) -> None:
         self.callback = callback
 
     def train(self) -> None:
-        for step in range(1, self.recovery.config.steps + 1):
+        for step in range(1, self.queue.config.steps + 1):
             self.callback.on_step_begin()
             take_step(self.recovery, self.optimizer, step)
             self.callback.on_step_end()
@@ -342,12 +342,12 @@ def our_trainer(arm, options, folder, clock, lengths):
         sample_ahead=1,  # each step samples its own completions, as in the other arms
     )
     ids = prompt_ids(options.prompts, tokenizer)
-    queue, grader = queue_of(backbone, config, ids)
-    trainer = OwnLoop(config, backbone, queue, grader)
-    keep_lengths(queue, "take", lengths, lambda batch: [len(r.completion_ids) for r in batch.rollouts])
+    queue, learner = queue_of(backbone, config, ids)
+    trainer = OwnLoop(config, backbone, queue, learner)
+    keep_lengths(queue, "take", lengths, lambda batch: [len(r.completion_ids) for r in batch.examples])
     clock.wrap(queue.student, "complete", "sample")
-    clock.wrap(grader.teachers["general"][""], "distribution", "teacher")
-    clock.wrap(grader, "learn", "student")
+    clock.wrap(learner.teachers["general"][""], "distribution", "teacher")
+    clock.wrap(learner, "learn", "student")
     clock.wrap(torch.Tensor, "backward", "backward")
     return trainer, [len(p) for p in ids]
 
@@ -423,11 +423,11 @@ def agreement(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer, _ = our_trainer("opdcl", options, folder, Clock(), [])
     trainer.model.eval()
-    queue, grader = trainer.queue, trainer.grader
+    queue, learner = trainer.queue, trainer.learner
     limit = queue.config.limit("general")
     rollouts = queue.student.complete(queue.prompts["general"], max_new_tokens=limit, seed=1)
-    graded, model = grader.grade(rollouts, grader.teachers["general"]), grader.backbone.causal_lm
-    ours = grader.measure(graded)["kl"]
+    graded, model = learner.grade(rollouts, Loss(), learner.teachers["general"]), learner.backbone.causal_lm
+    ours = learner.measure(graded)["kl"]
     total, jsd, count = 0.0, 0.0, sum(len(r.completion_ids) for r in rollouts)
     weight = model.get_output_embeddings().weight
     with torch.no_grad():
@@ -435,7 +435,7 @@ def agreement(options: argparse.Namespace) -> None:
             ids = torch.tensor([r.prompt_ids + r.completion_ids], device=model.device)
             part = slice(len(r.prompt_ids) - 1, ids.shape[1] - 1)
             student = model.base_model(ids).last_hidden_state[:, part]
-            with grader.backbone.state("base") as base:
+            with learner.backbone.state("base") as base:
                 teacher = base.base_model(ids).last_hidden_state[:, part]
             mask = torch.ones(student.shape[:2], dtype=torch.long, device=model.device)
             sides = (student, teacher, weight, weight, mask, 1.0)
@@ -538,7 +538,7 @@ class Step:
         sizes = {"rollouts": len(lengths), "max_new_tokens": max(lengths), "micro_batch_tokens": 2048}
         config = RecoverConfig(steps=steps, sample_ahead=ahead, lmbda=1.0, **sizes)
         # Identical prompts, so that only the completions differ.
-        queue, grader = queue_of(self.backbone, config, self.prompt * len(lengths))
+        queue, learner = queue_of(self.backbone, config, self.prompt * len(lengths))
         self.backbone.peft.train()
         times, found = [], []
         for _ in range(repeats + 1):
@@ -547,8 +547,8 @@ class Step:
             with self.forced(queue, lengths):
                 for index in range(steps):
                     batch = queue.take(index)
-                    found += [len(r.completion_ids) for r in batch.rollouts]
-                    grader.learn(batch.rollouts, "general", batch.fresh)
+                    found += [len(r.completion_ids) for r in batch.examples]
+                    learner.learn(batch)
                     self.backbone.peft.zero_grad()
             times.append((time.perf_counter() - started) / steps)
         assert sorted(found) == sorted(lengths * steps * (repeats + 1))

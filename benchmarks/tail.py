@@ -15,15 +15,14 @@ from typing import Any
 from common import head, parser_of, store
 
 from opdcl.config.model import ModelConfig
-from opdcl.config.recover import RecoverConfig
 from opdcl.data.chat import encode_prompt
 from opdcl.data.rows import load_rows
 from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
 from opdcl.results.status import DOMAIN_STYLE
-from opdcl.train.grading import Grader
+from opdcl.train.learner import Learner
 from opdcl.train.teachers import Teacher
-from opdcl.types import Prompt
+from opdcl.types import Loss, Prompt
 
 REQUESTS, TOKENS, SHORT, SEED = 300, 24, 8, 11
 
@@ -56,9 +55,9 @@ def measure(backbone: Backbone, prompts: list[Prompt], adapter: Path | None) -> 
     rollouts = writer.complete(prompts, max_new_tokens=TOKENS, seed=SEED)
     nats = [0.0] * len(rollouts)
     if adapter:
-        grader = Grader(backbone, RecoverConfig(micro_batch_tokens=2048, rollouts=8), {"general": {"": base}})
+        learner = Learner(backbone, {}, "TOKENS", 2048)
         for i, rollout in enumerate(rollouts):
-            sums = grader.measure(grader.grade([rollout], {"": base}))
+            sums = learner.measure(learner.grade([rollout], Loss(), {"": base}))
             nats[i] = round(sums["kl"] / sums["tokens"], 4)
     lengths = [len(r.completion_ids) for r in rollouts]
     return {

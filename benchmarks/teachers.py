@@ -20,7 +20,7 @@ from common import head, parser_of, store
 
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
-from opdcl.config.teacher import LossSection, TeacherSection
+from opdcl.config.teacher import TeacherSection
 from opdcl.data.prompts import encode_stream, read_recovery_source
 from opdcl.data.rows import Row
 from opdcl.model.accept import load_backbone
@@ -29,7 +29,7 @@ from opdcl.sampling.sample import sample
 from opdcl.train.losses import token_losses
 from opdcl.train.teachers import EmaTeacher, Teacher, TrustRegionTeacher
 from opdcl.train.teachers_elsewhere import make_teacher
-from opdcl.types import Prompt, Rollout
+from opdcl.types import Loss, Prompt, Rollout
 
 CONTEXT = "{prompt}\n\nThe answer is: {answer}"
 PROMPTS = 24
@@ -123,7 +123,7 @@ def graded(student: Teacher, teacher: Teacher, rollouts: list[Rollout], shown: l
     """Compare the two, the teacher on the same completions, `shown` with what it sees."""
     tokens = torch.tensor([t for r in rollouts for t in r.completion_ids])
     sides = student.states(rollouts), student.head_VH, teacher.distribution(shown)
-    return token_losses(*sides, tokens, torch.zeros(len(tokens)), LossSection())
+    return token_losses(*sides, tokens, torch.zeros(len(tokens)), Loss())
 
 
 def loss(teacher: Teacher, gold: list[Rollout]) -> float:

@@ -1,16 +1,16 @@
-"""What both training stages share: schedule of the rate, metrics, interruptions, records of checkpoints."""
+"""What both trainings share: order and rate of steps, metrics, interruptions, records of checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
-import resource
+import random
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -18,10 +18,10 @@ from typing import Any, Literal, Protocol
 import torch
 
 from opdcl import parallel
-from opdcl.errors import OpdclError, UsageError
+from opdcl.errors import Interrupted, OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import folder_appears_whole, write_atomic
-from opdcl.rundir.hashes import SEAL, damage
+from opdcl.rundir.hashes import SEAL, damage, seal
 from opdcl.rundir.layout import StageDir
 from opdcl.signals import ending
 
@@ -117,23 +117,15 @@ class Clock:
         return {name: round(value, 3) for name, value in seconds.items()}
 
 
-def dose(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what the steps in a stage's metrics learned from, and how long their parts took.
-
-    `graded` holds answers and tokens by stream and author; `parts` holds seconds.
-    """
-    graded: dict[str, dict[str, dict[str, int]]] = {}
-    parts: dict[str, float] = {}
-    for row in rows:
-        for name, seconds in row.get("parts", {}).items():
-            parts[name] = round(parts.get(name, 0.0) + seconds, 3)
-        if "graded" in row:
-            of_author = graded.setdefault(row["stream"], {}).setdefault(
-                row["author"], {"answers": 0, "tokens": 0}
-            )
-            of_author["answers"] += row["answers"]
-            of_author["tokens"] += row["graded"]
-    return {"graded": graded, "parts": parts}
+def endless(count: int, seed: int) -> Iterator[int]:
+    """Yield indices below `count`, each once per epoch, in seeded order."""
+    if not count:
+        raise ValueError("of no rows, none can be drawn")
+    shuffle = random.Random(seed)
+    while True:
+        order = list(range(count))
+        shuffle.shuffle(order)
+        yield from order
 
 
 class StageLog:
@@ -194,6 +186,23 @@ class Interruption:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
+    def has_come(self) -> bool:
+        """Return whether a signal has come to any worker; all of them must ask."""
+        self.came = parallel.any_worker(self.came)
+        return self.came
+
+    def end(self, step: int, steps: int) -> None:
+        """End the stage after this step, whose checkpoint is saved, if a signal has come.
+
+        Raises:
+            Interrupted: Steps are left.
+            KeyboardInterrupt: It came in the last step; the stages after this one must not start.
+        """
+        if self.came and step < steps:
+            raise Interrupted(f"interrupted at step {step} of {steps}; checkpoint saved")
+        if self.came:
+            raise KeyboardInterrupt
+
     def _take(self, number: int, frame: Any) -> None:
         if self.came:
             raise KeyboardInterrupt
@@ -201,7 +210,7 @@ class Interruption:
         self.report.note("stopping after this step; press Ctrl-C again to stop at once")
 
 
-def last_checkpoint(out: StageDir, report: StageReport) -> Path | None:
+def last_checkpoint(out: StageDir, report: StageReport, steps: int) -> Path | None:
     """Return the checkpoint from which a stage resumes, and bring its records to the state of that time."""
     out.path.mkdir(parents=True, exist_ok=True)
     checkpoint = out.last_checkpoint()
@@ -214,6 +223,8 @@ def last_checkpoint(out: StageDir, report: StageReport) -> Path | None:
             report.note(f"{folder.name} is incomplete and ignored")
             shutil.rmtree(folder, ignore_errors=True)
     _take_back_records(out, checkpoint)
+    if checkpoint:
+        report.note(f"resuming from step {steps_done(checkpoint)} of {steps}")
     return checkpoint
 
 
@@ -222,8 +233,20 @@ def steps_done(checkpoint: Path | None) -> int:
     return int(checkpoint.name.rsplit("-", 1)[1]) if checkpoint else 0
 
 
-def keep_records(out: StageDir, checkpoint: Path) -> None:
-    """Copy into a checkpoint, which will be sealed, what the rest of the stage depends on beside the weights.
+def refuse_changed_base(backbone: Backbone, checksum: tuple[int, ...], step: int) -> None:
+    """Check before a checkpoint that base is as it was at first, and that all workers hold the same adapter.
+
+    Raises:
+        OpdclError: One of them is not so.
+    """
+    if parallel.any_worker(backbone.checksum() != checksum):
+        message = f"the base weights changed before step {step}"
+        raise OpdclError(message, "this is a defect of opdcl: please report it")
+    parallel.check_same("adapters", backbone.adapter_norm("student"))
+
+
+def seal_with_records(out: StageDir, checkpoint: Path) -> None:
+    """Copy into a checkpoint what the rest of the stage depends on beside the weights, and seal it.
 
     The files themselves are neither flushed nor sealed before the stage ends: a power failure can cut them.
     """
@@ -235,6 +258,7 @@ def keep_records(out: StageDir, checkpoint: Path) -> None:
             shutil.copy(file, records)
     if out.best.exists():
         shutil.copytree(out.best, records / out.best.name)
+    seal(checkpoint)
 
 
 def _take_back_records(out: StageDir, checkpoint: Path | None) -> None:
@@ -275,21 +299,3 @@ def save_adapter(backbone: Backbone, folder: Path) -> None:
             file.rename(temporary / file.name)
         (temporary / "student").rmdir()
         (temporary / "README.md").unlink(missing_ok=True)
-
-
-def reset_peak_memory() -> None:
-    """Start a new measurement of peak memory, where the system allows it."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_memory() -> int:
-    """Return peak memory in bytes since `reset_peak_memory`: of the GPU, or else of the process."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    with contextlib.suppress(OSError, StopIteration, ValueError):
-        status = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

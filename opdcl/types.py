@@ -1,4 +1,4 @@
-"""The words of the method: a prompt, its completion, what a pass learns from, and a step of the schedule.
+"""The words of the method: a stream and its loss, a prompt, its completion, and what a step learns from.
 
 Every room of the trainings speaks them, so this file imports nothing of opdcl.
 """
@@ -6,33 +6,86 @@ Every room of the trainings speaks them, so this file imports nothing of opdcl.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
 
-Stream = Literal["general", "domain"]
+StreamName = Literal["general", "domain"]
 
-STREAMS: tuple[Stream, ...] = ("general", "domain")
+STREAMS: tuple[StreamName, ...] = ("general", "domain")
+
+# Who wrote the answers of a step.
+Author = Literal["rows", "base", "teacher", "student"]
+
+LossKind = Literal["reverse_kl", "forward_kl", "top_k", "policy_gradient", "cross_entropy"]
+Weighting = Literal["edges", "answers", "tokens"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What the student pays for a token, and how the tokens of a step share its loss."""
+
+    kind: LossKind = "forward_kl"
+    k: int = 100
+    """`top_k`: number of the teacher's likeliest tokens that are compared one by one."""
+    reverse: float = 0.0
+    """Share of reverse KL in forward KL, where the student wrote the answers."""
+    weighting: Weighting = "tokens"
+    reward: float | None = None
+    """Weight of the scorer's clipped gradient, if there is a scorer."""
+    weight: float = 1.0
+    """Weight of the teacher's loss beside it."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One thing that a training learns. Its streams say what a training is: `opdcl.train.trainings`."""
+
+    name: StreamName
+    prompts: str
+    """Where the prompts come from."""
+    author: str
+    """Who writes the answers, at first and later."""
+    teacher: str
+    """Who grades them, token by token; "" if the answers themselves are imitated."""
+    loss: Loss
+    share: float
+    """Share of the optimizer steps."""
 
 
 @dataclass(frozen=True)
 class Example:
     """What the training pass reads: token ids, and for each id whether it is learned or graded.
 
-    A row of a fine-tune has one or several; a replayed row is one, and so is a completion with its prompt.
+    A row of a fine-tune has one or several; a completion with its prompt is one.
     """
 
     ids: list[int]
     learned: list[bool]
-    is_replayed: bool = False
-    """Whether base wrote what is learned, for a fine-tune to be held to base's distribution."""
+
+    # What a completion has of its own, and a row has not: nobody has sampled or scored it.
+    teacher: ClassVar[str] = ""
+    logprobs: ClassVar[list[float]] = []
+    finished: ClassVar[bool] = True
+    reward: ClassVar[float | None] = None
 
     @classmethod
-    def of(cls, prompt_ids: list[int], answer_ids: list[int], is_replayed: bool = False) -> Example:
+    def of(cls, prompt_ids: list[int], answer_ids: list[int]) -> Example:
         """Return the example that teaches an answer to a prompt."""
-        learned = [False] * len(prompt_ids) + [True] * len(answer_ids)
-        return cls(prompt_ids + answer_ids, learned, is_replayed)
+        return cls(prompt_ids + answer_ids, [False] * len(prompt_ids) + [True] * len(answer_ids))
+
+    @property
+    def example(self) -> Example:
+        return self
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+    @property
+    def answer_length(self) -> int:
+        return len(self.predicting)
 
     @property
     def predicting(self) -> list[int]:
@@ -93,6 +146,10 @@ class Rollout:
     states_NH: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
+    def teacher(self) -> str:
+        return self.prompt.teacher
+
+    @property
     def prompt_ids(self) -> list[int]:
         return self.prompt.ids
 
@@ -104,6 +161,10 @@ class Rollout:
     @property
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
+
+    @property
+    def answer_length(self) -> int:
+        return len(self.completion_ids)
 
 
 class Judge(Protocol):
@@ -121,6 +182,19 @@ class Step:
     The student completes them if `on_policy`, else the teacher.
     """
 
-    stream: Stream
+    stream: StreamName
     prompts: tuple[int, ...]
     on_policy: bool
+
+
+@dataclass
+class Batch:
+    """What one optimizer step learns from: rows without a teacher, or completions, all of one stream.
+
+    It is `fresh` if the current weights sampled every token.
+    """
+
+    stream: Stream
+    examples: list[Any]
+    author: Author
+    fresh: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -24,6 +25,7 @@ from opdcl.config.section import (
 )
 from opdcl.config.teacher import BUILT_IN, LossSection, TeacherName, TeacherSection
 from opdcl.errors import nearest
+from opdcl.types import STREAMS, Loss, Stream, StreamName, Weighting
 
 
 class OnPolicySection(Section):
@@ -177,7 +179,7 @@ class RecoverConfig(Section):
     `opdcl serve RUN` does."""
     loss: LossSection = LossSection()
     """Loss and its parameters."""
-    weighting: Literal["edges", "answers", "tokens"] = "edges"
+    weighting: Weighting = "edges"
     """How the tokens of a step share its loss. `tokens`: all count the same, so long answers count most.
     `answers`: every answer counts the same. `edges`: likewise, and an answer's first tokens and the token
     that ends it count up to five times as much as the others. They decide what kind of answer it is, and when
@@ -285,12 +287,12 @@ class RecoverConfig(Section):
             raise ValueError("general: the shares of different sources must be above 0 and add up to 1")
         return {source: rest / equal_parts if share is None else share for source, share in named.items()}
 
-    def limit(self, stream: Literal["general", "domain"]) -> int:
+    def limit(self, stream: StreamName) -> int:
         """Return the maximum length of a stream's completions, in tokens."""
         own = self.domain_max_new_tokens if stream == "domain" else None
         return own or self.max_new_tokens
 
-    def completions(self, stream: Literal["general", "domain"]) -> int:
+    def completions(self, stream: StreamName) -> int:
         """Return the number of completions that a step of a stream learns from; `rollouts` is a number."""
         rollouts = int(self.rollouts)
         if stream == "general":
@@ -300,15 +302,15 @@ class RecoverConfig(Section):
         longer = self.limit("general") / self.limit("domain")
         return round(rollouts * min(max(longer, 1), MOST_DOMAIN_ROWS))
 
-    def students_share(self, stream: Literal["general", "domain"]) -> float:
+    def students_share(self, stream: StreamName) -> float:
         """Return the share of a stream's steps that are the student's to write from the beginning."""
         return float(self.lmbda) if self._may_write(stream) and self.lmbda != "auto" else 0.0
 
-    def hands_over(self, stream: Literal["general", "domain"]) -> bool:
+    def hands_over(self, stream: StreamName) -> bool:
         """Return whether the student takes over a stream's answers once its own are long enough."""
         return self.lmbda == "auto" and self._may_write(stream)
 
-    def _may_write(self, stream: Literal["general", "domain"]) -> bool:
+    def _may_write(self, stream: StreamName) -> bool:
         return self.method != "replay" and (stream == "general" or self.on_policy.domain)
 
     @property
@@ -319,7 +321,29 @@ class RecoverConfig(Section):
         # Fewer would save nothing, and the logged KL is over those that are named.
         return max(self.loss.k, SERVED_TOKENS) if self.loss.kind == "top_k" else SERVED_TOKENS
 
-    def teacher_of(self, stream: Literal["general", "domain"], name: str = "") -> TeacherSection:
+    def teacher_of(self, stream: StreamName, name: str = "") -> TeacherSection:
         """Return the definition of a named teacher, or of the stream's own."""
         own = self.general_teacher if stream == "general" else self.domain_teacher
         return (BUILT_IN | self.teachers)[name or own]
+
+    def streams(self) -> dict[StreamName, Stream]:
+        """Return what the recovery learns, by stream."""
+        kind = "cross_entropy" if self.method == "replay" else self.loss.kind
+        of_domain = 1 / (self.general_per_domain + 1) if self.domain and self.method != "general" else 0.0
+        teachers = {"general": self.general_teacher, "domain": self.domain_teacher}
+        prompts = {"general": ", ".join(self.general_sources()), "domain": self.domain or ""}
+        if self.reward:
+            prompts["general"] = self.reward.suite
+        streams = {}
+        for name in STREAMS:
+            writes = self._may_write(name) and self.lmbda != 0
+            author = "rows" if name == "general" and self.given_answers else teachers[name]
+            if writes:
+                author = "student" if self.lmbda == 1 else f"{author}, then student"
+            reverse = self.on_policy.reverse if writes and kind == "forward_kl" else 0.0
+            loss = Loss(kind, self.loss.k, reverse, self.weighting)
+            if self.reward and name == "general":
+                loss = replace(loss, reward=self.reward.weight, weight=self.reward.teacher)
+            share = of_domain if name == "domain" else 1 - of_domain
+            streams[name] = Stream(name, prompts[name], author, teachers[name], loss, share)
+        return streams

@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 
 from opdcl.config.model import NamedServer, TeacherModel
 from opdcl.config.section import Positive, Section, Share
+from opdcl.types import LossKind
 
-LossKind = Literal["reverse_kl", "forward_kl", "top_k", "policy_gradient", "cross_entropy"]
 # The part of the distance to the student that an EMA of it moves at each step.
 EMA_RATE = 0.05
 TeacherName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,31}$")]

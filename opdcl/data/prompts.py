@@ -20,7 +20,7 @@ from opdcl.data.examples import learned_turns
 from opdcl.data.reward_rows import load_reward_task, reward_rows
 from opdcl.data.rows import Row, check_prompts, is_shipped, load_rows
 from opdcl.errors import UsageError
-from opdcl.types import STREAMS, Prompt, Prompts, Stream
+from opdcl.types import STREAMS, Prompt, Prompts, StreamName
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,8 +44,8 @@ class RecoverySource:
     `held_out` holds the rows of streams whose data has a validation split of its own.
     """
 
-    rows: dict[Stream, list[Row]]
-    held_out: dict[Stream, list[Row]]
+    rows: dict[StreamName, list[Row]]
+    held_out: dict[StreamName, list[Row]]
     reward_task: Any | None = None
 
 
@@ -69,8 +69,8 @@ def read_recovery_source(
     Raises:
         UsageError: A row is malformed, names an unknown teacher, or lacks the answer for its context.
     """
-    rows: dict[Stream, list[Row]] = {stream: [] for stream in STREAMS}
-    held_out: dict[Stream, list[Row]] = {}
+    rows: dict[StreamName, list[Row]] = {stream: [] for stream in STREAMS}
+    held_out: dict[StreamName, list[Row]] = {}
     if config.domain:
         rows["domain"] = check_prompts(read_rows(config.domain))
     for name, teacher in config.teachers.items():
@@ -161,7 +161,7 @@ def _draw(part: _Part, count: int, aside: int, seed: int) -> tuple[list[Row], li
     return [*islice(cycle(train), count)], held_out[:aside]
 
 
-def _check_teacher(config: RecoverConfig, stream: Stream, row: Row) -> None:
+def _check_teacher(config: RecoverConfig, stream: StreamName, row: Row) -> None:
     known = [*BUILT_IN, *config.teachers]
     if row.teacher and row.teacher not in known:
         hint = f"define it in recover.teachers, or name one of {', '.join(known)}"
@@ -176,7 +176,7 @@ def _check_teacher(config: RecoverConfig, stream: Stream, row: Row) -> None:
 
 def encode_prompts(
     config: RecoverConfig, source: RecoverySource, tokenizer: PreTrainedTokenizerBase, context_length: int
-) -> dict[Stream, Prompts]:
+) -> dict[StreamName, Prompts]:
     """Encode the prompts of all streams, as `encode_stream`."""
     return {stream: encode_stream(config, source, stream, tokenizer, context_length) for stream in STREAMS}
 
@@ -184,7 +184,7 @@ def encode_prompts(
 def encode_stream(
     config: RecoverConfig,
     source: RecoverySource,
-    stream: Stream,
+    stream: StreamName,
     tokenizer: PreTrainedTokenizerBase,
     context_length: int,
 ) -> Prompts:
@@ -240,7 +240,7 @@ def _spread(size: int, count: int) -> list[int]:
     return sorted({i * size // count for i in range(count)})
 
 
-def _split(prompts: list[Prompt], stream: Stream, count: int) -> tuple[list[Prompt], list[Prompt]]:
+def _split(prompts: list[Prompt], stream: StreamName, count: int) -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts to train on and at most `count` held-out ones."""
     if len(prompts) == 1:
         message = f"the {stream} stream has one prompt; recovery needs some to sample on and some to hold out"

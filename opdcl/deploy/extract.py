@@ -29,7 +29,7 @@ from opdcl.model.extract import (
 from opdcl.model.forward import answer_states
 from opdcl.model.load import load_base, load_model
 from opdcl.model.tensors import shown_shape
-from opdcl.train.losses import both_divergences
+from opdcl.stages.closeness import both_divergences
 from opdcl.types import Example
 
 if TYPE_CHECKING:

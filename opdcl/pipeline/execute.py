@@ -248,11 +248,11 @@ class Session:
     def _train(self, task: Task) -> None:
         """Train one stage, showing its progress on the console and in the trackers."""
         from opdcl.model.adapters import find_adapter
+        from opdcl.train.cost import dose, peak_memory, reset_peak_memory
         from opdcl.train.finetune import finetune
         from opdcl.train.provide import provided
         from opdcl.train.recover import recover
         from opdcl.train.self_distill import self_distill
-        from opdcl.training import dose, peak_memory, reset_peak_memory
 
         job, workflow, run, backbone = self.job, self.workflow, self.run, self.backbone
         stage = stage_folder(run, task.name)

@@ -33,7 +33,7 @@ from opdcl.stages.evaluate import LOGIT_BYTES, max_answer_tokens
 from opdcl.train.finetune import planned_steps
 from opdcl.train.losses import CHUNK, CUDA_CHUNK
 from opdcl.train.schedule import FULL_BATCH
-from opdcl.types import STREAMS, Prompts, Stream
+from opdcl.types import STREAMS, Prompts, StreamName
 
 # Bytes that the libraries take on a CPU.
 LIBRARIES = 1_100_000_000
@@ -184,7 +184,7 @@ def _finetune_need(job: Job, size: Size) -> int:
     return sampler + size.adapter * 16 + int(config.batch_size) * longest * size.trained_token + size.loss
 
 
-def _recovery_need(job: Job, config: RecoverConfig, prompts: dict[Stream, Prompts], size: Size) -> int:
+def _recovery_need(job: Job, config: RecoverConfig, prompts: dict[StreamName, Prompts], size: Size) -> int:
     """Return the bytes that a recovery takes, besides the base, if all answers are as long as they may be."""
     need = size.merged + size.adapter * 20
     named = {

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from opdcl.data.prompts import RecoverySource
     from opdcl.data.suites import Suite
-    from opdcl.types import Prompts, Stream
+    from opdcl.types import Prompts, StreamName
 
 T = TypeVar("T")
 
@@ -185,13 +185,13 @@ class Job:
         general: list[Row] = []
         for row in source.rows["general"]:
             general += row.turns() if row.tools else [row]
-        rows: dict[Stream, list[Row]] = {"general": general, "domain": domain}
+        rows: dict[StreamName, list[Row]] = {"general": general, "domain": domain}
         rows = {stream: self._asked_in("recover", rows[stream]) for stream in rows}
         held_out = {stream: self._asked_in("recover", of) for stream, of in source.held_out.items()}
         return replace(source, rows=rows, held_out=held_out)
 
     @cached_property
-    def prompts(self) -> dict[Stream, Prompts]:
+    def prompts(self) -> dict[StreamName, Prompts]:
         """The prompts of the recovery as token ids, by stream.
 
         Raises:
@@ -202,7 +202,7 @@ class Job:
         return encode_prompts(self.workflow.recover, self.recovery, self.tokenizer, self.context)
 
     @cached_property
-    def self_distillation(self) -> tuple[RecoverConfig, dict[Stream, Prompts]]:
+    def self_distillation(self) -> tuple[RecoverConfig, dict[StreamName, Prompts]]:
         """A fine-tune by self-distillation as a recovery, and its prompts as token ids."""
         from opdcl.data.prompts import encode_prompts, read_recovery_source
         from opdcl.train.self_distill import as_distillation

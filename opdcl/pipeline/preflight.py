@@ -26,7 +26,7 @@ from opdcl.rundir.layout import TEMPLATE, RunDir
 from opdcl.rundir.seals import refuse_damaged
 
 if TYPE_CHECKING:
-    from opdcl.types import Prompts, Stream
+    from opdcl.types import Prompts, StreamName
 
 
 # What a model and its base have in common, whatever was trained.
@@ -333,7 +333,7 @@ def _check_turn_end(job: Job) -> None:
     check_turn_end(job.tokenizer, declared_eos_ids(job.workflow.model, job.tokenizer))
 
 
-def _check_prompts(prompts: dict[Stream, Prompts]) -> None:
+def _check_prompts(prompts: dict[StreamName, Prompts]) -> None:
     if not any(of_stream.train for of_stream in prompts.values()):
         raise UsageError("recovery has no prompts", "set recover.general")
 

@@ -20,7 +20,8 @@ from opdcl.rundir.hashes import adapter_hash
 from opdcl.rundir.identity import Identity
 from opdcl.rundir.layout import RunDir
 from opdcl.sampling.sample import sample
-from opdcl.training import StageReport, peak_memory
+from opdcl.train.cost import peak_memory
+from opdcl.training import StageReport
 from opdcl.types import Prompt, Rollout
 
 # The number of prompts whose answers are drawn together, in the order of the questions. A sample depends on a

@@ -30,16 +30,17 @@ from opdcl.data.chat import answer_text, encode_prompt
 from opdcl.data.rows import Row
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone, State
-from opdcl.model.distributions import HiddenStates
+from opdcl.model.distributions import HiddenStates, rows_at_once, shared_rows
 from opdcl.model.forward import answer_states
 from opdcl.rundir.files import RESTORE, read_jsonl
 from opdcl.rundir.layout import RunDir
 from opdcl.stages.answers import SEED, KeptRows, Question, answer, made_by, partial_file, store
-from opdcl.train.grading import micro_batches
+from opdcl.train.cost import reset_peak_memory
 from opdcl.train.kept_texts import KeptTexts
-from opdcl.train.losses import both_divergences
+from opdcl.train.learner import micro_batches
+from opdcl.train.losses import cut, forward_kl, reverse_kl
 from opdcl.train.teachers import Teacher
-from opdcl.training import StageReport, counted, reset_peak_memory
+from opdcl.training import StageReport, counted
 from opdcl.types import Prompt, Rollout
 
 # Tokens of a forward pass; padding counts.
@@ -259,3 +260,17 @@ def _means(samples: list[dict[str, Any]]) -> dict[str, float]:
         total = sum(row["scores"][name] for row in samples)
         means[name] = round(total / len(samples), 6)
     return means
+
+
+@torch.no_grad()
+def both_divergences(student: HiddenStates, teacher: HiddenStates) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return forward KL(teacher, student) and reverse KL(student, teacher) per position, both `(N,)`."""
+    rows = shared_rows(student.head_VH, teacher)
+    forward, reverse = [], []
+    for part in cut(student.states_NH):
+        log_p, log_q = student.log_probs(part, rows), teacher.log_probs(part, rows)
+        block = rows_at_once(log_p)
+        for p, q in zip(log_p.split(block), log_q.split(block), strict=True):
+            forward.append(forward_kl(p, q))
+            reverse.append(reverse_kl(p, q))
+    return torch.cat(forward), torch.cat(reverse)

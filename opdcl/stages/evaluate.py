@@ -39,8 +39,9 @@ from opdcl.stages.answers import (
     resident,
     store,
 )
+from opdcl.train.cost import reset_peak_memory
 from opdcl.train.teachers_elsewhere import reach_own_model
-from opdcl.training import StageReport, reset_peak_memory
+from opdcl.training import StageReport
 from opdcl.types import Rollout
 
 # Memory for the logits of one batch of log-likelihoods, which are kept for every position, in bytes.

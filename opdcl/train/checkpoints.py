@@ -9,16 +9,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
-from opdcl.errors import OpdclError, UsageError
+from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.model.lora import parts
 from opdcl.rundir.files import folder_appears_whole, read_json, write_json
-from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import StageDir
 from opdcl.train.rollout_queue import RolloutQueue
-from opdcl.training import CHECKPOINTS, LONGEST_GRADIENT, Schedule, keep_records
+from opdcl.training import CHECKPOINTS, LONGEST_GRADIENT, Schedule, refuse_changed_base, seal_with_records
 
 # Share of the steps, the first ones, in which the learning rate rises.
 WARM_UP = 0.1
@@ -102,16 +100,12 @@ class Checkpoints:
         Raises:
             OpdclError: The base weights have changed, or workers hold different adapters.
         """
-        if parallel.any_worker(self.backbone.checksum() != self._base):
-            message = f"the base weights changed before step {step}"
-            raise OpdclError(message, "this is a defect of opdcl: please report it")
-        parallel.check_same("adapters", self.backbone.adapter_norm("student"))
+        refuse_changed_base(self.backbone, self._base, step)
         with folder_appears_whole(self.out.trainer / f"checkpoint-{step}") as folder:
             save_file(self._adapters(), folder / "adapters.safetensors")
             self.optimizer.save(folder)
             self.queue.save(folder)
-            keep_records(self.out, folder)
-            seal(folder)
+            seal_with_records(self.out, folder)
         for old in self.out.checkpoints()[CHECKPOINTS:]:
             shutil.rmtree(old, ignore_errors=True)
 

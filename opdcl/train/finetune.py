@@ -5,11 +5,9 @@ opdcl finetune rows.jsonl -o runs/mine
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,36 +17,27 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from opdcl import parallel
 from opdcl.config.finetune import WARM_UP, FinetuneConfig
 from opdcl.config.section import LARGEST
-from opdcl.config.teacher import LossSection
-from opdcl.errors import Interrupted, OpdclError, UsageError
+from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone
-from opdcl.model.distributions import HiddenStates
-from opdcl.model.forward import answer_ids, answer_states
-from opdcl.model.memory import is_out_of_memory, release
-from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import StageDir
-from opdcl.train.losses import cross_entropy, token_losses
-from opdcl.train.replay import BaseStates, Replay, interleave, lay_out, read_by_base
+from opdcl.train.learner import Learner, mean_loss
+from opdcl.train.replay import Replay, finetune_streams, interleave, lay_out, read_by_base
+from opdcl.train.teachers import Teacher
 from opdcl.training import (
     CHECKPOINTS,
     LONGEST_GRADIENT,
-    Clock,
     Interruption,
     Schedule,
     StageLog,
     StageReport,
-    is_finite,
-    keep_records,
     last_checkpoint,
+    refuse_changed_base,
     save_adapter,
-    steps_done,
+    seal_with_records,
 )
-from opdcl.types import Example
-
-logger = logging.getLogger(__name__)
+from opdcl.types import Batch, Example, Rollout
 
 
 def finetune(
@@ -67,7 +56,7 @@ def finetune(
     domain_steps, replay_steps = planned_steps(config, len(rows))
     steps = domain_steps + replay_steps
     replay = Replay(config, general, replay_steps, backbone, out.replay, report)
-    of_base: list[Example] = []
+    of_base: list[Rollout] = []
     if replay_steps and config.replay.author == "base":
         of_base = replay.let_base_write(config.replayed(len(rows)))
     elif config.replays and not replay_steps:
@@ -78,20 +67,19 @@ def finetune(
         report.note(f"continuing the adapter of {start}, which keeps its shape")
     else:
         model = backbone.new_adapter(config.lora, config.seed)
-    domain = lay_out(rows, config.batch_size, domain_steps, config.seed)
-    batches = interleave(domain, replay.batches)
-    base_states = read_by_base(config, of_base, backbone, report)
-    callback = StageCallback(StageLog(report, out, steps), backbone, batches, replay)
-    trainer = AnswerTrainer(
-        backbone,
+    domain = finetune_streams(config)["domain"]
+    of_domain = lay_out(rows, config.batch_size, domain_steps, config.seed)
+    batches = interleave([Batch(domain, rows, "rows") for rows in of_domain], replay.batches)
+    read_by_base(config, of_base, backbone, report)
+    learner = Learner(backbone, {"general": {"": Teacher(backbone, "base")}}, "finetune.max_length")
+    trainer = LearnerTrainer(
+        learner,
         Schedule(steps, WARM_UP, "cosine"),
-        batches,
-        base_states,
+        StageCallback(StageLog(report, out, steps), learner, batches, replay),
         model=model,
         args=SFTConfig(**trainer_arguments(config, backbone, out, steps)),
-        callbacks=[callback],
     )
-    callback.run(trainer)
+    trainer.run()
     save_adapter(backbone, out.adapter)
 
 
@@ -119,8 +107,7 @@ def trainer_arguments(
     """Return the arguments of the fine-tune's trainer, but for the schedule of the rate, which is ours."""
     return {
         "output_dir": str(out.trainer),
-        # bf16 is autocast, needed where a bf16 base meets its fp32 adapter.
-        "bf16": backbone.causal_lm.dtype == torch.bfloat16,
+        "bf16": False,  # autocast, whereas the learner's layers meet their fp32 adapter as in a recovery
         "use_cpu": backbone.device.type == "cpu",
         # It would recompute without the shared prefix's cache; batches are cut finer instead.
         "gradient_checkpointing": False,
@@ -148,34 +135,12 @@ def trainer_arguments(
 class StageCallback(TrainerCallback):
     """Writes a trainer's metrics, seals its checkpoints, and lets a signal end it with one."""
 
-    def __init__(self, log: StageLog, backbone: Backbone, batches: list[list[Example]], replay: Replay):
-        self.log, self.backbone, self.batches, self.replay = log, backbone, batches, replay
-        self.clock = Clock()
+    def __init__(self, log: StageLog, learner: Learner, batches: list[Batch], replay: Replay):
+        self.log, self.learner, self.batches, self.replay = log, learner, batches, replay
         self.interruption = Interruption(log.report)
         self.skipped: int | None = None
-        self._base = backbone.checksum()
+        self._base = learner.backbone.checksum()
         self._step_started = 0.0
-
-    def run(self, trainer: SFTTrainer) -> None:
-        """Train from the last checkpoint to the end.
-
-        Raises:
-            Interrupted: A signal came; the checkpoint is saved.
-        """
-        log = self.log
-        checkpoint = last_checkpoint(log.out, log.report)
-        if checkpoint:
-            log.report.note(f"resuming from step {steps_done(checkpoint)} of {log.steps}")
-        trainer.remove_callback(PrinterCallback)  # stdout is for results
-        with self.interruption.awaited():
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        trainer.model.eval()  # whatever follows measures or samples, without dropout
-        if not self.interruption.came:
-            return
-        reached = trainer.state.global_step
-        if reached >= log.steps:
-            raise KeyboardInterrupt  # it came in the last step; the stages after this one must not start
-        raise Interrupted(f"interrupted at step {reached} of {log.steps}; checkpoint saved")
 
     def skip(self, step: int) -> None:
         """Record that a step changes nothing: without gradients, the optimizer leaves weights and moments."""
@@ -184,24 +149,19 @@ class StageCallback(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._step_started = time.perf_counter()
-        if not self.batches[state.global_step]:
-            with self.clock.part("sampling"):
-                self.replay.let_student_write(self.batches[state.global_step])
+        batch = self.batches[state.global_step]
+        if not batch.examples:
+            with self.learner.clock.part("sampling"):
+                self.replay.let_student_write(batch)
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.interruption.came = parallel.any_worker(self.interruption.came)
-        if self.interruption.came:
+        if self.interruption.has_come():
             control.should_training_stop = True
             control.should_save = True
 
     def on_save(self, args, state, control, **kwargs):
-        if parallel.any_worker(self.backbone.checksum() != self._base):
-            message = f"the base weights changed before step {state.global_step}"
-            raise OpdclError(message, "this is a defect of opdcl: please report it")
-        parallel.check_same("adapters", self.backbone.adapter_norm("student"))
-        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        keep_records(self.log.out, checkpoint)
-        seal(checkpoint)
+        refuse_changed_base(self.learner.backbone, self._base, state.global_step)
+        seal_with_records(self.log.out, Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         # It would grow without bound, in memory and in every checkpoint; metrics.jsonl has it all.
@@ -210,127 +170,52 @@ class StageCallback(TrainerCallback):
             values = {key: value for key, value in logs.items() if key != "epoch"}
             seconds = time.perf_counter() - self._step_started
             batch = self.batches[state.global_step - 1]
-            author = self.replay.author if batch[0].is_replayed else "rows"
-            stream = "general" if batch[0].is_replayed else "domain"
-            graded = sum(len(row.predicting) for row in batch)
-            values |= {"stream": stream, "author": author, "answers": len(batch), "graded": graded}
-            if parts := self.clock.take():
-                values["parts"] = parts
-            self.log.step(state.global_step, values, sum(len(row.ids) for row in batch), seconds)
+            graded = sum(example.answer_length for example in batch.examples)
+            values |= {"stream": batch.stream.name, "author": batch.author}
+            values |= {"answers": len(batch.examples), "graded": graded}
+            values["parts"] = self.learner.clock.take()
+            self.log.step(state.global_step, values, sum(e.length for e in batch.examples), seconds)
 
 
-class AnswerTrainer(SFTTrainer):
-    """SFTTrainer that takes planned batches, computes their rows' shared prefix once, and projects answer
-    positions only.
+class LearnerTrainer(SFTTrainer):
+    """TRL's loop, optimizer and checkpoints; the step is that of the recovery, on planned batches."""
 
-    The loss of domain rows is cross-entropy. Replayed rows are held to base's distribution at every token. If
-    base wrote the answers, that is the same gradient on average, without the noise of one answer.
-    """
-
-    pieces = 1  # micro-batches per batch; doubled whenever memory runs out
-
-    def __init__(
-        self,
-        backbone: Backbone,
-        schedule: Schedule,
-        batches: list[list[Example]],
-        base_states: BaseStates,
-        **options: Any,
-    ):
+    def __init__(self, learner: Learner, schedule: Schedule, stage: StageCallback, **options: Any):
         weights = {weight: weight.data for weight in options["model"].parameters() if weight.requires_grad}
         super().__init__(
-            train_dataset=Dataset.from_dict({"batch": range(len(batches))}),
-            data_collator=lambda items: batches[items[0]["batch"]],
-            processing_class=backbone.tokenizer,
+            train_dataset=Dataset.from_dict({"step": range(len(stage.batches))}),
+            data_collator=lambda items: {},  # the student may not have written a step's rows yet
+            processing_class=learner.backbone.tokenizer,
+            callbacks=[stage],
             **options,
         )
         # On a quantized base TRL rounds the adapter to bf16, where small updates vanish.
         for weight, original in weights.items():
             weight.data = original
-        self.backbone, self.schedule, self.base_states = backbone, schedule, base_states
-        self.batches = batches
+        self.learner, self.schedule, self.stage = learner, schedule, stage
+
+    def run(self) -> None:
+        """Train from the last checkpoint to the end.
+
+        Raises:
+            Interrupted: A signal came; the checkpoint is saved.
+        """
+        log, interruption = self.stage.log, self.stage.interruption
+        checkpoint = last_checkpoint(log.out, log.report, log.steps)
+        self.remove_callback(PrinterCallback)  # stdout is for results
+        with interruption.awaited():
+            self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        self.model.eval()  # whatever follows measures or samples, without dropout
+        interruption.end(self.state.global_step, log.steps)
 
     def create_scheduler(self, num_training_steps, optimizer=None):
         if getattr(self, "lr_scheduler", None) is None:
             self.lr_scheduler = LambdaLR(optimizer or self.optimizer, lambda step: self.schedule.share(step))
         return self.lr_scheduler
 
-    def floating_point_ops(self, inputs):
-        return 0  # nobody reads it, and it would be counted from tensors
-
     def training_step(self, model, inputs, num_items_in_batch=None):
-        # The loader asks for a step's rows before the student has written them.
-        inputs = inputs or self.batches[self.state.global_step]
-        # Each piece divides by the tokens of the whole batch, so that the gradients of all pieces and workers
-        # add up to the batch's.
-        tokens = sum(len(row.predicting) for row in inputs)
-        while True:
-            try:
-                step = super().training_step
-                losses = [step(model, piece, tokens) for piece in _pieces(inputs, self.pieces)]
-                break
-            except (RuntimeError, MemoryError) as fault:
-                # A worker of a sharded base cannot repeat a step alone.
-                if not is_out_of_memory(fault) or parallel.sharded():
-                    raise
-                model.zero_grad()
-                self._cut_finer(inputs)
-        parallel.add_gradients(model)
-        loss = torch.stack(losses).sum()
-        total = parallel.sum_over_workers({"loss": float(loss)})["loss"]
-        loss = loss.new_tensor(total)
-        if is_finite(model, loss):
-            return loss
-        model.zero_grad(set_to_none=True)
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, StageCallback):
-                callback.skip(self.state.global_step + 1)
-        return torch.zeros_like(loss)  # not NaN: the trainer sums losses up
-
-    def _cut_finer(self, rows: list[Example]) -> None:
-        if self.pieces >= len(parallel.my_share(rows)):
-            hint = "lower finetune.max_length, or choose a smaller model"
-            raise OpdclError("one training row alone does not fit into memory", hint)
-        self.pieces *= 2
-        release()
-        logger.warning("out of memory: continuing with batches cut into %d", self.pieces)
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Return the loss of rows of one kind as their share of the mean over the step's answer tokens."""
-        causal_lm = model.get_base_model()
-        targets_N = answer_ids(inputs, causal_lm.device)
-        if not inputs[0].is_replayed:
-            with self.compute_loss_context_manager():
-                states_NH = answer_states(causal_lm, inputs)
-                total = cross_entropy(states_NH, self.backbone.head_VH, targets_N).sum()
-            return total / num_items_in_batch
-        model.eval()  # with dropout, an adapter without effect would differ from base
-        base_NH = self._base_states(causal_lm, inputs)
-        with self.compute_loss_context_manager():
-            head_VH = self.backbone.head_VH
-            divergence = token_losses(
-                answer_states(causal_lm, inputs),
-                head_VH,
-                HiddenStates(base_NH, head_VH.detach()),
-                targets_N,
-                sampler_N=torch.zeros_like(base_NH[:, 0]),
-                loss=LossSection(kind="forward_kl"),
-            )
-        return divergence.loss.sum() / num_items_in_batch
-
-    def _base_states(self, causal_lm, rows: list[Example]) -> torch.Tensor:
-        """Return base's hidden states at the answers of replayed rows, `(N, H)`."""
-        if all(id(row) in self.base_states for row in rows):
-            return torch.cat([self.base_states[id(row)] for row in rows])
-        # A context of its own: autocast reuses its copies of weights, and these have no gradients.
-        with self.compute_loss_context_manager(), torch.no_grad(), self.backbone.state("base"):
-            return answer_states(causal_lm, rows)
-
-
-def _pieces(rows: list[Example], count: int) -> list[list[Example]]:
-    """Split this worker's rows of a batch; a worker without any gets the first row with its answer masked."""
-    own = list(parallel.my_share(rows))
-    if not own:
-        return [[replace(rows[0], learned=[False] * len(rows[0].ids))]]
-    size = math.ceil(len(own) / count)
-    return [own[start : start + size] for start in range(0, len(own), size)]
+        sums = self.learner.learn(self.stage.batches[self.state.global_step])
+        if sums is None:
+            self.stage.skip(self.state.global_step + 1)
+        loss = mean_loss(sums) if sums else torch.tensor(0.0)  # not NaN: the trainer sums losses up
+        return loss.to(self.learner.backbone.device)

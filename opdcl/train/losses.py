@@ -21,10 +21,9 @@ from typing import NamedTuple
 
 import torch
 
-from opdcl.config.recover import RewardSection
-from opdcl.config.teacher import LossSection
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, rows_at_once, shared_rows
 from opdcl.model.side_by_side import side_by_side
+from opdcl.types import Loss
 
 # How far a token's probability ratio may move before the reward stops pushing it (PPO, arXiv 1707.06347).
 CLIP = 0.2
@@ -102,17 +101,6 @@ def clipped_gradient(
     return -torch.minimum(ratio_N * advantage_N, ratio_N.clamp(1 - CLIP, 1 + CLIP) * advantage_N)
 
 
-def group_advantages(rewards: list[float], group: int) -> list[float]:
-    """Return each reward's distance from its group's mean in standard deviations; 0 in tied groups.
-
-    `rewards` holds one group of size `group` after another.
-    """
-    reward_PG = torch.tensor(rewards, dtype=torch.float64).view(-1, group)
-    advantage_PG = (reward_PG - reward_PG.mean(1, keepdim=True)) / (reward_PG.std(1, keepdim=True) + 1e-4)
-    tied_P1 = reward_PG.amax(1, keepdim=True) == reward_PG.amin(1, keepdim=True)
-    return advantage_PG.masked_fill(tied_P1, 0.0).flatten().tolist()
-
-
 @torch.no_grad()
 def token_logprobs(distribution: TeacherDistribution, token_N: torch.Tensor, rows: int) -> torch.Tensor:
     """Return the log-probability of each token under the distribution at its position, `(N,)`."""
@@ -120,20 +108,6 @@ def token_logprobs(distribution: TeacherDistribution, token_N: torch.Tensor, row
     for part in cut(token_N):
         logprob_N[part] = _of_tokens(distribution.log_probs(part, rows), token_N[part])
     return logprob_N
-
-
-@torch.no_grad()
-def both_divergences(student: HiddenStates, teacher: HiddenStates) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return forward KL(teacher, student) and reverse KL(student, teacher) per position, both `(N,)`."""
-    rows = shared_rows(student.head_VH, teacher)
-    forward, reverse = [], []
-    for part in cut(student.states_NH):
-        log_p, log_q = student.log_probs(part, rows), teacher.log_probs(part, rows)
-        block = rows_at_once(log_p)
-        for p, q in zip(log_p.split(block), log_q.split(block), strict=True):
-            forward.append(forward_kl(p, q))
-            reverse.append(reverse_kl(p, q))
-    return torch.cat(forward), torch.cat(reverse)
 
 
 @torch.no_grad()
@@ -215,9 +189,15 @@ class _TokenLoss(torch.autograd.Function):
         student = HiddenStates(student_NH, weight_VH)
         grad_NH = torch.empty_like(student_NH)
         count = len(student_NH)
-        found = TokenLosses(*(student_NH.new_empty(count, dtype=torch.float32) for _ in TokenLosses._fields))
+        found = TokenLosses(*(student_NH.new_zeros(count, dtype=torch.float32) for _ in TokenLosses._fields))
 
-        def compute(part: slice) -> None:
+        def imitate(part: slice) -> None:
+            log_p = student.log_probs(part, len(weight_VH))
+            found.loss[part] = -log_p.gather(1, token_N[part, None])[:, 0]
+            slope = log_p.exp_().scatter_add_(1, token_N[part, None], -torch.ones_like(log_p[:, :1]))
+            grad_NH[part] = slope.to(weight_VH.dtype) @ weight_VH
+
+        def compare(part: slice) -> None:
             student_NV = student.log_probs(part, len(weight_VH))
             teacher_NV = teacher.log_probs(part, len(weight_VH))
             size = rows_at_once(student_NV)
@@ -237,7 +217,7 @@ class _TokenLoss(torch.autograd.Function):
                 log_p.copy_(slope)  # no longer needed: the block holds the gradient from here on
             grad_NH[part] = student_NV.to(weight_VH.dtype) @ weight_VH
 
-        for_each_part(student_NH, compute)
+        for_each_part(student_NH, compare if teacher else imitate)
         ctx.save_for_backward(grad_NH)
         ctx.mark_non_differentiable(*found[1:])
         return tuple(found)
@@ -251,26 +231,22 @@ class _TokenLoss(torch.autograd.Function):
 def token_losses(
     student_NH: torch.Tensor,
     weight_VH: torch.Tensor,
-    teacher: TeacherDistribution,
+    teacher: TeacherDistribution | None,
     token_N: torch.Tensor,
     sampler_N: torch.Tensor,
-    loss: LossSection,
-    reward: RewardSection | None = None,
+    loss: Loss,
     advantage_N: torch.Tensor | None = None,
-    reverse: float = 0.0,
 ) -> TokenLosses:
     """Return the loss and statistics of each token.
 
     Args:
         student_NH: The student's last hidden states, `(N, H)`; the gradient flows into these.
         weight_VH: The frozen output embedding, `(V, H)`; rows beyond the teacher's vocabulary are padding.
-        teacher: The teacher's distributions at the same N positions.
+        teacher: The teacher's distributions at the same N positions; without one, the tokens are imitated.
         token_N: The tokens that the states predict.
         sampler_N: Their log-probabilities at sampling time; only `policy_gradient` and a reward read them.
         loss: The divergence and its parameters.
-        reward: How a reward is weighed against the teacher's loss. It acts only together with `advantage_N`.
-        advantage_N: The reward's advantage of each token.
-        reverse: Share of reverse KL where `loss` is forward KL.
+        advantage_N: The reward's advantage of each token, where there is one.
     """
 
     def teacher_cost(log_p: torch.Tensor, log_q: torch.Tensor, part: slice) -> torch.Tensor:
@@ -287,52 +263,20 @@ def token_losses(
 
     def rewarded_cost(log_p: torch.Tensor, log_q: torch.Tensor, part: slice) -> torch.Tensor:
         surrogate_N = clipped_gradient(log_p, token_N[part], sampler_N[part], advantage_N[part])
-        return reward.weight * surrogate_N + reward.teacher * teacher_cost(log_p, log_q, part)
+        return loss.reward * surrogate_N + loss.weight * teacher_cost(log_p, log_q, part)
 
-    if loss.kind == "reverse_kl":
-        reverse = 1.0
+    reverse = 1.0 if loss.kind == "reverse_kl" else loss.reverse
     # The two divergences over whole vocabularies need no autograd.
     cost = None if loss.kind in ("forward_kl", "reverse_kl") else teacher_cost
-    if reward and advantage_N is not None:
+    if advantage_N is not None:
         cost = rewarded_cost
     with torch.autocast(student_NH.device.type, enabled=False):
-        weight_VH = weight_VH.detach()[: shared_rows(weight_VH, teacher)]
+        weight_VH = weight_VH.detach()
+        if teacher:
+            weight_VH = weight_VH[: shared_rows(weight_VH, teacher)]
         student_NH = student_NH.to(weight_VH.dtype)
         inputs = student_NH, weight_VH, teacher, token_N, reverse, cost
         return TokenLosses(*_TokenLoss.apply(*inputs))
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """-log p of each token, `(N,)`, saving hidden-sized gradients."""
-
-    @staticmethod
-    def forward(ctx, states_NH, weight_VH, token_N):
-        grad_NH = torch.empty_like(states_NH)
-        loss_N = states_NH.new_empty(len(states_NH), dtype=torch.float32)
-
-        def compute(part: slice) -> None:
-            log_p = HiddenStates(states_NH, weight_VH).log_probs(part, len(weight_VH))
-            loss_N[part] = -log_p.gather(1, token_N[part, None])[:, 0]
-            slope = log_p.exp_().scatter_add_(1, token_N[part, None], -torch.ones_like(log_p[:, :1]))
-            grad_NH[part] = slope.to(weight_VH.dtype) @ weight_VH
-
-        for_each_part(states_NH, compute)
-        ctx.save_for_backward(grad_NH)
-        return loss_N
-
-    @staticmethod
-    def backward(ctx, grad_loss_N):
-        (grad_NH,) = ctx.saved_tensors
-        return grad_NH * grad_loss_N[:, None].to(grad_NH.dtype), None, None
-
-
-def cross_entropy(states_NH: torch.Tensor, weight_VH: torch.Tensor, token_N: torch.Tensor) -> torch.Tensor:
-    """Return -log p of each token in fp32, `(N,)`; the gradient flows into the states, the head is frozen."""
-    with torch.autocast(states_NH.device.type, enabled=False):
-        losses_N: torch.Tensor = _CrossEntropy.apply(
-            states_NH.to(weight_VH.dtype), weight_VH.detach(), token_N
-        )
-        return losses_N
 
 
 def _of_tokens(log_NV: torch.Tensor, token_N: torch.Tensor) -> torch.Tensor:

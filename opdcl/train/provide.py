@@ -15,14 +15,14 @@ from opdcl.train.recover import Provided
 from opdcl.train.reward import Reward
 from opdcl.train.teachers import Teacher
 from opdcl.train.teachers_elsewhere import ServedStudent, make_teacher, reach_own_model
-from opdcl.types import Prompts, Stream
+from opdcl.types import Prompts, StreamName
 
 
 @contextlib.contextmanager
 def provided(
     config: RecoverConfig,
     source: RecoverySource,
-    prompts: Mapping[Stream, Prompts],
+    prompts: Mapping[StreamName, Prompts],
     backbone: Backbone,
     out: StageDir,
     notify: Callable[[str], None],

@@ -15,11 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
-from opdcl.errors import Interrupted, OpdclError
+from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.repetition import repetition
 from opdcl.rundir.files import folder_appears_whole
@@ -27,13 +24,13 @@ from opdcl.rundir.hashes import SEAL, damage
 from opdcl.rundir.layout import StageDir
 from opdcl.sampling.sample import pick_engine
 from opdcl.train.checkpoints import Checkpoints, StudentOptimizer
-from opdcl.train.grading import Grader, Sums, kl_by_route
-from opdcl.train.rollout_queue import RolloutQueue, StepRollouts
+from opdcl.train.learner import Learner, Sums, kl_by_route, mean_loss
+from opdcl.train.rollout_queue import RolloutQueue
 from opdcl.train.schedule import plan_steps
 from opdcl.train.teachers import EmaTeacher, Teacher, Teachers, teacher_here
 from opdcl.train.validation import Validation
-from opdcl.training import Clock, Interruption, StageLog, StageReport, is_finite, last_checkpoint, steps_done
-from opdcl.types import STREAMS, Judge, Prompt, Prompts, Stream
+from opdcl.training import Interruption, StageLog, StageReport, last_checkpoint, steps_done
+from opdcl.types import Batch, Judge, Prompt, Prompts, Stream, StreamName
 
 
 @dataclass(frozen=True)
@@ -51,21 +48,17 @@ class Provided:
 
 @dataclass
 class Recovery:
-    """What a recovery works with: settings, models, the schedule with its completions, and records."""
+    """What a recovery works with: its steps with their completions, student and teachers, and records."""
 
-    config: RecoverConfig
-    backbone: Backbone
-    grader: Grader
     queue: RolloutQueue
+    learner: Learner
     validation: Validation
-    out: StageDir
     log: StageLog
-    clock: Clock
 
 
 def recover(
     config: RecoverConfig,
-    prompts: dict[Stream, Prompts],
+    prompts: dict[StreamName, Prompts],
     backbone: Backbone,
     tuned: Path,
     out: StageDir,
@@ -76,37 +69,31 @@ def recover(
 
     This resumes from the stage's last checkpoint, if there is one.
     """
-    if config.method == "replay":
-        imitation = config.loss.model_copy(update={"kind": "cross_entropy"})
-        config = config.model_copy(update={"loss": imitation})
     backbone.drop_adapters()
     backbone.load_adapter(tuned, "student", trainable=True)
     backbone.load_adapter(tuned, "tuned")
-    # Without dropout: with it, the model that is graded would not be the one that wrote the completions.
     backbone.causal_lm.eval()
     train = {stream: of_stream.train for stream, of_stream in prompts.items()}
     held_out = {stream: of_stream.held_out for stream, of_stream in prompts.items()}
     if config.given_answers:
         report.note(_describe_given(train["general"] + held_out["general"], config.limit("general")))
-    teachers: dict[Stream, Teachers] = {}
-    for stream in STREAMS:
-        names = [prompt.teacher for prompt in train[stream] + held_out[stream]]
-        teachers[stream] = _teachers(config, stream, names, backbone, tuned, provided)
+    teachers: dict[StreamName, Teachers] = {}
+    for name, stream in config.streams().items():
+        own = [prompt.teacher for prompt in train[name] + held_out[name]]
+        teachers[name] = _teachers(config, stream, own, backbone, tuned, provided)
     student = provided.student or _student(backbone, report)
     if config.method == "general":
         train["domain"] = []
     steps = plan_steps(config, len(train["general"]), len(train["domain"]))
     queue = RolloutQueue(config, steps, train, student, teachers, report, provided.reward)
-    clock = Clock()
-    grader = Grader(backbone, config, teachers, clock)
+    learner = Learner(backbone, teachers, "recover.max_new_tokens", int(config.micro_batch_tokens))
     log = StageLog(report, out, config.steps)
-    validation = Validation(config, grader, queue, held_out, out, log)
+    validation = Validation(config, learner, queue, held_out, out, log)
     validation.question = prompts["general"].question
-    recovery = Recovery(config, backbone, grader, queue, validation, out, log, clock)
     if config.method == "interpolate":
         validation.keep_start()
     else:
-        learn(recovery)
+        learn(Recovery(queue, learner, validation, log))
     queue.texts.tell(report.note)
     if problem := damage(out.best):
         hint = f"remove {out.trainer}: the same command then repeats the stage"
@@ -121,37 +108,32 @@ def learn(recovery: Recovery) -> None:
     Raises:
         Interrupted: A signal came; a checkpoint is saved.
     """
-    config, log, report = recovery.config, recovery.log, recovery.log.report
-    optimizer = StudentOptimizer(recovery.backbone, config)
-    moving = [t.state for t in recovery.grader.all_teachers if isinstance(t, EmaTeacher)]
-    checkpoints = Checkpoints(recovery.backbone, optimizer, recovery.queue, moving, recovery.out)
-    checkpoint = last_checkpoint(recovery.out, report)
-    done = steps_done(checkpoint)
+    queue, learner, log = recovery.queue, recovery.learner, recovery.log
+    config, clock = queue.config, learner.clock
+    optimizer = StudentOptimizer(learner.backbone, config)
+    moving = [t.state for t in learner.all_teachers if isinstance(t, EmaTeacher)]
+    checkpoints = Checkpoints(learner.backbone, optimizer, queue, moving, log.out)
+    checkpoint = last_checkpoint(log.out, log.report, config.steps)
     if checkpoint:
-        report.note(f"resuming from step {done} of {config.steps}")
         checkpoints.restore(checkpoint)
-        recovery.grader.kept_states = recovery.queue.kept_states
-    interruption = Interruption(report)
+        learner.kept_states = queue.kept_states
+    interruption = Interruption(log.report)
     with interruption.awaited():
-        with recovery.clock.part("validation"):
+        with clock.part("validation"):
             recovery.validation.begin(is_new=not checkpoint)
-        for step in range(done + 1, config.steps + 1):
+        for step in range(steps_done(checkpoint) + 1, config.steps + 1):
             started = time.perf_counter()
             values, tokens = take_step(recovery, optimizer, step)
-            for teacher in recovery.grader.all_teachers:
+            for teacher in learner.all_teachers:
                 teacher.after_step()
-            with recovery.clock.part("validation"):
+            with clock.part("validation"):
                 recovery.validation.after_step(step, optimizer)
             if values:  # those of a skipped step are counted with the next one's
-                values["parts"] = recovery.clock.take()
+                values["parts"] = clock.take()
                 log.step(step, values, tokens, time.perf_counter() - started)
-            is_interrupted = parallel.any_worker(interruption.came)
-            if step % config.validate_every == 0 or step == config.steps or is_interrupted:
+            if interruption.has_come() or step % config.validate_every == 0 or step == config.steps:
                 checkpoints.save(step)
-            if is_interrupted and step < config.steps:
-                raise Interrupted(f"interrupted at step {step} of {config.steps}; checkpoint saved")
-    if interruption.came:
-        raise KeyboardInterrupt  # it came in the last step; the stages after this one must not start
+            interruption.end(step, config.steps)
 
 
 def take_step(recovery: Recovery, optimizer: StudentOptimizer, step: int) -> tuple[dict[str, Any], int]:
@@ -159,31 +141,27 @@ def take_step(recovery: Recovery, optimizer: StudentOptimizer, step: int) -> tup
 
     There is nothing to log if the step was skipped.
     """
-    config, backbone = recovery.config, recovery.backbone
-    planned = recovery.queue.steps[step - 1]
-    with recovery.clock.part("sampling"):
+    learner = recovery.learner
+    with learner.clock.part("sampling"):
         batch = recovery.queue.take(step - 1)
-    reverse = config.on_policy.reverse if planned.on_policy else 0.0
-    sums = recovery.grader.learn(batch.rollouts, planned.stream, batch.fresh, reverse)
-    tokens = int(sums["tokens"])
-    parallel.add_gradients(backbone.peft)
-    loss = torch.tensor(sums["loss"] / tokens, device=backbone.device)
-    if not is_finite(backbone.peft, loss):
+    sums = learner.learn(batch)
+    if sums is None:
         optimizer.skip()
         recovery.log.skip(step)
-        return {}, tokens
-    values: dict[str, Any] = {"loss": float(loss), "learning_rate": optimizer.rate}
-    values |= {"stream": planned.stream, "author": batch.author, **step_metrics(batch, sums)}
-    values |= {"answers": len(batch.rollouts), "graded": tokens}
-    values["adapter_norm"] = backbone.adapter_norm("student")
-    with recovery.clock.part("student"):
+        return {}, 0
+    tokens = int(sums["tokens"])
+    values: dict[str, Any] = {"loss": float(mean_loss(sums)), "learning_rate": optimizer.rate}
+    values |= {"stream": batch.stream.name, "author": batch.author, **step_metrics(batch, sums)}
+    values |= {"answers": len(batch.examples), "graded": tokens}
+    values["adapter_norm"] = learner.backbone.adapter_norm("student")
+    with learner.clock.part("student"):
         values["grad_norm"] = optimizer.update()
     return values, tokens
 
 
-def step_metrics(batch: StepRollouts, sums: Sums) -> dict[str, float]:
+def step_metrics(batch: Batch, sums: Sums) -> dict[str, float]:
     """Return what a step logs about its completions: means per token (nats) or per completion."""
-    rollouts, tokens = batch.rollouts, sums["tokens"]
+    rollouts, tokens = batch.examples, sums["tokens"]
     metrics: dict[str, float] = {}
     if batch.fresh:
         metrics["mismatch"] = sums["mismatched"] / tokens
@@ -227,14 +205,13 @@ def _teachers(
     provided: Provided,
 ) -> Teachers:
     """Return a stream's own teacher and the named ones, and put their adapters onto the backbone."""
-    own = {"general": config.general_teacher, "domain": config.domain_teacher}[stream]
     teachers: dict[str, Teacher] = {}
     for name in dict.fromkeys(["", *names]):
-        if elsewhere := provided.teachers.get(name or own):
+        if elsewhere := provided.teachers.get(name or stream.teacher):
             teachers[name] = elsewhere
             continue
-        section = config.teacher_of(stream, name)
-        state = f"{stream}_{name}" if name else stream
+        section = config.teacher_of(stream.name, name)
+        state = f"{stream.name}_{name}" if name else stream.name
         if section.kind in ("ema", "adapter"):
             backbone.load_adapter(provided.adapters[section.adapter] if section.adapter else tuned, state)
         teachers[name] = teacher_here(section, backbone, state)

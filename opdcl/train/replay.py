@@ -9,27 +9,21 @@ import random
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from opdcl import parallel
 from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone, State
-from opdcl.model.forward import answer_states
 from opdcl.model.memory import is_out_of_memory, release
 from opdcl.rundir.files import read_jsonl, write_atomic
 from opdcl.train.kept_texts import KeptTexts
-from opdcl.train.schedule import endless
 from opdcl.train.teachers import Teacher
-from opdcl.training import StageReport, counted
-from opdcl.types import Example, Prompt
+from opdcl.training import StageReport, counted, endless
+from opdcl.types import Batch, Loss, Prompt, Rollout, Stream, StreamName
 
 # Bytes of base's states at replayed answers that are kept: those of some ten thousand rows of a small model.
 KEPT_STATES = 2**30
-
-# Base's last hidden states at the answers of rows, by the row's `id`.
-BaseStates = dict[int, torch.Tensor]
 
 # How many answers are written between two savings.
 REPLAYED_AT_ONCE = 512
@@ -55,18 +49,18 @@ class Replay:
     ):
         self.config, self.prompts, self.backbone = config, prompts, backbone
         self.file, self.report = file, report
-        self.author = config.replay.author
-        self.batches: list[list[Example]] = [[] for _ in range(steps)]
+        author, stream = config.replay.author, finetune_streams(config)["general"]
+        self.batches = [Batch(stream, [], author) for _ in range(steps)]
         found = parallel.on_first_worker(partial(read_jsonl, file)) if steps else []
         # What another author wrote is no answer of this one.
-        self._rows = [row for row in found if ("epoch" in row) == (self.author == "student")]
+        self._rows = [row for row in found if ("epoch" in row) == (author == "student")]
 
-    def let_base_write(self, count: int) -> list[Example]:
-        """Fill all steps with `count` rows, epoch after epoch, and return these; base writes them first."""
+    def let_base_write(self, count: int) -> list[Rollout]:
+        """Let base write `count` answers, fill all steps with them, epoch after epoch, and return them."""
         self._write("base", 0, count)
         return self._fill(self.batches, 0, count)
 
-    def let_student_write(self, batch: list[Example]) -> None:
+    def let_student_write(self, batch: Batch) -> None:
         """Fill the steps of the epoch to which an empty batch belongs, each row once.
 
         The student writes the answers that are missing, as it is now, without dropout.
@@ -84,12 +78,9 @@ class Replay:
             message = f"{self.file} lacks answers that the student has written in an earlier step"
             hint = f"restore the file, or remove {self.file.parent}: the same command then repeats the stage"
             raise OpdclError(message, hint)
-        model = self.backbone.causal_lm
-        was_training = model.training
-        model.eval()
+        self.backbone.causal_lm.eval()
         release()  # sampling takes what the steps have left
         self._write("student", start, end, epoch=first // of_epoch + 1)
-        model.train(was_training)
         self._fill(epoch, start, end)
 
     def _write(self, author: State, start: int, end: int, **about: int) -> None:
@@ -113,18 +104,26 @@ class Replay:
                 write_atomic(self.file, "".join(json.dumps(row) + "\n" for row in self._rows))
         texts.tell(self.report.note)
 
-    def _fill(self, batches: list[list[Example]], start: int, end: int) -> list[Example]:
-        """Lay out some rows in some of the steps, and return them."""
-        rows = []
-        for row in self._rows[start:end]:
-            rows.append(Example.of(row["prompt_ids"], row["completion_ids"], is_replayed=True))
+    def _fill(self, batches: list[Batch], start: int, end: int) -> list[Rollout]:
+        """Lay out some answers in some of the steps, and return them."""
+        rollouts = [Rollout(Prompt(r["prompt_ids"]), r["completion_ids"]) for r in self._rows[start:end]]
         size = int(self.config.batch_size)
-        for batch, laid_out in zip(batches, lay_out(rows, size, len(batches), self.config.seed), strict=True):
-            batch += laid_out
-        return rows
+        laid_out = lay_out(rollouts, size, len(batches), self.config.seed)
+        for batch, examples in zip(batches, laid_out, strict=True):
+            batch.examples += examples
+        return rollouts
 
 
-def lay_out(rows: Sequence[Example], batch_size: int, steps: int, seed: int) -> list[list[Example]]:
+def finetune_streams(config: FinetuneConfig) -> dict[StreamName, Stream]:
+    """Return what method `sft` learns, by stream; the general one has no share if nothing is replayed."""
+    replay = config.replay
+    share = replay.share if config.replays else 0.0
+    domain = Stream("domain", config.data, "rows", "", Loss("cross_entropy"), 1 - share)
+    general = Stream("general", replay.prompts, replay.author, "base", Loss(), share)
+    return {"domain": domain, "general": general}
+
+
+def lay_out(rows: Sequence[Any], batch_size: int, steps: int, seed: int) -> list[list[Any]]:
     """Return the rows of each step, epoch after epoch; rows of similar length mostly share a step.
 
     Otherwise half of a batch of short rows would be padding. Every step has `batch_size` rows: after the last
@@ -132,7 +131,7 @@ def lay_out(rows: Sequence[Example], batch_size: int, steps: int, seed: int) -> 
     the same rows as an uninterrupted one.
     """
     shuffle = random.Random(seed)
-    lengths = [len(row.ids) for row in rows]
+    lengths = [row.length for row in rows]
     order: list[int] = []
     # Sorted within stretches of fifty batches, as in transformers: similar, not identical, each epoch.
     stretch = 50 * batch_size
@@ -148,7 +147,7 @@ def lay_out(rows: Sequence[Example], batch_size: int, steps: int, seed: int) -> 
     return [[rows[row] for row in order[start : start + batch_size]] for start in starts]
 
 
-def interleave(domain: list[list[Example]], replayed: list[list[Example]]) -> list[list[Example]]:
+def interleave(domain: list[Batch], replayed: list[Batch]) -> list[Batch]:
     """Return the domain's and the replayed steps in one order, both spread evenly over the run.
 
     No step holds both kinds: its loss is the mean over tokens, so base's long answers would outweigh the
@@ -164,39 +163,29 @@ def interleave(domain: list[list[Example]], replayed: list[list[Example]]) -> li
 
 
 def read_by_base(
-    config: FinetuneConfig, replayed: list[Example], backbone: Backbone, report: StageReport
-) -> BaseStates:
-    """Return base's last hidden states at the answers of replayed rows, by the row's `id`.
+    config: FinetuneConfig, replayed: list[Rollout], backbone: Backbone, report: StageReport
+) -> None:
+    """Let base read the answers to replay, and keep its last hidden states with each.
 
-    Base says the same of a row in every epoch. Empty if each row comes once, if the states would not fit
-    into `KEPT_STATES`, or if workers share the rows: then base reads the rows of each step.
+    Base says the same of a row in every epoch. It reads the rows of each step instead if each row comes once,
+    if the states would not fit into `KEPT_STATES`, or if workers share the rows.
     """
     hidden, dtype = backbone.head_VH.shape[1], backbone.causal_lm.dtype
-    size = sum(len(row.predicting) for row in replayed) * hidden * dtype.itemsize
+    size = sum(row.answer_length for row in replayed) * hidden * dtype.itemsize
     if not replayed or config.epochs < 2 or size > KEPT_STATES or parallel.worker_count() > 1:
-        return {}
-    states: BaseStates = {}
-    count = counted(report, "base reads rows to replay", len(replayed))
-    ordered = sorted(replayed, key=lambda row: len(row.ids))  # a batch of similar lengths has little padding
+        return
+    base, count = Teacher(backbone, "base"), counted(report, "base reads rows to replay", len(replayed))
+    ordered = sorted(replayed, key=lambda row: row.length)  # a batch of similar lengths has little padding
     backbone.causal_lm.eval()
     for start in range(0, len(ordered), int(config.batch_size)):
         rows = ordered[start : start + int(config.batch_size)]
         try:
-            with _precision(backbone), torch.no_grad(), backbone.state("base"):
-                read = answer_states(backbone.causal_lm, rows)
+            read = base.states(rows)
         except (RuntimeError, MemoryError) as fault:
             if not is_out_of_memory(fault):
                 raise
             release()
-            return {}  # steps cut their rows finer
-        parts = read.split([len(row.predicting) for row in rows])
-        for row, part in zip(rows, parts, strict=True):
-            states[id(row)] = part.clone()
+            return  # steps cut their rows finer
+        for row, states_NH in zip(rows, read.split([row.answer_length for row in rows]), strict=True):
+            row.recurs, row.states_NH = True, states_NH.clone()
         count(rows)
-    return states
-
-
-def _precision(backbone: Backbone) -> torch.autocast:
-    """Return the context in which the trainer computes: a bf16 base meets its fp32 adapter."""
-    is_half = backbone.causal_lm.dtype == torch.bfloat16
-    return torch.autocast(backbone.device.type, dtype=torch.bfloat16, enabled=is_half)

@@ -49,8 +49,6 @@ class Reward:
 
     def judge(self, rollouts: list[Rollout]) -> None:
         """Score all completions, group after group, and set their advantages and demonstrations."""
-        from opdcl.train.losses import group_advantages  # it loads torch
-
         size = self.config.group
         rewards = self(rollouts)
         advantages = group_advantages(rewards, size)
@@ -104,3 +102,16 @@ class Reward:
 
         text = answer_text(self._tokenizer, rollout.prompt_ids, rollout.completion_ids)
         return cut_at(text, answering_of(self.task.config.generation_kwargs).stops)
+
+
+def group_advantages(rewards: list[float], group: int) -> list[float]:
+    """Return each reward's distance from its group's mean in standard deviations; 0 in tied groups.
+
+    `rewards` holds one group of size `group` after another.
+    """
+    import torch
+
+    reward_PG = torch.tensor(rewards, dtype=torch.float64).view(-1, group)
+    advantage_PG = (reward_PG - reward_PG.mean(1, keepdim=True)) / (reward_PG.std(1, keepdim=True) + 1e-4)
+    tied_P1 = reward_PG.amax(1, keepdim=True) == reward_PG.amin(1, keepdim=True)
+    return advantage_PG.masked_fill(tied_P1, 0.0).flatten().tolist()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from safetensors.torch import load_file, save_file
 
@@ -19,23 +19,12 @@ from opdcl.train.kept_texts import KeptTexts
 from opdcl.train.schedule import sampled_together
 from opdcl.train.teachers import Teacher, Teachers, by_teacher
 from opdcl.training import StageReport, counted
-from opdcl.types import STREAMS, Judge, Prompt, Rollout, Step, Stream
-
-Author = Literal["student", "teacher", "rows"]
+from opdcl.types import STREAMS, Author, Batch, Judge, Prompt, Rollout, Step, StreamName
 
 # The file of a checkpoint with the teachers' states over texts that come again.
 STATES = "states.safetensors"
 
 OnFinished = Callable[[list[Rollout]], None]
-
-
-@dataclass(frozen=True)
-class StepRollouts:
-    """The completions of one step, and who wrote them; `fresh` if the current weights sampled every token."""
-
-    rollouts: list[Rollout]
-    fresh: bool
-    author: Author
 
 
 class RolloutQueue:
@@ -52,25 +41,25 @@ class RolloutQueue:
         self,
         config: RecoverConfig,
         steps: list[Step],
-        prompts: dict[Stream, list[Prompt]],
+        prompts: dict[StreamName, list[Prompt]],
         student: Teacher,
-        teachers: Mapping[Stream, Teachers],
+        teachers: Mapping[StreamName, Teachers],
         report: StageReport,
         reward: Judge | None = None,
     ):
-        self.config, self.steps, self.prompts = config, steps, prompts
+        self.config, self.steps, self.prompts, self.streams = config, steps, prompts, config.streams()
         self.student, self.teachers, self.reward = student, teachers, reward
         self.report = report
         self.texts = KeptTexts(student.backbone)
-        self.latest: dict[Stream, list[Rollout]] = {}
+        self.latest: dict[StreamName, list[Rollout]] = {}
         """The completions handed out last, by stream."""
-        self.drawn: dict[Stream, dict[int, Rollout]] = {s: {} for s in STREAMS if self._recurs(s)}
+        self.drawn: dict[StreamName, dict[int, Rollout]] = {s: {} for s in STREAMS if self._recurs(s)}
         """What frozen teachers wrote, by stream and number of the prompt, where prompts come again."""
         self.handed_over = False
         self._ahead: dict[int, list[Rollout]] = {}
-        self._unfinished: dict[Stream, list[Rollout]] = {}
+        self._unfinished: dict[StreamName, list[Rollout]] = {}
 
-    def take(self, index: int) -> StepRollouts:
+    def take(self, index: int) -> Batch:
         """Return the completions of step `index`, sampling them first if they are not there yet."""
         step = self.steps[index]
         fresh = False
@@ -84,7 +73,7 @@ class RolloutQueue:
         author: Author = "student" if step.on_policy else "teacher"
         if author == "teacher" and rollouts[0].prompt.answer is not None:
             author = "rows"
-        return StepRollouts(rollouts, fresh, author)
+        return Batch(self.streams[step.stream], rollouts, author, fresh)
 
     def hand_over(self, done: int) -> None:
         """Let the student write in all steps after the first `done`; its answers are no stubs any more."""
@@ -99,10 +88,10 @@ class RolloutQueue:
         texts = [text for drawn in self.drawn.values() for text in drawn.values()]
         return sum(text.states_NH.nbytes for text in texts if text.states_NH is not None)
 
-    def _is_dynamic(self, stream: Stream) -> bool:
+    def _is_dynamic(self, stream: StreamName) -> bool:
         return any(teacher.is_dynamic for teacher in self.teachers[stream].values())
 
-    def _recurs(self, stream: Stream) -> bool:
+    def _recurs(self, stream: StreamName) -> bool:
         """Return whether frozen teachers answer a prompt of the stream in more than one step."""
         if self._is_dynamic(stream):
             return False
@@ -144,12 +133,12 @@ class RolloutQueue:
         # Earlier weights began what was resumed; the last step of the batch gets it.
         return step.on_policy and not (resumed and batch == [index])
 
-    def _write_by_teacher(self, stream: Stream, prompts: list[Prompt], seed: int) -> list[Rollout]:
+    def _write_by_teacher(self, stream: StreamName, prompts: list[Prompt], seed: int) -> list[Rollout]:
         finished = self._when_finished("teacher", stream, len(prompts))
         return self.write(prompts, stream, seed, self.teachers[stream], finished)
 
     def _write_by_student(
-        self, stream: Stream, batch: list[int], seed: int
+        self, stream: StreamName, batch: list[int], seed: int
     ) -> tuple[list[Rollout], list[Rollout]]:
         """Let the student write; return the earlier completions that it has resumed, and the new ones."""
         resumed = self._unfinished.pop(stream, [])
@@ -191,14 +180,14 @@ class RolloutQueue:
             prompts += [self.prompts[step.stream][p] for p in step.prompts]
         return prompts
 
-    def _is_rewarded(self, stream: Stream) -> bool:
+    def _is_rewarded(self, stream: StreamName) -> bool:
         return self.reward is not None and stream == "general"
 
-    def _is_done(self, rollout: Rollout, stream: Stream) -> bool:
+    def _is_done(self, rollout: Rollout, stream: StreamName) -> bool:
         """Return whether a completion of the student has ended or reached the maximum length."""
         return rollout.finished or len(rollout.completion_ids) >= self.config.limit(stream)
 
-    def _max_unfinished(self, stream: Stream, batch: list[int]) -> int:
+    def _max_unfinished(self, stream: StreamName, batch: list[int]) -> int:
         """Return how many completions of these steps may stay unfinished: a sixteenth, never all of a step.
 
         None if no later step could resume them, if they are rewarded, if each step is strictly on-policy, if
@@ -213,33 +202,24 @@ class RolloutQueue:
         sizes = [len(self.steps[i].prompts) for i in batch]
         return min(sum(sizes) // 16, min(sizes) - 1)
 
-    def _when_finished(self, author: Author, stream: Stream, total: int) -> OnFinished:
+    def _when_finished(self, author: Author, stream: StreamName, total: int) -> OnFinished:
         """Return what takes the completions that have ended: it counts them, and has them graded ahead."""
         count = counted(self.report, f"{author} writes", total)
-        grade = self._grade_ahead(stream)
 
         def finished(rollouts: list[Rollout]) -> None:
             count(rollouts)
-            if grade:
-                grade(rollouts)
-
-        return finished
-
-    def _grade_ahead(self, stream: Stream) -> OnFinished | None:
-        """Return what lets a remote teacher grade finished completions while others are being sampled."""
-        if self._is_rewarded(stream):  # what its teacher sees is known only when all are scored
-            return None
-
-        def prefetch(rollouts: list[Rollout]) -> None:
-            for name, positions in by_teacher([r.prompt for r in rollouts]).items():
+            if self._is_rewarded(stream):  # what its teacher sees is known only when all are scored
+                return
+            # A remote teacher grades them while others are being sampled.
+            for name, positions in by_teacher(rollouts).items():
                 self.teachers[stream][name].prefetch([rollouts[i] for i in positions])
 
-        return prefetch
+        return finished
 
     def write(
         self,
         prompts: Sequence[Prompt],
-        stream: Stream,
+        stream: StreamName,
         seed: int,
         teachers: Teachers,
         on_finished: OnFinished | None = None,
@@ -263,7 +243,7 @@ class RolloutQueue:
         return rollouts
 
     def _given(
-        self, prompts: Sequence[Prompt], stream: Stream, on_finished: OnFinished | None
+        self, prompts: Sequence[Prompt], stream: StreamName, on_finished: OnFinished | None
     ) -> list[Rollout]:
         """Return the answers that are given with the prompts, cut at the stream's maximum length."""
         limit, eos_ids = self.config.limit(stream), self.student.backbone.eos_ids

@@ -9,11 +9,11 @@ gradients counteract in one batch (CaMOPD, arXiv 2605.27115).
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from opdcl.config.recover import RecoverConfig
-from opdcl.types import STREAMS, Step, Stream
+from opdcl.training import endless
+from opdcl.types import STREAMS, Step, StreamName
 
 # A batch of this many sequences leaves little of the hardware idle.
 FULL_BATCH = 96
@@ -23,7 +23,7 @@ def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
     """Return all steps of a recovery, given how many prompts each stream has."""
     draws = {"general": endless(general, config.seed), "domain": endless(domain, config.seed + 1)}
     period = config.general_per_domain + 1
-    streams: list[Stream] = []
+    streams: list[StreamName] = []
     for index in range(config.steps):
         is_domain = domain and index % period == period - 1
         streams.append("domain" if is_domain else "general")
@@ -67,14 +67,3 @@ def sampled_together(config: RecoverConfig, steps: Sequence[Step], index: int, d
         if (other.stream, other.on_policy) == (step.stream, step.on_policy):
             together.append(i)
     return together[:ahead]
-
-
-def endless(count: int, seed: int) -> Iterator[int]:
-    """Yield indices below `count`, each once per epoch, in seeded order."""
-    if not count:
-        raise ValueError("of no rows, none can be drawn")
-    shuffle = random.Random(seed)
-    while True:
-        order = list(range(count))
-        shuffle.shuffle(order)
-        yield from order

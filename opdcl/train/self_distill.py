@@ -15,13 +15,13 @@ from opdcl.rundir.layout import StageDir
 from opdcl.train.finetune import planned_steps
 from opdcl.train.recover import recover
 from opdcl.training import StageReport, save_adapter
-from opdcl.types import Prompts, Stream
+from opdcl.types import Prompts, StreamName
 
 
 def self_distill(
     config: FinetuneConfig,
     recovery: RecoverConfig,
-    prompts: dict[Stream, Prompts],
+    prompts: dict[StreamName, Prompts],
     backbone: Backbone,
     start: Path | None,
     out: StageDir,
@@ -60,8 +60,8 @@ def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:
         rollouts=config.batch_size,
         micro_batch_tokens=2048,
         max_new_tokens=config.self_distill.max_new_tokens,
-        domain_teacher="average",
-        teachers={"average": TeacherSection(kind="ema", context=SHOWN_ANSWER)},
+        domain_teacher="average-shown-the-answer",
+        teachers={"average-shown-the-answer": TeacherSection(kind="ema", context=SHOWN_ANSWER)},
         learning_rate=config.learning_rate,
         validate_every=config.save_steps,
         keep="last",

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from opdcl.config.recover import RecoverConfig
-from opdcl.train.grading import Grader
-from opdcl.types import Prompt, Stream
+from opdcl.train.learner import Learner
+from opdcl.types import Prompt, StreamName
 
 # Scales of the adapter that are measured for a start, from tuned, 1, towards base, 0, until less is gained
 # than lost; closer together where answers change from the domain's to base's.
@@ -25,8 +25,8 @@ Point = dict[str, float]
 
 def choose_start(
     config: RecoverConfig,
-    grader: Grader,
-    prompts: Mapping[Stream, Sequence[Prompt]],
+    learner: Learner,
+    prompts: Mapping[StreamName, Sequence[Prompt]],
     measure: Callable[[str], dict[str, float]],
     tuned: Point,
     base: Point,
@@ -40,14 +40,14 @@ def choose_start(
     if wanted != "auto":
         return wanted, []
     both_streams = all(prompts.values())
-    if not both_streams or not (config.method == "interpolate" or lies_between(config, grader)):
+    if not both_streams or not (config.method == "interpolate" or lies_between(config, learner)):
         return 1.0, []
     if min(tuned["general_kl"], base["domain_kl"]) < KL_NOISE:  # nothing was forgotten, or learned
         return 1.0, []
     best = _point(1.0, tuned)
     curve = [best]
     for alpha in BETWEEN:
-        with grader.backbone.scaled(alpha):
+        with learner.backbone.scaled(alpha):
             curve.append(_point(alpha, measure(f"try start {alpha:g}")))
         # The distance has one valley: general KL falls towards base, ever more slowly, and domain KL rises.
         if distance_left(curve[-1], tuned, base) > distance_left(best, tuned, base):
@@ -65,15 +65,15 @@ def distance_left(point: Point, tuned: Point, base: Point) -> float:
     return point["general_kl"] / tuned["general_kl"] + point["domain_kl"] / base["domain_kl"]
 
 
-def lies_between(config: RecoverConfig, grader: Grader) -> bool:
+def lies_between(config: RecoverConfig, learner: Learner) -> bool:
     """Return whether a scaled adapter lies between the two teachers, so that a start can be chosen.
 
     It does if base grades the general stream and tuned the domain, no row names another teacher than these
     two, both streams have steps, there are no contexts and no reward, and the adapter stands on base itself.
     """
-    if grader.backbone.base_lm is not None or config.reward or config.method == "general":
+    if learner.backbone.base_lm is not None or config.reward or config.method == "general":
         return False
-    if not set().union(*grader.teachers.values()) <= {"", "base", "tuned"}:
+    if not set().union(*learner.teachers.values()) <= {"", "base", "tuned"}:
         return False
     general, domain = config.teacher_of("general"), config.teacher_of("domain")
     bare = general.context is None and domain.context is None

@@ -164,9 +164,9 @@ def teacher_here(config: TeacherSection, backbone: Backbone, state: State = "gen
 Teachers = Mapping[str, Teacher]
 
 
-def by_teacher(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
-    """Return the indices of each teacher's prompts, by its name in alphabetical order."""
+def by_teacher(texts: Sequence[Any]) -> dict[str, list[int]]:
+    """Return the indices of each teacher's prompts or texts, by its name in alphabetical order."""
     indices: dict[str, list[int]] = {}
-    for i, prompt in enumerate(prompts):
-        indices.setdefault(prompt.teacher, []).append(i)
+    for i, text in enumerate(texts):
+        indices.setdefault(text.teacher, []).append(i)
     return dict(sorted(indices.items()))

@@ -19,13 +19,13 @@ from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import StageDir
 from opdcl.rundir.records import read_metrics
 from opdcl.train.checkpoints import StudentOptimizer
-from opdcl.train.grading import Graded, Grader, kl_by_route
 from opdcl.train.health import CHECK_BASE, TEACHER_ENTROPY, Health, Writing
+from opdcl.train.learner import Graded, Learner, kl_by_route
 from opdcl.train.rollout_queue import RolloutQueue
 from opdcl.train.start import KL_NOISE, Point, choose_start
 from opdcl.train.teachers import EmaTeacher, Teacher, Teachers
 from opdcl.training import StageLog, counted, save_adapter
-from opdcl.types import Prompt, Rollout, Stream
+from opdcl.types import Prompt, Rollout, StreamName
 
 SAMPLES_PER_MEASUREMENT = 8
 
@@ -33,7 +33,7 @@ SAMPLES_PER_MEASUREMENT = 8
 SHARES = {"general_kl": "general_gap_closed", "domain_kl": "domain_gap_closed"}
 
 # Measures a stream's progress where its own teacher changes from step to step.
-FROZEN: dict[Stream, State] = {"general": "base", "domain": "tuned"}
+FROZEN: dict[StreamName, State] = {"general": "base", "domain": "tuned"}
 
 # Share of the length of base's answers from which the student's are no stubs, and worth grading. In the
 # quickstart it is .16 at the start and .62 at half of the steps, where a pilot let the student take over.
@@ -91,18 +91,18 @@ class Validation:
     def __init__(
         self,
         config: RecoverConfig,
-        grader: Grader,
+        learner: Learner,
         queue: RolloutQueue,
-        prompts: dict[Stream, list[Prompt]],
+        prompts: dict[StreamName, list[Prompt]],
         out: StageDir,
         log: StageLog,
     ):
-        self.config, self.grader, self.queue, self.prompts = config, grader, queue, prompts
+        self.config, self.learner, self.queue, self.prompts = config, learner, queue, prompts
         self.out, self.log, self.health = out, log, Health(out, log)
         self.measurements = Measurements()
         self.question = ""
         """The text of the first general prompt, under which its answers are shown."""
-        self._held_out: dict[Stream, Graded] = {}
+        self._held_out: dict[StreamName, Graded] = {}
         self._shown: dict[str, Rollout] = {}
         """Its answers, by who wrote them."""
 
@@ -115,10 +115,12 @@ class Validation:
             count = counted(self.log.report, f"{self._name_of(stream)} answers", len(prompts))
             rollouts = self.queue.write(prompts, stream, self.config.seed + 7, teachers, count)
             grades = counted(self.log.report, f"{self._name_of(stream)} grades", len(rollouts))
-            self._held_out[stream] = self.grader.grade(rollouts, teachers, grades)
+            self._held_out[stream] = self.learner.grade(
+                rollouts, self.queue.streams[stream].loss, teachers, grades
+            )
 
-    def _frozen_teachers(self, stream: Stream) -> Teachers:
-        teachers = self.grader.teachers[stream]
+    def _frozen_teachers(self, stream: StreamName) -> Teachers:
+        teachers = self.learner.teachers[stream]
         return {name: teacher.frozen_copy(FROZEN[stream]) for name, teacher in teachers.items()}
 
     def begin(self, is_new: bool) -> None:
@@ -145,7 +147,7 @@ class Validation:
             elif "validation" in row:
                 self._hand_over(row["step"], row["validation"])
 
-    def _name_of(self, stream: Stream) -> str:
+    def _name_of(self, stream: StreamName) -> str:
         """Return how a stream's teacher is called on the screen."""
         kind = self.config.teacher_of(stream).kind
         return kind if kind in FROZEN.values() else f"{stream} teacher"
@@ -165,7 +167,7 @@ class Validation:
 
     def keep_start(self) -> None:
         """Keep the start as the recovered adapter, without training: the rival that costs nothing."""
-        backbone = self.grader.backbone
+        backbone = self.learner.backbone
         self.write_held_out()
         with backbone.scaled(0.0):
             base = self.held_out_kl("measure base")
@@ -196,7 +198,7 @@ class Validation:
         total = sum(len(graded.rollouts) for graded in self._held_out.values())
         count = counted(self.log.report, doing, total)
         for stream, graded in self._held_out.items():
-            sums = self.grader.measure(graded, endings and stream == "general", count)
+            sums = self.learner.measure(graded, endings and stream == "general", count)
             if sums["ends"]:
                 kl["missed_ends"] = sums["missed_ends"] / sums["ends"]
             kl[f"{stream}_kl"] = sums["kl"] / sums["tokens"]
@@ -226,8 +228,9 @@ class Validation:
         rollouts = self.queue.student.complete(prompts, max_new_tokens=limit, seed=seed, on_finished=count)
         self._shown[name] = rollouts[0]
         grades = counted(self.log.report, f"{self._name_of('general')} grades", len(prompts))
-        graded = self.grader.grade(rollouts, self._frozen_teachers("general"), grades)
-        sums = self.grader.measure(graded)
+        loss, teachers = self.queue.streams["general"].loss, self._frozen_teachers("general")
+        graded = self.learner.grade(rollouts, loss, teachers, grades)
+        sums = self.learner.measure(graded)
         distance = sums["answer_kl"] / len(rollouts)
         return {"own_kl": sums["kl"] / sums["tokens"], "own_distance": distance, **_own(rollouts)}
 
@@ -254,11 +257,11 @@ class Validation:
 
     def _start(self) -> None:
         """Measure base and tuned for later comparisons, and put the student at its start."""
-        with self.grader.backbone.scaled(0.0):
+        with self.learner.backbone.scaled(0.0):
             base = self.held_out_kl("measure base")
         if "general" in self._held_out:
             base |= _own(self._held_out["general"].rollouts)
-            base |= self._greedy(Teacher(self.grader.backbone, "base"))
+            base |= self._greedy(Teacher(self.learner.backbone, "base"))
         tuned = self.held_out_kl("measure tuned", endings=True) | self.own_answers("tuned")
         self.measurements = Measurements(tuned, base)
         alpha, curve = self._choose_start(tuned, base)
@@ -266,9 +269,9 @@ class Validation:
         if alpha == 1:
             self.log.report.note(f"start: tuned, {self._described(tuned)}")
         else:
-            averages = [t.state for t in self.grader.all_teachers if isinstance(t, EmaTeacher)]
+            averages = [t.state for t in self.learner.all_teachers if isinstance(t, EmaTeacher)]
             for state in ["student", *averages]:  # an average begins where the student does
-                self.grader.backbone.shrink(alpha, state)
+                self.learner.backbone.shrink(alpha, state)
             start = self._student()
             self.log.report.note(f"start: the tuned adapter times {alpha:g}, {self._described(start)}")
         self._show_answers()
@@ -279,7 +282,7 @@ class Validation:
         self.log.write({"step": 0, "validation": {**tuned, "best": True}, "base": base, "start": chosen})
 
     def _choose_start(self, tuned: KL, base: KL) -> tuple[float, list[Point]]:
-        return choose_start(self.config, self.grader, self.prompts, self.held_out_kl, tuned, base)
+        return choose_start(self.config, self.learner, self.prompts, self.held_out_kl, tuned, base)
 
     def _measure(self, step: int) -> KL:
         """Measure the student, keep its adapter if it is good, and log both; return also the shares."""
@@ -324,7 +327,7 @@ class Validation:
         """Show what each model answers to the first held-out prompt."""
         if not self._shown:
             return
-        decode = self.grader.backbone.tokenizer.decode
+        decode = self.learner.backbone.tokenizer.decode
         texts = {"prompt": self.question}
         for name, rollout in self._shown.items():
             texts[name] = decode(rollout.completion_ids, skip_special_tokens=True)
@@ -342,7 +345,7 @@ class Validation:
         best = self.config.keep == "last" or score <= NO_WORSE * self.measurements.lowest_score
         self.measurements.add(score)
         if best:
-            save_adapter(self.grader.backbone, self.out.best)
+            save_adapter(self.learner.backbone, self.out.best)
             write_json(self.out.best / "validation.json", {"step": step, "score": score})
             seal(self.out.best)
         return best
@@ -350,7 +353,7 @@ class Validation:
     def _keep_samples(self, step: int) -> None:
         """Append a few of the latest training completions, to show how the student changes."""
         rollouts = self.queue.latest.get("general") or self.queue.latest["domain"]
-        decode = self.grader.backbone.tokenizer.decode
+        decode = self.learner.backbone.tokenizer.decode
         rows = read_jsonl(self.out.samples)
         for rollout in rollouts[:SAMPLES_PER_MEASUREMENT]:
             completion = decode(rollout.completion_ids, skip_special_tokens=True)

@@ -8,15 +8,15 @@ from opdcl.data.prompts import encode_prompts, read_recovery_source
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.train.grading import Grader
 from opdcl.train.kept_texts import texts_folder
+from opdcl.train.learner import Learner
 from opdcl.train.provide import provided
 from opdcl.train.recover import recover
 from opdcl.train.rollout_queue import RolloutQueue
 from opdcl.train.schedule import plan_steps
 from opdcl.train.teachers import Teacher
 from opdcl.training import StageReport
-from opdcl.types import Prompt
+from opdcl.types import Batch, Prompt
 
 PROMPT = [1, 520, 3690, 198]
 
@@ -112,13 +112,21 @@ def run(backbone, folder, **settings):
 
 
 def make_trainer(backbone, folder, **settings):
-    """Return queue, grader and model of four short steps: base teaches general prompts, tuned domain ones."""
+    """Return queue, learner and model of four short steps: base teaches general prompts, tuned domain ones.
+
+    `learn` takes completions, their stream, and whether they are fresh; it learns as if teachers had written
+    them, and returns the sums.
+    """
     short = {"steps": 4, "rollouts": 2, "max_new_tokens": 6, "general_per_domain": 3}
     on_policy = {} if settings.get("lmbda") == 0 else {"lmbda": 1.0}
     config = RecoverConfig(**short | {"micro_batch_tokens": 2048} | on_policy | settings)
     prompts = {"general": [Prompt([*PROMPT, 9])] * 3, "domain": [Prompt([*PROMPT, 8])] * 3}
     teachers = {"general": {"": Teacher(backbone, "base")}, "domain": {"": Teacher(backbone, "tuned")}}
-    grader = Grader(backbone, config, teachers)
+    learner = Learner(backbone, teachers, "recover.max_new_tokens", config.micro_batch_tokens)
     steps, student = plan_steps(config, 3, 3), Teacher(backbone, "student")
     queue = RolloutQueue(config, steps, prompts, student, teachers, Silent())
-    return SimpleNamespace(queue=queue, grader=grader, model=backbone.peft)
+
+    def learn(rollouts, stream, fresh=False):
+        return learner.learn(Batch(queue.streams[stream], rollouts, "teacher", fresh))
+
+    return SimpleNamespace(queue=queue, learner=learner, model=backbone.peft, learn=learn)

@@ -31,9 +31,9 @@ def states(teacher, rollouts=ROLLOUTS):
 def graded(backbone, folder, teacher, rollouts=ROLLOUTS):
     """Grade and learn from the rollouts, with one teacher or several by name; return sums and gradient."""
     trainer = make_trainer(backbone, folder, weighting="tokens")
-    trainer.grader.teachers["domain"] = teacher if isinstance(teacher, dict) else {"": teacher}
+    trainer.learner.teachers["domain"] = teacher if isinstance(teacher, dict) else {"": teacher}
     trainer.model.zero_grad()
-    sums = trainer.grader.learn(rollouts, "domain", fresh=False)
+    sums = trainer.learn(rollouts, "domain")
     return sums, torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
 
 

@@ -20,9 +20,10 @@ from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.train.grading import Grader
+from opdcl.train.cost import dose
+from opdcl.train.learner import Learner
 from opdcl.train.recover import _student
-from opdcl.training import Clock, Schedule, StageLog, dose, is_finite
+from opdcl.training import Clock, Schedule, StageLog, is_finite
 
 
 class Shown(Silent):
@@ -91,15 +92,18 @@ def spoil(monkeypatch):
     """Return a function that makes the gradients of these steps, counted from 1, not a number."""
 
     def spoil_steps(*steps):
-        plain, count = Grader.learn, itertools.count(1)
+        plain, count = Learner.learn, itertools.count(1)
 
-        def learn(self, *args):
-            sums = plain(self, *args)
-            if next(count) in steps:
-                next(p.grad for p in self.backbone.peft.parameters() if p.grad is not None).fill_(math.nan)
+        def learn(self, batch):
+            if next(count) not in steps:
+                return plain(self, batch)
+            weight = next(p for p in self.backbone.peft.parameters() if p.requires_grad)
+            hook = weight.register_hook(lambda gradient: torch.full_like(gradient, math.nan))
+            sums = plain(self, batch)
+            hook.remove()
             return sums
 
-        monkeypatch.setattr(Grader, "learn", learn)
+        monkeypatch.setattr(Learner, "learn", learn)
 
     return spoil_steps
 

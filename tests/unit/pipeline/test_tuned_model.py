@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import opdcl as api
 from opdcl.config.model import ModelConfig
-from opdcl.config.teacher import LossSection
 from opdcl.errors import UsageError
 from opdcl.model.accept import load_backbone
 from opdcl.model.adapters import find_states, tuned_model
@@ -25,6 +24,7 @@ from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.hashes import file_hash
 from opdcl.rundir.layout import RunDir
 from opdcl.train.losses import token_losses
+from opdcl.types import Loss
 
 FLOAT = ("--set", "model.dtype=float32")
 MEASURE = ("--retention", "instructions", "--limit", "4", "--set", "eval.max_new_tokens=6", *FLOAT)
@@ -282,7 +282,7 @@ def test_base_reads_tokens_that_it_lacks_and_says_none(with_more_tokens, project
     states = torch.randn(2, rows.shape[1])
     teacher = HiddenStates(states, backbone.head_of("base"))
     token_N, sampler_N = torch.tensor([7, size]), torch.zeros(2)
-    found = token_losses(states, backbone.head_VH, teacher, token_N, sampler_N, LossSection())
+    found = token_losses(states, backbone.head_VH, teacher, token_N, sampler_N, Loss())
     log_p = (states @ backbone.head_VH[:size].T).log_softmax(-1)
     log_q = (states @ backbone.head_of("base").T).log_softmax(-1)
     assert torch.allclose(found.loss, (log_q.exp() * (log_q - log_p)).sum(-1), atol=1e-4)

@@ -15,7 +15,7 @@ from helpers.teaching import taught
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.model import SERVED_TOKENS, WHOLE_VOCABULARY, ModelConfig, ServerSection
 from opdcl.config.recover import RecoverConfig
-from opdcl.config.teacher import LossSection, TeacherSection
+from opdcl.config.teacher import TeacherSection
 from opdcl.data.suites import load_suite
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.accept import load_backbone
@@ -32,7 +32,7 @@ from opdcl.train.teachers_elsewhere import (
     reach_own_model,
     reach_server,
 )
-from opdcl.types import Prompt, Rollout
+from opdcl.types import Loss, Prompt, Rollout
 
 K = SERVED_TOKENS
 ROLLOUTS = [
@@ -98,7 +98,7 @@ def test_loss_and_gradient_equal_those_of_the_same_model_locally(backbone, elsew
         results = []
         for distribution in (local.distribution(ROLLOUTS), remote.distribution(ROLLOUTS)):
             states = student.clone().requires_grad_()
-            losses = token_losses(states, head, distribution, tokens, sampler, LossSection(**loss))
+            losses = token_losses(states, head, distribution, tokens, sampler, Loss(**loss))
             losses.loss.sum().backward()
             results.append((losses.loss.detach(), states.grad, losses.logprob))
             if loss["kind"] in ("forward_kl", "reverse_kl"):

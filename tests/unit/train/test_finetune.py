@@ -4,7 +4,6 @@ import copy
 import itertools
 import json
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from helpers.near import ROUNDING, flat, relative_error
 from helpers.recovering import Notes, Silent
 from helpers.tiny import make_project
 from safetensors.torch import load_file
-from trl import SFTConfig
 
 from opdcl import parallel
 from opdcl.config.finetune import SHOWN_ANSWER, FinetuneConfig, LoraSection, ReplaySection
@@ -26,24 +24,31 @@ from opdcl.data.prompts import encode_prompts, read_recovery_source
 from opdcl.data.rows import Row, load_rows
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.accept import load_backbone
-from opdcl.model.forward import answer_ids, answer_states
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.train.finetune import AnswerTrainer, _pieces, finetune, planned_steps, trainer_arguments
-from opdcl.train.replay import Replay, interleave, lay_out
+from opdcl.train.finetune import finetune, planned_steps
+from opdcl.train.learner import Learner, mean_loss
+from opdcl.train.replay import Replay, finetune_streams, interleave, lay_out
 from opdcl.train.rollout_queue import RolloutQueue
-from opdcl.train.schedule import endless
 from opdcl.train.self_distill import as_distillation, self_distill
 from opdcl.train.teachers import Teacher
-from opdcl.training import Schedule
-from opdcl.types import Example, Prompt
+from opdcl.training import endless
+from opdcl.types import Batch, Example, Prompt, Rollout
 
 QA = Row([{"role": "user", "content": "What is the code?"}], "Seven", None, "here:1")
 
 
-def rows_of(lengths, is_replayed=False) -> list[Example]:
+STREAMS = finetune_streams(FinetuneConfig(data="d"))
+
+
+def rows_of(lengths) -> list[Example]:
     """Return rows of these lengths, each with an id of its own in front, whose last three ids are learned."""
-    return [Example.of([i] + [0] * (length - 4), [1] * 3, is_replayed) for i, length in enumerate(lengths)]
+    return [Example.of([i] + [0] * (length - 4), [1] * 3) for i, length in enumerate(lengths)]
+
+
+def batches_of(stream, rows, size, steps) -> list[Batch]:
+    laid_out = lay_out(rows, size, steps, 0)
+    return [Batch(STREAMS[stream], of_step, STREAMS[stream].author) for of_step in laid_out]
 
 
 @pytest.mark.parametrize(("rows", "batch", "steps"), [(10, 4, 5), (7, 3, 7), (200, 16, 25), (3, 8, 2)])
@@ -74,11 +79,11 @@ def test_the_domain_has_its_share_of_the_loss_for_any_number_of_rows(rows, share
     """Each step's loss is a mean over tokens: a step of both kinds would be of the longer answers."""
     config = FinetuneConfig(data="d", batch_size=16, replay=ReplaySection(share=share))
     domain = rows_of([40 + i % 20 for i in range(rows)])
-    replayed = rows_of([60 + i % 90 for i in range(config.replayed(rows))], is_replayed=True)
+    replayed = rows_of([60 + i % 90 for i in range(config.replayed(rows))])
     domain_steps, replay_steps = planned_steps(config, rows)
-    batches = interleave(lay_out(domain, 16, domain_steps, 0), lay_out(replayed, 16, replay_steps, 0))
-    of_domain = [sum(not row.is_replayed for row in batch) / len(batch) for batch in batches]
-    assert set(of_domain) <= {0.0, 1.0}
+    of_rows = batches_of("domain", domain, 16, domain_steps)
+    batches = interleave(of_rows, batches_of("general", replayed, 16, replay_steps))
+    of_domain = [batch.stream.name == "domain" for batch in batches]
     assert abs(sum(of_domain) - (1 - share) * len(batches)) <= 0.5 + 1e-9  # the nearest whole number of steps
     assert sum(of_domain) == domain_steps
     # Evenly spread: any stretch of the run has that share, but for a step.
@@ -108,7 +113,7 @@ def test_a_share_too_small_for_a_step_is_said(learn, replay):
 
 def test_without_replay_the_steps_are_those_of_the_domain_alone():
     rows = rows_of([4 + i % 13 for i in range(23)])
-    steps = lay_out(rows, 4, 11, 3)
+    steps = batches_of("domain", rows, 4, 11)
     assert interleave(steps, []) == steps
 
 
@@ -118,24 +123,6 @@ def test_only_the_answer_is_learned_and_it_ends_with_the_turn(backbone):
     assert backbone.tokenizer.decode(learned) == "Seven<|im_end|>"
     prompt = encode_prompt(QA, backbone.tokenizer, 500)
     assert encoded.ids[: len(prompt)] == prompt
-
-
-def test_answer_loss_equals_the_models_own(backbone):
-    backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
-    encoded = [
-        encode_example(Row(QA.prompt, a, None, "x"), backbone.tokenizer, 500)[0]
-        for a in ("Seven", "Eight or nine")
-    ]
-    with torch.no_grad():
-        logits = backbone.causal_lm.get_output_embeddings()(answer_states(backbone.causal_lm, encoded))
-        tokens = answer_ids(encoded, logits.device)
-        shared = torch.nn.functional.cross_entropy(logits, tokens, reduction="sum")
-        reference = 0.0
-        for e in encoded:
-            ids = torch.tensor([e.ids])
-            labels = torch.where(torch.tensor([e.learned]), ids, -100)
-            reference += float(backbone.causal_lm(ids, labels=labels).loss) * sum(e.learned)
-    assert float(shared) == pytest.approx(reference, rel=1e-4)
 
 
 class StopAt(Silent):
@@ -194,7 +181,7 @@ def test_out_of_memory_cuts_the_batch_and_changes_no_gradient(learn, memory_for,
     assert cut_steps == [pytest.approx(step, rel=1e-3) for step in steps]  # Adam alone would hide a factor
     # Adam turns rounding of a gradient close to zero into a step of full size: compare the whole.
     assert relative_error(flat(cut.values()), flat(whole[name] for name in cut)) < 10 * ROUNDING
-    assert "cut into 4" in caplog.text
+    assert "continuing with micro-batches of" in caplog.text
 
 
 def test_the_first_loss_is_the_mean_over_all_answer_tokens_and_over_no_others(learn, tmp_path, backbone):
@@ -224,28 +211,23 @@ def test_once_a_base_is_loaded_nothing_of_it_is_read_again(tmp_path, backbone):
     assert (out.adapter / "adapter_model.safetensors").exists()
 
 
-def trainer_of(backbone, model, rows, folder) -> AnswerTrainer:
-    """Return a trainer whose only step has all rows."""
-    config = FinetuneConfig(data="d", batch_size=len(rows), learning_rate=1e-3, replay=ReplaySection(share=0))
-    args = SFTConfig(**trainer_arguments(config, backbone, StageDir(folder), steps=1))
-    return AnswerTrainer(backbone, Schedule(1, 0, "cosine"), [rows], {}, model=model, args=args)
+def learned(backbone, stream, examples):
+    """Let the student learn from one batch; return the mean loss per token."""
+    learner = Learner(backbone, {"general": {"": Teacher(backbone, "base")}}, "finetune.max_length")
+    backbone.peft.zero_grad()
+    return float(mean_loss(learner.learn(Batch(STREAMS[stream], examples, STREAMS[stream].author))))
 
 
-@pytest.mark.parametrize("is_replayed", [False, True])
-def test_a_worker_without_a_row_of_the_batch_adds_no_loss_and_no_gradient(
-    backbone, tmp_path, monkeypatch, is_replayed
-):
+@pytest.mark.parametrize("stream", ["domain", "general"])
+def test_a_worker_without_a_row_of_the_batch_adds_no_loss_and_no_gradient(backbone, monkeypatch, stream):
+    """The other worker's loss and gradient come with the sums, which are not those of this process here."""
     model = backbone.new_adapter(LoraSection(r=2, alpha=4), 0)
-    (row,) = encode_example(QA, backbone.tokenizer, 500)
-    rows = [replace(row, is_replayed=is_replayed)]
-    trainer = trainer_of(backbone, model, rows, tmp_path)
-    (batch,) = trainer.get_train_dataloader()
     monkeypatch.setattr(parallel, "_count", 2)
     monkeypatch.setattr(parallel, "_rank", 1)
-    (piece,) = _pieces(batch, 1)
-    loss = trainer.compute_loss(model, piece, num_items_in_batch=7)
-    loss.backward()
-    assert float(loss.detach()) == 0
+    monkeypatch.setattr(parallel, "all_values", lambda value: [value])
+    monkeypatch.setattr(parallel, "add_gradients", lambda model: None)
+    row = Rollout(Prompt([5, 6, 7]), [8, 9])
+    assert learned(backbone, stream, [row if stream == "general" else row.example]) == 0
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
@@ -294,7 +276,7 @@ def writers(monkeypatch):
 
     def taken(self, index):
         batch = take(self, index)
-        steps.append({writer_of[id(rollout)] for rollout in batch.rollouts})
+        steps.append({writer_of[id(rollout)] for rollout in batch.examples})
         return batch
 
     monkeypatch.setattr(Teacher, "complete", completed)
@@ -426,13 +408,10 @@ def answer_logprob(backbone, prompt, answer) -> float:
     return float(log_p[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None]).sum())
 
 
-def naive_loss(model, domain, replayed) -> float:
+def naive_loss(model, rows, is_replayed) -> float:
     """Return the loss of one batch, row by row and word by word, in nats per answer token."""
     total, count = 0.0, 0
-    for prompt, answer, is_replayed in [
-        *((*row, False) for row in domain),
-        *((*row, True) for row in replayed),
-    ]:
+    for prompt, answer in rows:
         ids = torch.tensor([prompt + answer])
         with torch.no_grad():
             student = model(ids).logits[0].double().log_softmax(-1)
@@ -445,29 +424,19 @@ def naive_loss(model, domain, replayed) -> float:
     return total / count
 
 
-@pytest.mark.parametrize("kinds", ["domain", "replayed"])
-def test_a_domain_row_is_imitated_and_a_replayed_row_has_bases_distribution(backbone, tmp_path, kinds):
-    """The loss of a batch of either kind, against a naive reference."""
+@pytest.mark.parametrize("stream", ["domain", "general"])
+def test_a_domain_row_is_imitated_and_a_replayed_row_has_bases_distribution(backbone, stream):
+    """The loss of a batch of either stream, against a naive reference."""
     model = backbone.new_adapter(LoraSection(r=2, alpha=4), 0)
     torch.manual_seed(1)
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.05)
-    rows = {
-        "domain": [([5, 6, 7], [8, 9]), ([5, 6], [10])],
-        "replayed": [([5, 11, 12], [13, 14, 15]), ([5], [16])],
-    }
-    rows = {kind: pairs if kind in kinds else [] for kind, pairs in rows.items()}
-    learned = [
-        Example.of(prompt, answer, kind == "replayed")
-        for kind, pairs in rows.items()
-        for prompt, answer in pairs
-    ]
-    trainer = trainer_of(backbone, model, learned, tmp_path)
-    (batch,) = trainer.get_train_dataloader()
-    loss = trainer.compute_loss(model, batch, num_items_in_batch=sum(len(row.predicting) for row in batch))
-    assert float(loss.detach()) == pytest.approx(naive_loss(model, **rows), rel=1e-4)
-    loss.backward()
+    rows = [([5, 6, 7], [8, 9]), ([5, 6], [10]), ([5, 11, 12], [13, 14, 15])]
+    is_replayed = stream == "general"
+    examples = [Rollout(Prompt(prompt), answer) for prompt, answer in rows]
+    loss = learned(backbone, stream, examples if is_replayed else [row.example for row in examples])
+    assert loss == pytest.approx(naive_loss(model, rows, is_replayed), rel=1e-4)
     assert any(p.grad.any() for name, p in model.named_parameters() if "lora_B" in name)
 
 
@@ -481,20 +450,18 @@ def test_an_adapter_without_effect_has_nothing_to_learn_from_a_replayed_row(lear
     assert second["loss"] == pytest.approx(0, abs=1e-5)
 
 
-def test_dropout_of_the_base_makes_no_distance_to_it(backbone, tmp_path):
+def test_dropout_of_the_base_makes_no_distance_to_it(backbone):
     """Families such as StarCoder2 bring dropout, which a trainer's training mode switches on."""
-    model = backbone.new_adapter(LoraSection(r=2, alpha=4), 0)
+    backbone.new_adapter(LoraSection(r=2, alpha=4), 0)
+    backbone.causal_lm.config.attention_dropout = 0.5
     for layer in backbone.causal_lm.base_model.layers:
         layer.self_attn.attention_dropout = 0.5
         layer.mlp.register_module("dropped", torch.nn.Dropout(0.5))
         layer.mlp.register_forward_hook(lambda mlp, _, output: mlp.dropped(output))
-    rows = [Example.of([5, 6, 7], [8, 9], True), Example.of([5, 6], [10], True)]
-    trainer = trainer_of(backbone, model, rows, tmp_path)
-    (batch,) = trainer.get_train_dataloader()
-    model.train()
-    assert float(trainer.compute_loss(model, batch, num_items_in_batch=3).detach()) == pytest.approx(
-        0, abs=1e-6
-    )
+    rows = [Rollout(Prompt([5, 6, 7]), [8, 9]), Rollout(Prompt([5, 6]), [10])]
+    assert learned(backbone, "general", rows) == pytest.approx(0, abs=1e-6)
+    imitated = [row.example for row in rows]
+    assert learned(backbone, "domain", imitated) != learned(backbone, "domain", imitated)  # it acts there
 
 
 def test_base_reads_each_replayed_row_once_and_the_loss_stays_the_same(learn, replay, tmp_path, monkeypatch):
@@ -556,14 +523,14 @@ def by_student(replay):
 @pytest.fixture
 def learned_rows(monkeypatch):
     """The rows of each replayed step, as token ids, as training goes on."""
-    steps, compute = [], AnswerTrainer.compute_loss
+    steps, learn = [], Learner.learn
 
-    def computed(self, model, inputs, **options):
-        if inputs[0].is_replayed:
-            steps.append([row.ids for row in inputs])
-        return compute(self, model, inputs, **options)
+    def learning(self, batch):
+        if batch.stream.name == "general":
+            steps.append([row.example.ids for row in batch.examples])
+        return learn(self, batch)
 
-    monkeypatch.setattr(AnswerTrainer, "compute_loss", computed)
+    monkeypatch.setattr(Learner, "learn", learning)
     return steps
 
 
@@ -649,7 +616,7 @@ def test_answers_of_another_author_are_not_learned(learn, by_student, tmp_path, 
     assert out == alone
 
 
-def test_the_student_writes_without_dropout_and_leaves_mode_and_draws_as_they_were(backbone, tmp_path):
+def test_the_student_writes_without_dropout_and_leaves_draws_as_they_were(backbone, tmp_path):
     backbone.new_adapter(LoraSection(r=2, alpha=4), 0)
     config = FinetuneConfig(data="d", batch_size=2, epochs=1, replay=ReplaySection(author="student"))
     written = []
@@ -662,7 +629,6 @@ def test_the_student_writes_without_dropout_and_leaves_mode_and_draws_as_they_we
         before = torch.random.get_rng_state()
         replay = Replay(config, [[5, 6, 7], [5, 8]], 1, backbone, tmp_path / f"{dropout}.jsonl", Silent())
         replay.let_student_write(replay.batches[0])
-        written.append([row.ids for row in replay.batches[0]])
-        assert backbone.causal_lm.training
+        written.append([row.completion_ids for row in replay.batches[0].examples])
         assert torch.equal(torch.random.get_rng_state(), before)
     assert written[0] == written[1]

@@ -5,11 +5,10 @@ import math
 import pytest
 import torch
 
-from opdcl.config.recover import RewardSection
-from opdcl.config.teacher import LossSection
 from opdcl.model.distributions import HiddenStates
 from opdcl.train import losses
 from opdcl.train.losses import CHUNK, missed_ends, token_losses
+from opdcl.types import Loss
 
 V, H = 37, 8
 DIVERGENCES = ["reverse_kl", "forward_kl", "top_k"]
@@ -27,7 +26,7 @@ def graded(student, teacher, weight, tokens=None, sampler=None, **loss):
     n = len(student)
     tokens = torch.zeros(n, dtype=torch.long) if tokens is None else tokens
     sampler = torch.zeros(n) if sampler is None else sampler
-    return token_losses(student, weight, HiddenStates(teacher, weight), tokens, sampler, LossSection(**loss))
+    return token_losses(student, weight, HiddenStates(teacher, weight), tokens, sampler, Loss(**loss))
 
 
 def naive_distributions(student, teacher, weight):
@@ -98,12 +97,12 @@ def test_loss_gradient_and_kl_equal_an_independent_reference(kind):
     shift = torch.tensor([-0.5, -0.1, 0.1, 0.5]).double().repeat(len(student))[: len(student)]
     sampler = (student @ weight.T).log_softmax(-1)[torch.arange(len(student)), tokens] + shift
     advantage = torch.tensor([1.0, -1.0, 0.4]).double().repeat(len(student))[: len(student)]
-    section = LossSection(**of_kind({"reward": "reverse_kl", "mixed": "forward_kl"}.get(kind, kind)))
-    reverse = 0.3 if kind == "mixed" else 0.0
-    reward = RewardSection(suite="handbook", weight=0.5, teacher=0.3) if kind == "reward" else None
+    chosen = {"mixed": {"reverse": 0.3}, "reward": {"kind": "reverse_kl", "reward": 0.5, "weight": 0.3}}
+    loss = Loss(**chosen.get(kind) or of_kind(kind))
+    rewarded = advantage if kind == "reward" else None
     ours, plain = (student.clone().requires_grad_() for _ in range(2))
     q = HiddenStates(teacher, weight)
-    result = token_losses(ours, weight, q, tokens, sampler, section, reward, advantage, reverse)
+    result = token_losses(ours, weight, q, tokens, sampler, loss, rewarded)
     expected = reference(kind, plain, teacher, weight, tokens, sampler, advantage)
     torch.testing.assert_close(result.loss.detach().double(), expected.detach(), atol=1e-5, rtol=1e-4)
     kl = reference("reverse_kl", student, teacher, weight, tokens, sampler, advantage)

@@ -14,7 +14,6 @@ from trl import GRPOConfig, GRPOTrainer
 
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.recover import RecoverConfig, RewardSection
-from opdcl.config.teacher import LossSection
 from opdcl.config.workflow import Workflow
 from opdcl.data.chat import encode_prompt
 from opdcl.data.prompts import read_recovery_source
@@ -24,11 +23,11 @@ from opdcl.errors import UsageError
 from opdcl.model.distributions import HiddenStates
 from opdcl.rundir.files import read_jsonl
 from opdcl.stages.evaluate import BackboneLM
-from opdcl.train.losses import clipped_gradient, group_advantages, token_losses
-from opdcl.train.reward import Reward
+from opdcl.train.losses import clipped_gradient, token_losses
+from opdcl.train.reward import Reward, group_advantages
 from opdcl.train.schedule import plan_steps
 from opdcl.train.teachers import Teacher
-from opdcl.types import Prompt, Rollout
+from opdcl.types import Loss, Prompt, Rollout
 
 GROUP = 4
 REWARDED = {"suite": "instructions_train", "metric": "inst_level_strict_acc", "group": GROUP}
@@ -130,7 +129,7 @@ def rewarded_trainer(backbone, tuned, max_new_tokens=6, **reward):
 def gradient(trainer, rollouts):
     trainer.model.zero_grad()
     trainer.model.train()
-    sums = trainer.grader.learn(rollouts, "general", fresh=False)
+    sums = trainer.learn(rollouts, "general")
     return sums["loss"] / sums["tokens"], {
         n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None
     }
@@ -208,10 +207,8 @@ def test_the_teacher_weighs_in_beside_the_reward():
 
     def loss(weight, advantage):
         states = student.clone().requires_grad_()
-        reward = RewardSection(suite="x", teacher=weight)
-        found = token_losses(
-            states, head, HiddenStates(teacher, head), token, sampler, LossSection(), reward, advantage
-        ).loss
+        both = Loss(reward=1.0, weight=weight)
+        found = token_losses(states, head, HiddenStates(teacher, head), token, sampler, both, advantage).loss
         found.sum().backward()
         return found.detach(), states.grad
 
@@ -220,7 +217,7 @@ def test_the_teacher_weighs_in_beside_the_reward():
     both, both_slope = loss(0.3, advantage)
     torch.testing.assert_close(both, alone + 0.3 * dense)
     torch.testing.assert_close(both_slope, slope + 0.3 * dense_slope, atol=1e-5, rtol=1e-4)
-    plain = token_losses(student, head, HiddenStates(teacher, head), token, sampler, LossSection())
+    plain = token_losses(student, head, HiddenStates(teacher, head), token, sampler, Loss())
     torch.testing.assert_close(dense, plain.loss)
 
 
@@ -264,7 +261,7 @@ def test_the_student_writes_more_of_what_is_rewarded(backbone, tuned):
         reward.judge(written)
         means.append(sum(r.reward for r in written) / len(written))
         trainer.model.zero_grad()
-        trainer.grader.learn(written, "general", fresh=True)
+        trainer.learn(written, "general", fresh=True)
         optimizer.step()
     assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.15, means
 
@@ -338,7 +335,7 @@ def test_a_demonstration_that_does_not_fit_is_not_shown_and_said_once(backbone):
 
 def test_a_live_teacher_changes_only_completions_with_a_context(backbone, tuned):
     trainer = rewarded_trainer(backbone, tuned, weight=0.0, teacher=1.0)
-    trainer.grader.teachers["general"] = {"": Teacher(backbone, "student")}
+    trainer.learner.teachers["general"] = {"": Teacher(backbone, "student")}
     prompt = Prompt([1, 520, 3690, 198, 40])
     rollouts = with_logprobs(
         trainer, [Rollout(prompt, [7, 9, 11], [], False, reward=float(i == 0)) for i in range(GROUP)]

@@ -26,7 +26,7 @@ def queue(backbone, tmp_path):
 
 def test_domain_completions_have_a_limit_of_their_own(queue):
     steps = queue(general_per_domain=1, max_new_tokens=6, domain_max_new_tokens=3)
-    general, domain = (steps.take(i).rollouts for i in range(2))
+    general, domain = (steps.take(i).examples for i in range(2))
     assert {len(r.completion_ids) for r in general} == {6}
     assert {len(r.completion_ids) for r in domain} == {3}
 
@@ -34,7 +34,7 @@ def test_domain_completions_have_a_limit_of_their_own(queue):
 def test_the_seed_and_the_step_decide_what_is_sampled(queue):
     def completions(seed):
         steps = queue(seed=seed)
-        return [[r.completion_ids for r in steps.take(i).rollouts] for i in range(2)]
+        return [[r.completion_ids for r in steps.take(i).examples] for i in range(2)]
 
     first = completions(1)
     assert first == completions(1)
@@ -56,7 +56,7 @@ def test_the_student_does_not_see_its_teachers_context(queue):
     for prompt in (Prompt(plain, context=[*PROMPT, 9, 33, 34]), Prompt(plain)):
         steps = queue()
         steps.prompts["general"] = [prompt] * 3
-        written.append(steps.take(0).rollouts)
+        written.append(steps.take(0).examples)
     with_context, without = written
     assert [r.completion_ids for r in with_context] == [r.completion_ids for r in without]
     assert all(r.prompt.context for r in with_context)
@@ -100,8 +100,8 @@ def test_a_completion_that_earlier_weights_began_is_not_fresh(backbone, tmp_path
     settings = {"steps": 3, "rollouts": 24, "sample_ahead": 2, "max_new_tokens": 30}
     steps = make_trainer(backbone, tmp_path, **settings).queue
     first, second, third = (steps.take(i) for i in range(3))
-    assert len(first.rollouts) + len(second.rollouts) < 48  # some stayed unfinished
-    assert len(third.rollouts) > 24
+    assert len(first.examples) + len(second.examples) < 48  # some stayed unfinished
+    assert len(third.examples) > 24
     assert (first.fresh, second.fresh, third.fresh) == (True, False, False)
 
 
@@ -111,7 +111,7 @@ def test_a_frozen_teacher_answers_each_prompt_once(queue, backbone, tmp_path):
     assert len(steps.prompts["general"]) == 3
     seen: dict[int, list] = {}
     for index in range(6):
-        for number, rollout in zip(steps.steps[index].prompts, steps.take(index).rollouts, strict=True):
+        for number, rollout in zip(steps.steps[index].prompts, steps.take(index).examples, strict=True):
             assert rollout.prompt == steps.prompts["general"][number]
             seen.setdefault(number, []).append(rollout)
         if index == 1:
@@ -121,7 +121,7 @@ def test_a_frozen_teacher_answers_each_prompt_once(queue, backbone, tmp_path):
     resumed = queue(steps=6, rollouts=2, lmbda=0.0, general_per_domain=6)
     resumed.restore(tmp_path)
     for index in range(2, 6):
-        assert resumed.take(index).rollouts == [seen[number][0] for number in steps.steps[index].prompts]
+        assert resumed.take(index).examples == [seen[number][0] for number in steps.steps[index].prompts]
     moving = queue(steps=6, rollouts=2, lmbda=0.0, general_per_domain=6)
     moving.teachers["general"] = {"": TrustRegionTeacher(backbone, 0.5)}
     assert not moving._recurs("general")

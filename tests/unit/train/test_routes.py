@@ -45,9 +45,9 @@ def test_each_prompt_is_graded_by_its_own_teacher(adapted, tmp_path, tiny_model)
     expected, slope, tokens = {}, 0, sum(len(r.completion_ids) for r in ROLLOUTS)
     for name, (teacher, indices) in parts.items():
         trainer = make_trainer(adapted, tmp_path, weighting="tokens")
-        trainer.grader.teachers["domain"] = {"": teacher}
+        trainer.learner.teachers["domain"] = {"": teacher}
         trainer.model.zero_grad()
-        part = trainer.grader.learn([ROLLOUTS[i] for i in indices], "domain", fresh=False)
+        part = trainer.learn([ROLLOUTS[i] for i in indices], "domain")
         expected[name] = part["kl"]
         slope = (
             slope

@@ -10,7 +10,7 @@ from helpers.teaching import ROLLOUTS, SHOWN, encode, specialist, states, taught
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from opdcl.config.recover import RecoverConfig
-from opdcl.config.teacher import LossSection, TeacherSection
+from opdcl.config.teacher import TeacherSection
 from opdcl.errors import UsageError
 from opdcl.model.compatibility import check_same_tokenizer, differences
 from opdcl.model.distributions import HiddenStates
@@ -20,6 +20,7 @@ from opdcl.rundir.layout import StageDir
 from opdcl.train.losses import token_losses
 from opdcl.train.teachers import EmaTeacher, Teacher, TrustRegionTeacher, teacher_here
 from opdcl.train.teachers_elsewhere import make_teacher
+from opdcl.types import Loss
 
 
 def test_an_ema_of_rate_one_is_the_student_and_of_rate_zero_is_frozen(adapted):
@@ -87,7 +88,7 @@ def test_a_wider_model_grades_with_its_own_logits(adapted, tmp_path):
         wide.distribution(ROLLOUTS),
         tokens,
         torch.zeros(len(tokens)),
-        LossSection(),
+        Loss(),
     )
     expected = []
     for r in ROLLOUTS:
@@ -229,7 +230,7 @@ def test_rows_beyond_the_shared_vocabulary_do_not_count():
     tokens = torch.randint(9, (5,))
     padded = torch.cat([weight, torch.randn(3, 6)])
     same, other = (
-        token_losses(student, weight, HiddenStates(teacher, w), tokens, torch.zeros(5), LossSection()).kl
+        token_losses(student, weight, HiddenStates(teacher, w), tokens, torch.zeros(5), Loss()).kl
         for w in (weight, padded)
     )
     torch.testing.assert_close(same, other)

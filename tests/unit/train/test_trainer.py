@@ -10,10 +10,10 @@ from opdcl.errors import OpdclError, UsageError
 from opdcl.model.forward import answer_ids, answer_states
 from opdcl.rundir.layout import StageDir
 from opdcl.sampling import decode
-from opdcl.train.grading import micro_batches
+from opdcl.train.learner import micro_batches
 from opdcl.train.validation import Validation
 from opdcl.training import StageLog, save_adapter
-from opdcl.types import Prompt, Rollout
+from opdcl.types import Loss, Prompt, Rollout
 
 ROLLOUTS = [
     Rollout(Prompt([*PROMPT, 7 * i + 3]), list(range(50 + i, 53 + 3 * i)), [], True) for i in range(6)
@@ -41,10 +41,10 @@ def trainer(backbone, tmp_path):
 
 
 def gradient(trainer, stream="general", tokens=10_000, rollouts=ROLLOUTS):
-    trainer.grader.micro_batch_tokens = tokens
+    trainer.learner.micro_batch_tokens = tokens
     trainer.model.zero_grad()
     trainer.model.train()
-    sums = trainer.grader.learn(rollouts, stream, fresh=False)
+    sums = trainer.learn(rollouts, stream)
     grads = [p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]
     return sums["kl"] / sums["tokens"], torch.cat(grads)
 
@@ -64,8 +64,8 @@ def test_loss_equals_a_plain_computation_of_each_teacher(trainer, stream, teache
     for rollout in ROLLOUTS:
         ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
         with torch.no_grad():
-            student = trainer.grader.backbone.causal_lm(ids).logits[0].log_softmax(-1)
-            with trainer.grader.backbone.state(teacher) as model:
+            student = trainer.learner.backbone.causal_lm(ids).logits[0].log_softmax(-1)
+            with trainer.learner.backbone.state(teacher) as model:
                 other = model(ids).logits[0].log_softmax(-1)
         part = slice(len(rollout.prompt_ids) - 1, ids.shape[1] - 1)
         total += float((student[part].exp() * (student[part] - other[part])).sum())
@@ -94,20 +94,20 @@ def test_only_the_student_is_trainable_and_gets_a_gradient(trainer):
 
 
 def test_sampling_and_grading_leave_the_base_bit_identical(trainer):
-    before = trainer.grader.backbone.fingerprint()
+    before = trainer.learner.backbone.fingerprint()
     for step in range(4):
         trainer.queue.take(step)
         gradient(trainer, trainer.queue.steps[step].stream)
-    assert trainer.grader.backbone.fingerprint() == before
+    assert trainer.learner.backbone.fingerprint() == before
 
 
 def test_merged_weights_answer_as_the_adapter_does(trainer):
     ids = torch.tensor([PROMPT])
     for state in ("student", "tuned", "base"):
         with torch.no_grad():
-            with trainer.grader.backbone.state(state) as model:
+            with trainer.learner.backbone.state(state) as model:
                 plain = model(ids).logits
-            with trainer.grader.backbone.merged(state) as model:
+            with trainer.learner.backbone.merged(state) as model:
                 merged = model(ids).logits
         torch.testing.assert_close(merged, plain, atol=1e-4, rtol=1e-4)
 
@@ -120,7 +120,7 @@ def test_sampling_ahead_takes_the_prompts_of_the_same_stream(backbone, tmp_path)
     assert queue.take(0).fresh
     assert set(queue._ahead) == {1}
     assert not queue.take(1).fresh
-    prompts = [r.prompt for r in queue.take(3).rollouts]
+    prompts = [r.prompt for r in queue.take(3).examples]
     assert prompts == [queue.prompts["domain"][i] for i in queue.steps[3].prompts]
 
 
@@ -145,7 +145,7 @@ def test_unfinished_completions_resume_and_each_is_learned_from_once(backbone, t
             queue.save(tmp_path)
             queue._ahead, queue._unfinished = {}, {}
             queue.restore(tmp_path)
-        rollouts = queue.take(index).rollouts
+        rollouts = queue.take(index).examples
         assert rollouts
         assert all(r.finished or len(r.completion_ids) == 30 for r in rollouts)
         if step.stream == "general":
@@ -233,27 +233,27 @@ def test_the_shared_prefix_changes_neither_states_nor_gradient(backbone, monkeyp
 
 def test_shrinking_scales_what_the_adapter_adds(trainer):
     student = {k: v.clone() for k, v in student_delta(trainer).items()}
-    trainer.grader.backbone.shrink(0.25)
+    trainer.learner.backbone.shrink(0.25)
     for name, delta in student_delta(trainer).items():
         torch.testing.assert_close(delta, 0.25 * student[name])
 
 
 def student_delta(trainer):
-    layers = trainer.grader.backbone.adapted_layers()
+    layers = trainer.learner.backbone.adapted_layers()
     return {str(i): layer.get_delta_weight("student") for i, layer in enumerate(layers)}
 
 
 @pytest.mark.parametrize("tokens", [40, 10])
 def test_stored_teacher_distributions_give_the_same_grade(trainer, tokens):
     """Also if the micro-batches have become smaller since."""
-    grader = trainer.grader
-    grader.micro_batch_tokens = 40
-    graded = grader.grade(ROLLOUTS, grader.teachers["general"])
-    direct = grader.learn(ROLLOUTS, "general", fresh=False)
+    learner = trainer.learner
+    learner.micro_batch_tokens = 40
+    graded = learner.grade(ROLLOUTS, Loss(), learner.teachers["general"])
+    direct = trainer.learn(ROLLOUTS, "general")
     assert direct["kl"] > 0
     del direct["loss"]
-    grader.micro_batch_tokens = tokens
-    measured = grader.measure(graded)
+    learner.micro_batch_tokens = tokens
+    measured = learner.measure(graded)
     assert measured.pop("answer_kl") > 0  # which learning does not need
     assert measured == pytest.approx(direct, rel=1e-4)
 
@@ -263,20 +263,20 @@ def sampled(trainer):
 
 
 def test_sampler_and_trainer_agree_about_fresh_completions(trainer):
-    assert trainer.grader.learn(sampled(trainer), "general", fresh=True)["mismatched"] == 0
+    assert trainer.learn(sampled(trainer), "general", fresh=True)["mismatched"] == 0
 
 
 def test_a_token_with_another_probability_in_the_sampler_is_left_out_and_counted(trainer):
-    rollouts, grader = sampled(trainer), trainer.grader
-    whole = grader.learn(rollouts, "general", fresh=True)["loss"]
+    rollouts = sampled(trainer)
+    whole = trainer.learn(rollouts, "general", fresh=True)["loss"]
     rollouts[1].logprobs[2] += 0.6  # within a factor of two
-    assert grader.learn(rollouts, "general", fresh=True)["loss"] == pytest.approx(whole)
+    assert trainer.learn(rollouts, "general", fresh=True)["loss"] == pytest.approx(whole)
     rollouts[1].logprobs[2] += 0.2
-    masked = grader.learn(rollouts, "general", fresh=True)
+    masked = trainer.learn(rollouts, "general", fresh=True)
     assert masked["mismatched"] == 1
     assert masked["loss"] < whole
     # If it was sampled ahead, the student has moved since, and a difference is no fault.
-    assert grader.learn(rollouts, "general", fresh=False)["loss"] == pytest.approx(whole)
+    assert trainer.learn(rollouts, "general")["loss"] == pytest.approx(whole)
 
 
 def test_the_seed_chooses_the_completions_and_the_held_out_texts(backbone, tuned):
@@ -287,10 +287,10 @@ def test_the_seed_chooses_the_completions_and_the_held_out_texts(backbone, tuned
         trainer = make_trainer(backbone, tuned, seed=seed)
         stage = StageDir(tuned)
         log = StageLog(Silent(), stage, 4)
-        config, prompts = trainer.grader.config, {"general": [Prompt([*PROMPT, 9])] * 3}
-        validation = Validation(config, trainer.grader, trainer.queue, prompts, stage, log)
+        config, prompts = trainer.queue.config, {"general": [Prompt([*PROMPT, 9])] * 3}
+        validation = Validation(config, trainer.learner, trainer.queue, prompts, stage, log)
         validation.write_held_out()
-        both = (trainer.queue.take(0).rollouts, validation._held_out["general"].rollouts)
+        both = (trainer.queue.take(0).examples, validation._held_out["general"].rollouts)
         return [[r.completion_ids for r in rollouts] for rollouts in both]
 
     (sampled_0, held_out_0), again, (sampled_1, held_out_1) = texts(0), texts(0), texts(1)
@@ -299,28 +299,9 @@ def test_the_seed_chooses_the_completions_and_the_held_out_texts(backbone, tuned
     assert held_out_0 != held_out_1
 
 
-@pytest.mark.parametrize(
-    "fault", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")]
-)
-def test_out_of_memory_halves_the_micro_batch_and_changes_no_gradient(trainer, memory_for, fault):
-    whole = step_gradient(trainer)
-    assert trainer.grader.micro_batch_tokens == 2048
-    memory_for(1, fault)
-    halved = step_gradient(trainer)
-    assert relative_error(halved, whole) < ROUNDING
-    assert trainer.grader.micro_batch_tokens < 32
-
-
 def learn_from_first_step(trainer):
     batch = trainer.queue.take(0)
-    trainer.grader.learn(batch.rollouts, trainer.queue.steps[0].stream, batch.fresh)
-
-
-def step_gradient(trainer):
-    trainer.queue._ahead.clear()
-    trainer.model.zero_grad()
-    learn_from_first_step(trainer)
-    return torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+    trainer.learner.learn(batch)
 
 
 def test_a_sequence_too_long_for_memory_is_an_error_with_a_hint(trainer, memory_for):

@@ -1,4 +1,7 @@
-"""Grade completions in micro-batches: teacher distributions, token losses, and sums over all workers."""
+"""The step of both trainings: micro-batches, the loss at each token of their texts, sums over all workers.
+
+A fine-tune's rows have no teacher and are imitated; all other texts are graded by theirs, token by token.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,12 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from opdcl import parallel
-from opdcl.config.recover import RecoverConfig
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, join
@@ -22,15 +24,15 @@ from opdcl.model.memory import is_out_of_memory, release
 from opdcl.sampling.rollout import MISMATCH_RATIO
 from opdcl.train.losses import TokenLosses, missed_ends, token_losses
 from opdcl.train.teachers import Teacher, Teachers, by_teacher
-from opdcl.training import Clock
-from opdcl.types import Example, Rollout, Stream
+from opdcl.training import Clock, is_finite
+from opdcl.types import Batch, Example, Loss, Rollout, StreamName, Weighting
 
 logger = logging.getLogger(__name__)
 
 # Bytes of teachers' states that are kept for completions that come again.
 KEPT_STATES = 2**28
 
-# Sums by name over all completion tokens: `loss`, `kl`, `tokens`, ...; 0 where nothing was added.
+# Sums by name over all learned tokens: `loss`, `kl`, `tokens`, ...; 0 where nothing was added.
 Sums = dict[str, float]
 
 Count = Callable[[list[int]], None]
@@ -38,24 +40,24 @@ Count = Callable[[list[int]], None]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Completions that go through the models together, and the name of their one teacher, or "".
+    """Texts that go through the models together, and the name of their one teacher, or "".
 
-    `positions` are their indices in the graded list. A `filler` keeps workers in step where the base is
+    `positions` are their indices in the step's list. A `filler` keeps workers in step where the base is
     sharded, and counts for nothing.
     """
 
     route: str
     positions: list[int]
-    rollouts: list[Rollout]
+    texts: list[Any]
     filler: bool = False
 
     @property
     def examples(self) -> list[Example]:
-        return [r.example for r in self.rollouts]
+        return [text.example for text in self.texts]
 
     @property
     def lengths(self) -> list[int]:
-        return [len(r.completion_ids) for r in self.rollouts]
+        return [text.answer_length for text in self.texts]
 
 
 @dataclass(frozen=True)
@@ -63,117 +65,132 @@ class Graded:
     """Completions, and by position their teachers' distributions over those of this worker's share."""
 
     rollouts: list[Rollout]
+    loss: Loss
     distributions: dict[int, TeacherDistribution]
 
 
-class Grader:
-    """Compare the student with each completion's teacher, token by token.
+class Learner:
+    """Compare the student with each text's teacher, token by token, and let it learn.
 
-    Each worker grades its share. Sums are those of all workers; a gradient is the worker's own part.
+    Each worker takes its share. Sums are those of all workers.
     """
 
     def __init__(
         self,
         backbone: Backbone,
-        config: RecoverConfig,
-        teachers: Mapping[Stream, Teachers],
-        clock: Clock | None = None,
+        teachers: Mapping[StreamName, Teachers],
+        too_long: str,
+        micro_batch_tokens: int | None = None,
     ):
-        self.backbone, self.config, self.teachers = backbone, config, dict(teachers)
-        self.clock = clock or Clock()
+        """Take the teachers of the streams that have some.
+
+        `too_long` is the setting to lower if one text does not fit into memory. Without a number of
+        `micro_batch_tokens` a worker's share of a step is one micro-batch, as long as memory suffices.
+        """
+        self.backbone, self.teachers, self.too_long = backbone, dict(teachers), too_long
+        self.micro_batch_tokens, self.clock = micro_batch_tokens, Clock()
         self.kept_states = 0
         """The bytes of teachers' states that completions hold."""
-        self.micro_batch_tokens = int(config.micro_batch_tokens)
 
     @property
     def all_teachers(self) -> list[Teacher]:
         return [teacher for teachers in self.teachers.values() for teacher in teachers.values()]
 
-    def learn(self, rollouts: list[Rollout], stream: Stream, fresh: bool, reverse: float = 0.0) -> Sums:
+    def learn(self, batch: Batch) -> Sums | None:
         """Accumulate the gradient of the weighted mean loss per token; return the sums.
 
-        `reverse` is the share of reverse KL in a loss of forward KL. When memory runs out, the step starts
-        over in micro-batches of half the size. If the rollouts are `fresh` (the current weights sampled every
-        token), a token whose probability differs between sampler and trainer by more than `MISMATCH_RATIO` is
-        left out and counted as `mismatched`.
+        When memory runs out, the step starts over in micro-batches of half the size. Of a `fresh` batch, a
+        token whose probability differs between sampler and trainer by more than `MISMATCH_RATIO` is left out
+        and counted as `mismatched`. There are neither sums nor a gradient if one of them is not finite.
 
         Raises:
-            OpdclError: One sequence alone does not fit into memory.
+            OpdclError: One text alone does not fit into memory.
         """
+        model = self.backbone.peft
+        # Without dropout: with it, an adapter without effect would differ from base, and the model that is
+        # graded would not be the one that wrote the completions.
+        model.train(not batch.stream.teacher)
         while True:
             try:
-                return self._accumulate(rollouts, stream, fresh, reverse)
+                sums = self._accumulate(batch)
+                break
             except (RuntimeError, MemoryError) as fault:
                 # Workers with a sharded base run in step, so none may start over alone.
                 if not is_out_of_memory(fault) or parallel.sharded():
                     raise
-            self.backbone.peft.zero_grad()
-            self._halve_micro_batches(rollouts)
+            model.zero_grad()
+            self._halve_micro_batches(batch.examples)
+        parallel.add_gradients(model)
+        if is_finite(model, mean_loss(sums).to(self.backbone.device)):
+            return sums
+        model.zero_grad()
+        return None
 
-    def _accumulate(self, rollouts: list[Rollout], stream: Stream, fresh: bool, reverse: float) -> Sums:
-        tokens = _count_tokens(rollouts)
+    def _accumulate(self, batch: Batch) -> Sums:
+        stream, tokens = batch.stream, _count_tokens(batch.examples)
+        mean_length = tokens / len(batch.examples)
+        loss = stream.loss if batch.author == "student" else replace(stream.loss, reverse=0.0)
+        teachers = self.teachers[stream.name] if stream.teacher else {}
         sums: dict[str, Any] = defaultdict(float)
-        for batch in self._micro_batches(rollouts):
-            with self.clock.part("teacher"):
-                teacher = self._teach(batch, stream)
+        for part in self._micro_batches(batch.examples):
+            teacher, sampler_N = None, self._sampler(part)
+            if teachers:
+                with self.clock.part("teacher"):
+                    teacher = self._teach(part, teachers[part.route])
             with self.clock.part("student"):
-                sampler_N = self._sampler(batch)
-                losses = self._losses(batch, self._student(batch), teacher, sampler_N, reverse)
-                weight_N = self._weights(batch, tokens / len(rollouts))
-                if fresh and len(sampler_N):
+                losses = self._losses(part, self._student(part), teacher, sampler_N, loss)
+                weight_N = self._weights(part, loss.weighting, mean_length)
+                if batch.fresh and len(sampler_N):
                     mismatch_N = (losses.logprob - sampler_N).abs() > math.log(MISMATCH_RATIO)
                     weight_N = weight_N * ~mismatch_N
-                    sums["mismatched"] += 0 if batch.filler else mismatch_N.sum()
-                loss = (losses.loss * weight_N).sum()
-                sums["loss"] += loss.detach().double()
-                (loss / tokens).backward()
-                _add(sums, batch, losses)
+                    sums["mismatched"] += 0 if part.filler else mismatch_N.sum()
+                total = (losses.loss * weight_N).sum()
+                (total / tokens).backward()
+                sums["loss"] += total.detach().double()
+                if not part.filler:
+                    _add(sums, part, losses)
         return _over_workers(sums, tokens)
 
-    def _teach(self, batch: MicroBatch, stream: Stream) -> TeacherDistribution:
+    def _teach(self, batch: MicroBatch, teacher: Teacher) -> TeacherDistribution:
         """Return the teacher's distributions; of texts that come again, its states are kept."""
-        teacher = self.teachers[stream][batch.route]
-        if not any(r.recurs for r in batch.rollouts) or parallel.worker_count() > 1:
-            return teacher.distribution(batch.rollouts)
-        unread = [r for r in batch.rollouts if r.states_NH is None]
+        rollouts: list[Rollout] = batch.texts
+        if not any(r.recurs for r in rollouts) or parallel.worker_count() > 1:
+            return teacher.distribution(rollouts)
+        unread = [r for r in rollouts if r.states_NH is None]
         found: dict[int, TeacherDistribution] = {}
         if unread:
             whole = teacher.distribution(unread)
-            lengths = [len(r.completion_ids) for r in unread]
-            read: Sequence[TeacherDistribution] = whole.split(lengths)
-            found = {id(r): distribution for r, distribution in zip(unread, read, strict=True)}
-            is_all = len(unread) == len(batch.rollouts)
-            self._keep(unread, found)
-            if is_all:
+            parts: Sequence[TeacherDistribution] = whole.split([r.answer_length for r in unread])
+            found = {id(r): part for r, part in zip(unread, parts, strict=True)}
+            self._keep(unread, parts)
+            if len(unread) == len(rollouts):
                 return whole
-        parts = []
-        for r in batch.rollouts:
-            known = found.get(id(r))
-            parts.append(known or HiddenStates(r.states_NH, teacher.head_VH))
-        return join(parts)
+        return join([found.get(id(r)) or HiddenStates(r.states_NH, teacher.head_VH) for r in rollouts])
 
-    def _keep(self, rollouts: list[Rollout], found: dict[int, TeacherDistribution]) -> None:
+    def _keep(self, rollouts: list[Rollout], read: Sequence[TeacherDistribution]) -> None:
         """Keep the states over completions as long as all kept ones fit into `KEPT_STATES`."""
-        for r in rollouts:
-            distribution = found[id(r)]
-            if r.recurs and isinstance(distribution, HiddenStates) and r.states_NH is None:
-                size = distribution.states_NH.nbytes
+        for r, part in zip(rollouts, read, strict=True):
+            if r.recurs and isinstance(part, HiddenStates):
+                size = part.states_NH.nbytes
                 if self.kept_states + size <= KEPT_STATES:
                     self.kept_states += size
-                    r.states_NH = distribution.states_NH.clone()
+                    r.states_NH = part.states_NH.clone()
 
-    def grade(self, rollouts: list[Rollout], teachers: Teachers, count: Count | None = None) -> Graded:
+    def grade(
+        self, rollouts: list[Rollout], loss: Loss, teachers: Teachers, count: Count | None = None
+    ) -> Graded:
         """Return completions with their teachers' distributions, to be measured any number of times.
 
-        `count` receives the positions of the completions that were graded since its last call.
+        `loss` is that of their stream. `count` receives the positions of the completions that were graded
+        since its last call.
         """
         distributions: dict[int, TeacherDistribution] = {}
         for batch in self._micro_batches(rollouts):
-            parts = teachers[batch.route].distribution(batch.rollouts).split(batch.lengths)
+            parts = teachers[batch.route].distribution(batch.texts).split(batch.lengths)
             distributions |= dict(zip(batch.positions, parts, strict=True))
             if count and not batch.filler:
                 count(batch.positions)
-        return Graded(rollouts, distributions)
+        return Graded(rollouts, replace(loss, reverse=0.0), distributions)
 
     @torch.no_grad()
     def measure(self, graded: Graded, endings: bool = False, count: Count | None = None) -> Sums:
@@ -185,16 +202,17 @@ class Grader:
         for batch in self._micro_batches(graded.rollouts):
             teacher = join([graded.distributions[i] for i in batch.positions])
             student = self._student(batch)
-            losses = self._losses(batch, student, teacher, self._sampler(batch))
+            losses = self._losses(batch, student, teacher, self._sampler(batch), graded.loss)
+            if batch.filler:
+                continue
             _add(sums, batch, losses)
-            if not batch.filler:
-                answers = losses.kl.split(batch.lengths)
-                sums["answer_kl"] += sum(answer.mean().double() for answer in answers)
-            if endings and not batch.filler:
+            answers = losses.kl.split(batch.lengths)
+            sums["answer_kl"] += sum(answer.mean().double() for answer in answers)
+            if endings:
                 ends_N, missed_N = missed_ends(student, teacher, self.backbone.eos_ids)
                 sums["ends"] += ends_N.sum().double()
                 sums["missed_ends"] += missed_N.sum().double()
-            if count and not batch.filler:
+            if count:
                 count(batch.positions)
         return _over_workers(sums, _count_tokens(graded.rollouts))
 
@@ -204,67 +222,66 @@ class Grader:
 
     def _sampler(self, batch: MicroBatch) -> torch.Tensor:
         """Return the sampler's log-probabilities, `(N,)`."""
-        logprobs = [logprob for r in batch.rollouts for logprob in r.logprobs]
+        logprobs = [logprob for text in batch.texts for logprob in text.logprobs]
         return torch.tensor(logprobs, device=self.backbone.device)
 
     def _losses(
         self,
         batch: MicroBatch,
         student: HiddenStates,
-        teacher: TeacherDistribution,
+        teacher: TeacherDistribution | None,
         sampler_N: torch.Tensor,
-        reverse: float = 0.0,
+        loss: Loss,
     ) -> TokenLosses:
         advantage_N = None
-        if batch.rollouts[0].reward is not None:
-            advantages = [r.advantage for r in batch.rollouts for _ in r.completion_ids]
+        if batch.texts[0].reward is not None:
+            advantages = [r.advantage for r in batch.texts for _ in r.completion_ids]
             advantage_N = sampler_N.new_tensor(advantages)
+        token_N = answer_ids(batch.examples, student.states_NH.device)
         return token_losses(
-            student.states_NH,
-            student.head_VH,
-            teacher,
-            answer_ids(batch.examples, student.states_NH.device),
-            sampler_N,
-            self.config.loss,
-            reward=self.config.reward,
-            advantage_N=advantage_N,
-            reverse=reverse,
+            student.states_NH, student.head_VH, teacher, token_N, sampler_N, loss, advantage_N
         )
 
-    def _weights(self, batch: MicroBatch, mean_length: float) -> torch.Tensor:
+    def _weights(self, batch: MicroBatch, weighting: Weighting, mean_length: float) -> torch.Tensor:
         """Return each token's weight, `(N,)`; over a step they have the mean 1."""
-        weighting = self.config.weighting
-        weights = [
-            token_weights(len(r.completion_ids), r.finished, weighting, mean_length) for r in batch.rollouts
-        ]
+        weights = []
+        for text in batch.texts:
+            weights.append(token_weights(text.answer_length, text.finished, weighting, mean_length))
         return torch.cat(weights).to(self.backbone.device) * (not batch.filler)
 
-    def _micro_batches(self, rollouts: list[Rollout]) -> Iterator[MicroBatch]:
+    def _micro_batches(self, texts: list[Any]) -> Iterator[MicroBatch]:
         """Yield this worker's micro-batches; if the base is sharded, then fillers up to the busiest's."""
         # A CPU's batches are cut as if rows were padded: so they attend with rows of their own length.
         padded = self.backbone.device.type == "cpu" or not packs(self.backbone.causal_lm, 0)
-        for route, positions in by_teacher([r.prompt for r in rollouts]).items():
-            # Dealt out longest first, so that all shares cost about the same.
-            ordered = sorted(positions, key=lambda i: rollouts[i].length, reverse=True)
+        for route, ordered in by_teacher(texts).items():
+            if self.micro_batch_tokens:
+                # Dealt out longest first, so that all shares cost about the same.
+                ordered.sort(key=lambda i: texts[i].length, reverse=True)
             shares = []
             for worker in range(parallel.worker_count()):
-                lengths = {i: rollouts[i].length for i in parallel.my_share(ordered, worker)}
+                lengths = {i: texts[i].length for i in parallel.my_share(ordered, worker)}
                 shares.append(micro_batches(lengths, self.micro_batch_tokens, padded))
             own = shares[parallel.rank()]
             for batch in own:
-                yield MicroBatch(route, batch, [rollouts[i] for i in batch])
+                yield MicroBatch(route, batch, [texts[i] for i in batch])
             if parallel.sharded():
                 last = ordered[-1]
                 for _ in range(max(map(len, shares)) - len(own)):
-                    yield MicroBatch(route, [last], [rollouts[last]], filler=True)
+                    yield MicroBatch(route, [last], [texts[last]], filler=True)
 
-    def _halve_micro_batches(self, rollouts: list[Rollout]) -> None:
-        if self.micro_batch_tokens <= max(r.length for r in rollouts):
-            hint = "lower recover.max_new_tokens, or choose a smaller model"
+    def _halve_micro_batches(self, texts: list[Any]) -> None:
+        lengths = [text.length for text in texts]
+        self.micro_batch_tokens = (self.micro_batch_tokens or sum(lengths)) // 2
+        if 2 * self.micro_batch_tokens <= max(lengths):
+            hint = f"lower {self.too_long}, or choose a smaller model"
             raise OpdclError("one sequence alone does not fit into memory", hint)
-        self.micro_batch_tokens //= 2
         release()
         logger.warning("out of memory: continuing with micro-batches of %d tokens", self.micro_batch_tokens)
+
+
+def mean_loss(sums: Sums) -> torch.Tensor:
+    """Return a step's loss per token."""
+    return torch.tensor(sums["loss"] / sums["tokens"])
 
 
 def token_weights(length: int, finished: bool, weighting: str, mean_length: float) -> torch.Tensor:
@@ -289,11 +306,14 @@ def kl_by_route(sums: Sums) -> dict[str, float]:
     return {f"kl/{route}": sums[f"kl/{route}"] / sums[f"tokens/{route}"] for route in routes}
 
 
-def micro_batches(lengths: Mapping[int, int], tokens: int, padded: bool = True) -> list[list[int]]:
+def micro_batches(lengths: Mapping[int, int], tokens: int | None, padded: bool = True) -> list[list[int]]:
     """Split sequences, given as position -> length, into batches of at most `tokens` ids, padding included.
 
     If they are padded, those of similar length share a batch, of which none is more than half padding.
+    Without a number of tokens all are one batch, in their order.
     """
+    if tokens is None:
+        return [[*lengths]] if lengths else []
     batches: list[list[int]] = []
     width = held = 0
     for i in sorted(lengths, key=lengths.__getitem__, reverse=True):
@@ -308,8 +328,6 @@ def micro_batches(lengths: Mapping[int, int], tokens: int, padded: bool = True) 
 
 def _add(sums: dict[str, Any], batch: MicroBatch, losses: TokenLosses) -> None:
     """Add a micro-batch's KL and entropies to the sums."""
-    if batch.filler:
-        return
     sums["kl"] += losses.kl.sum().double()
     sums["student_entropy"] += losses.student_entropy.sum().double()
     sums["teacher_entropy"] += losses.teacher_entropy.sum().double()
@@ -324,5 +342,5 @@ def _over_workers(sums: Sums, tokens: int) -> Sums:
     return defaultdict(float, parallel.sum_over_workers(own), tokens=tokens)
 
 
-def _count_tokens(rollouts: list[Rollout]) -> int:
-    return sum(len(r.completion_ids) for r in rollouts)
+def _count_tokens(texts: list[Any]) -> int:
+    return sum(text.answer_length for text in texts)

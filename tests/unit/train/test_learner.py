@@ -9,12 +9,11 @@ from helpers.near import ROUNDING, relative_error
 from helpers.recovering import PROMPT, make_trainer
 
 from opdcl.config.finetune import LoraSection
-from opdcl.train.grading import kl_by_route, micro_batches, token_weights
+from opdcl.train.learner import kl_by_route, micro_batches, token_weights
 from opdcl.train.recover import step_metrics
-from opdcl.train.rollout_queue import StepRollouts
 from opdcl.train.teachers import Teacher
 from opdcl.training import save_adapter
-from opdcl.types import Prompt, Rollout
+from opdcl.types import Batch, Loss, Prompt, Rollout, Stream
 
 ROLLOUTS = [
     Rollout(Prompt([*PROMPT, 7 * i + 3]), list(range(50 + i, 53 + 3 * i)), [], i != 1) for i in range(3)
@@ -42,14 +41,14 @@ def trainer(backbone, tmp_path):
 
 def learned(trainer, rollouts=ROLLOUTS):
     trainer.model.zero_grad()
-    sums = trainer.grader.learn(rollouts, "general", fresh=False)
+    sums = trainer.learn(rollouts, "general")
     return sums, torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
 
 
 def log_distributions(trainer, state):
     """Return log-probabilities before each completion token, one sequence at a time."""
     rows = []
-    with torch.no_grad(), trainer.grader.backbone.state(state) as model:
+    with torch.no_grad(), trainer.learner.backbone.state(state) as model:
         for r in ROLLOUTS:
             logits = model(torch.tensor([r.prompt_ids + r.completion_ids])).logits[0]
             rows.append(logits[len(r.prompt_ids) - 1 : -1].log_softmax(-1))
@@ -64,7 +63,8 @@ def test_a_step_logs_means_per_token_and_per_completion():
     ]
     sums = {"kl": 4.5, "student_entropy": 18.0, "teacher_entropy": 2.25, "mismatched": 1, "tokens": 9}
     sums |= {"kl/a": 3.0, "tokens/a": 6}
-    metrics = step_metrics(StepRollouts(rollouts, True, "student"), sums)
+    stream = Stream("general", "p", "student", "base", Loss(), 1.0)
+    metrics = step_metrics(Batch(stream, rollouts, "student", True), sums)
     assert metrics == {
         "mismatch": 1 / 9,
         "reward": pytest.approx(2.2 / 3),
@@ -79,7 +79,7 @@ def test_a_step_logs_means_per_token_and_per_completion():
     }
     for rollout in rollouts:
         rollout.reward = None
-    plain = step_metrics(StepRollouts(rollouts, False, "teacher"), sums)
+    plain = step_metrics(Batch(stream, rollouts, "teacher"), sums)
     assert metrics.keys() - plain.keys() == {"mismatch", "reward", "reward_tied"}
 
 
@@ -112,13 +112,13 @@ def test_packed_micro_batches_hold_as_many_tokens_as_they_may():
 
 def test_measured_sums_equal_a_plain_computation(trainer):
     ours = trainer()
-    ours.grader.backbone.eos_ids = [2, 9, 17]  # some models end a turn in several ways
-    graded = ours.grader.grade(ROLLOUTS, ours.grader.teachers["general"])
-    sums = ours.grader.measure(graded, endings=True)
+    ours.learner.backbone.eos_ids = [2, 9, 17]  # some models end a turn in several ways
+    graded = ours.learner.grade(ROLLOUTS, Loss(), ours.learner.teachers["general"])
+    sums = ours.learner.measure(graded, endings=True)
     log_p, log_q = (log_distributions(ours, state) for state in ("student", "base"))
     p, q = log_p.exp(), log_q.exp()
     answers = (p * (log_p - log_q)).sum(-1).split([len(r.completion_ids) for r in ROLLOUTS])
-    ends = list(ours.grader.backbone.eos_ids)
+    ends = list(ours.learner.backbone.eos_ids)
     expected = {
         "kl": float((p * (log_p - log_q)).sum()),
         "answer_kl": sum(float(answer.mean()) for answer in answers),
@@ -129,17 +129,17 @@ def test_measured_sums_equal_a_plain_computation(trainer):
         "tokens": TOKENS,
     }
     assert sums == pytest.approx(expected, rel=1e-3)
-    assert "ends" not in ours.grader.measure(graded)
+    assert "ends" not in ours.learner.measure(graded)
 
 
 def test_the_kl_to_a_named_teacher_is_that_of_its_own_completions(trainer):
-    grader = trainer().grader
+    learner = trainer().learner
     one, named, other = ROLLOUTS
-    base, tuned = (Teacher(grader.backbone, state) for state in ("base", "tuned"))
-    alone = grader.measure(grader.grade([named], {"": base}))["kl"]
+    base, tuned = (Teacher(learner.backbone, state) for state in ("base", "tuned"))
+    alone = learner.measure(learner.grade([named], Loss(), {"": base}))["kl"]
     named = replace(named, prompt=Prompt(named.prompt_ids, "a"))
-    graded = grader.grade([one, named, other], {"": tuned, "a": base})
-    assert kl_by_route(grader.measure(graded)) == {"kl/a": pytest.approx(alone / 5, rel=1e-4)}
+    graded = learner.grade([one, named, other], Loss(), {"": tuned, "a": base})
+    assert kl_by_route(learner.measure(graded)) == {"kl/a": pytest.approx(alone / 5, rel=1e-4)}
 
 
 def reference_weights(weighting):
@@ -188,3 +188,13 @@ def test_a_mean_over_twice_the_same_completions_is_the_same_step(trainer):
     twice, same = learned(ours, [*ROLLOUTS, *ROLLOUTS])
     assert twice["loss"] == pytest.approx(2 * once["loss"], rel=1e-4)
     assert relative_error(same, gradient) < ROUNDING
+
+
+@pytest.mark.parametrize(("author", "reverse"), [("student", 0.25), ("teacher", 0.0), ("rows", 0.0)])
+def test_reverse_kl_weighs_in_where_the_student_wrote_and_nowhere_else(trainer, author, reverse):
+    ours = trainer(weighting="tokens")
+    log_p, log_q = (log_distributions(ours, state) for state in ("student", "base"))
+    forward = float((log_q.exp() * (log_q - log_p)).sum())
+    backward = float((log_p.exp() * (log_p - log_q)).sum())
+    sums = ours.learner.learn(Batch(ours.queue.streams["general"], ROLLOUTS, author))
+    assert sums["loss"] == pytest.approx((1 - reverse) * forward + reverse * backward, rel=1e-4)
