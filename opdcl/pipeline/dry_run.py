@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from opdcl.pipeline.checks import checked_plan, planned_adapter, repeated_rows
 from opdcl.pipeline.forecast import forecast
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task
-from opdcl.pipeline.preflight import checked_plan, planned_adapter, repeated_rows
 from opdcl.results.tables import Table
 
 # Characters of the rendered row that a terminal shows.

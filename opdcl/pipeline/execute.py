@@ -21,10 +21,10 @@ from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
 from opdcl.data.rows import recognised
 from opdcl.errors import GateError, InconclusiveError, Interrupted, OpdclError, UsageError
+from opdcl.pipeline.checks import checked_plan, foreign_adapters, refuse_foreign
 from opdcl.pipeline.defaults import describe_automatic
 from opdcl.pipeline.job import Job, read_records
 from opdcl.pipeline.plan import Task, stage_folder
-from opdcl.pipeline.preflight import checked_plan, foreign_adapters, refuse_foreign
 from opdcl.pipeline.reuse import copy_finished, refuse_other_base, take_start
 from opdcl.pipeline.trackers import Tracking, scores
 from opdcl.rundir.environment import machine_of, versions

@@ -20,8 +20,8 @@ from opdcl.data.examples import Examples, bad_rows, read_examples
 from opdcl.data.rows import Row, check_prompts
 from opdcl.errors import UsageError, nearest_path
 from opdcl.pipeline.defaults import named_after, resolve_for_machine, text_config, with_steps
+from opdcl.pipeline.inputs import Sources
 from opdcl.pipeline.plan import STAGE_NUMBERS, Records, StageRecord, Task, make_plan, stage_folder
-from opdcl.pipeline.sources import Sources
 from opdcl.rundir.files import RESTORE
 from opdcl.rundir.hashes import ADAPTER, file_hash, hash_value
 from opdcl.rundir.identity import Identity

@@ -2,7 +2,7 @@
 
     opdcl run ablation
 
-What two runs have in common is made once (`pipeline.reuse`) and read once (`pipeline.sources`). An arm may
+What two runs have in common is made once (`pipeline.reuse`) and read once (`pipeline.inputs`). An arm may
 continue an earlier arm's adapter, or learn from it: `arm:NAME` in place of a path is the run of that arm with
 the same seed.
 """
@@ -17,9 +17,9 @@ from opdcl.config.load import flatten, validate
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output
 from opdcl.errors import GateError, InconclusiveError, Interrupted, OpdclError, UsageError
+from opdcl.pipeline.inputs import Sources
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.reuse import offered
-from opdcl.pipeline.sources import Sources
 from opdcl.rundir.layout import RunDir
 
 if TYPE_CHECKING:

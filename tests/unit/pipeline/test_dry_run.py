@@ -6,10 +6,10 @@ import pytest
 from helpers.tiny import make_mixture, make_project
 
 from opdcl.config.load import load
+from opdcl.pipeline.checks import checked_plan
 from opdcl.pipeline.dry_run import data_table, describe
 from opdcl.pipeline.forecast import opening, size_of
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.preflight import checked_plan
 from opdcl.rundir.layout import RunDir
 
 

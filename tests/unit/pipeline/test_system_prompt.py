@@ -9,9 +9,9 @@ from helpers.tiny import make_project
 from opdcl.config.load import load, validate
 from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
+from opdcl.pipeline.checks import system_note
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Records, make_plan
-from opdcl.pipeline.preflight import system_note
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
 

@@ -19,12 +19,12 @@ from opdcl.model.consent import (
     without_consent,
 )
 from opdcl.outcomes import Comparison, Plan, Result
-from opdcl.pipeline.begin import open_or_begin, refuse_other_finetune, run_beside
+from opdcl.pipeline.checks import refuse_foreign
 from opdcl.pipeline.execute import execute
+from opdcl.pipeline.inputs import Sources
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.preflight import refuse_foreign
+from opdcl.pipeline.open import open_or_begin, refuse_other_finetune, run_beside
 from opdcl.pipeline.reuse import offered
-from opdcl.pipeline.sources import Sources
 from opdcl.pipeline.sweep import describe_all, execute_all, expand
 from opdcl.results.status import STATES
 from opdcl.results.tables import Table

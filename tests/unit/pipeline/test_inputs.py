@@ -14,8 +14,8 @@ from opdcl.console import Output
 from opdcl.errors import UsageError
 from opdcl.pipeline.dry_run import describe
 from opdcl.pipeline.execute import execute
+from opdcl.pipeline.inputs import Sources
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.sources import Sources
 from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
 
