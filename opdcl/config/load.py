@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import io
 import os
@@ -75,9 +76,18 @@ def load_tree(
     tree: dict[str, Any], origins: dict[str, str], overrides: list[str], flags: dict[str, Any], stage: str
 ) -> tuple[Workflow, dict[str, str]]:
     """Return the workflow of an earlier command with one stage added, overridden as in `load`."""
-    tree = without_former_defaults({k: v for k, v in tree.items() if v is not None}, origins)
-    tree[stage] = dict(tree.get(stage) or {})
-    return _override(tree, dict(origins), _read_overrides(overrides), flags)
+    values = _read_overrides(overrides)
+    stored = {key: value for key, value in tree.items() if value is not None}
+    try:
+        return _override(_with_stage(stored, stage), dict(origins), values, flags)
+    except UsageError:  # perhaps over what only an earlier version had
+        kept = without_former_defaults(stored, origins)
+        return _override(_with_stage(kept, stage), dict(origins), values, flags)
+
+
+def _with_stage(stored: dict[str, Any], stage: str) -> dict[str, Any]:
+    """Return a copy of stored settings in which a stage has a section."""
+    return copy.deepcopy(stored | {stage: stored.get(stage) or {}})
 
 
 def without_former_defaults(tree: dict[str, Any], origins: Collection[str]) -> dict[str, Any]:
@@ -114,7 +124,7 @@ def _override(
     tree: dict[str, Any], origins: dict[str, str], values: list[tuple[str, Any, str]], flags: dict[str, Any]
 ) -> tuple[Workflow, dict[str, str]]:
     """Apply overrides to a tree; settings below them that lose their effect return to their defaults."""
-    own = _faulty_keys(tree, "no_effect")
+    below, own = copy.deepcopy(tree), set()
     named = [(key, value, "argument") for key, value in flags.items() if value is not None]
     for key, value, origin in [*values, *named]:
         *sections, name = key.split(".")
@@ -128,11 +138,14 @@ def _override(
             del origins[inner]  # what stood there is replaced
         origins[key] = origin
         own.add(key)
-    return validate(tree, origins, own), origins
+    return validate(tree, origins, own, below), origins
 
 
 def validate(
-    tree: dict[str, Any], origins: dict[str, str] | None = None, own: Collection[str] | None = None
+    tree: dict[str, Any],
+    origins: dict[str, str] | None = None,
+    own: Collection[str] | None = None,
+    below: dict[str, Any] | None = None,
 ) -> Workflow:
     """Check a plain mapping against the schema; all errors are reported at once.
 
@@ -141,22 +154,34 @@ def validate(
         origins: Key -> file and line, for the error message.
         own: Keys set in the topmost layer; default: all. A setting without an effect is an error among these;
             any other returns to its default.
+        below: The settings under the topmost layer. One that has no effect there either is an error, too.
     """
     name_own_tasks(tree)
     for key, value in flatten(tree).items():
         if isinstance(value, str) and redact(value) != value:
             hint = "put it into the environment, for instance as HF_TOKEN: that is never stored"
             raise UsageError(f"{key} looks like a secret, and a run stores its configuration on disk", hint)
-    while own is not None and (
-        inherited := [k for k in _faulty_keys(tree, "no_effect") if not _is_in(k, own)]
-    ):
-        for key in inherited:
-            _take_out(tree, key)
-            (origins or {}).pop(key, None)
+    origins = {} if origins is None else origins
     try:
         return Workflow.model_validate(tree)
     except ValidationError as fault:
-        raise explain(fault, origins or {}) from fault
+        if own is None:
+            raise explain(fault, origins) from fault
+    return _without_idle(tree, origins, {*own, *_faulty_keys(below or {}, "no_effect")})
+
+
+def _without_idle(tree: dict[str, Any], origins: dict[str, str], own: set[str]) -> Workflow:
+    """Return the workflow without the inherited settings that have no effect, those that are not `own`."""
+    try:
+        return Workflow.model_validate(tree)
+    except ValidationError as fault:
+        idle = [key for key in _keys_of(fault, "no_effect") if not _is_in(key, own)]
+        if not idle:
+            raise explain(fault, origins) from fault
+    for key in idle:
+        _take_out(tree, key)
+        origins.pop(key, None)
+    return _without_idle(tree, origins, own)
 
 
 def _take_out(tree: dict[str, Any], key: str) -> None:
@@ -171,8 +196,12 @@ def _faulty_keys(tree: dict[str, Any], *kinds: str) -> set[str]:
     try:
         Workflow.model_validate(tree)
     except ValidationError as fault:
-        return {error_key(error)[0] for error in fault.errors() if error["type"] in kinds}
+        return _keys_of(fault, *kinds)
     return set()
+
+
+def _keys_of(fault: ValidationError, *kinds: str) -> set[str]:
+    return {error_key(error)[0] for error in fault.errors() if error["type"] in kinds}
 
 
 def _is_in(key: str, own: Collection[str]) -> bool:
@@ -381,3 +410,12 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         is_section = isinstance(value, dict) and value
         flat |= flatten(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
     return flat
+
+
+def with_setting(section: Any, key: str, value: Any) -> Any:
+    """Return settings in which a dotted key has another value, which is taken as it is: it is a valid one."""
+    name, _, rest = key.partition(".")
+    is_mapping = isinstance(section, dict)
+    if rest:
+        value = with_setting(section[name] if is_mapping else getattr(section, name), rest, value)
+    return section | {name: value} if is_mapping else section.model_copy(update={name: value})
