@@ -7,23 +7,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from opdcl.pipeline.checks import checked_plan, planned_adapter, repeated_rows
+from opdcl.pipeline.checks import checked_plan, planned_adapter, refuse_foreign, repeated_rows
 from opdcl.pipeline.forecast import forecast
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task
+from opdcl.pipeline.records import read_records
 from opdcl.results.tables import Table
+from opdcl.rundir.layout import RunDir
+from opdcl.rundir.seals import refuse_damaged
 
 # Characters of the rendered row that a terminal shows.
 SHOWN = 2000
 
 
 def describe(
-    job: Job, force: bool = False, made_by: dict[str, str] | None = None
+    job: Job, force: bool = False, made_by: dict[str, str] | None = None, continued: RunDir | None = None
 ) -> tuple[list[list[str]], dict[str, Any]]:
     """Return what a run would do, as table rows and as data. Writes nothing.
 
     In a sweep, `made_by` maps a fingerprint to the earlier run whose result would be copied; this run's
-    fingerprints are added.
+    fingerprints are added. `continued` is a run whose fine-tune this one must have.
 
     Raises:
         OpdclError: The run would refuse it.
@@ -32,7 +35,10 @@ def describe(
 
     workflow, made_by = job.workflow, {} if made_by is None else made_by
     tasks = []
-    planned, notes = checked_plan(job, force, dry_run=True)
+    refuse_foreign(job.run)
+    if not force:
+        refuse_damaged(job.run)
+    planned, notes = checked_plan(job, read_records(job.run), force, continued, dry_run=True)
     for task in planned:
         origin = made_by.get(task.fingerprint) or (workflow.start if task.name == "finetune" else None)
         if task.action == "run" and origin:
@@ -77,7 +83,7 @@ def _one_row_a_suite(planned: Sequence[tuple[Task, str, str]]) -> list[list[str]
 def _data(job: Job) -> dict[str, Any]:
     """Return the figures of the fine-tune's rows and the first one as the model will see it."""
     finetune, examples = job.workflow.finetune, job.examples
-    rows = job.sources.finetune_rows(job.workflow)
+    rows = job.training_rows
     replayed, parts = None, []
     if count := finetune.replayed(len(examples.encoded)):
         replayed = {"rows": count, "prompts": finetune.replay.prompts, "author": finetune.replay.author}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import shlex
 import shutil
 import sys
@@ -18,13 +19,14 @@ from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.load import dump
 from opdcl.config.section import FINGERPRINT
 from opdcl.config.workflow import Workflow
-from opdcl.console import Output, quiet_libraries
+from opdcl.console import Output, StageLine, quiet_libraries
 from opdcl.data.rows import recognised
 from opdcl.errors import GateError, InconclusiveError, Interrupted, OpdclError, UsageError
 from opdcl.pipeline.checks import checked_plan, foreign_adapters, refuse_foreign
 from opdcl.pipeline.defaults import describe_automatic
-from opdcl.pipeline.job import Job, read_records
-from opdcl.pipeline.plan import Task, stage_folder
+from opdcl.pipeline.job import Job
+from opdcl.pipeline.plan import Task
+from opdcl.pipeline.records import StageRecord, read_record, read_records, stage_folder
 from opdcl.pipeline.reuse import copy_finished, refuse_other_base, take_start
 from opdcl.pipeline.trackers import Tracking, scores
 from opdcl.rundir.environment import machine_of, versions
@@ -77,11 +79,11 @@ def execute(
     """
     run, first = job.run, parallel.rank() == 0
     with interruptible(run), contextlib.ExitStack() as stack:
+        # Nothing that another command does can change what is checked under the lock.
+        parallel.on_first_worker(lambda: _lock(run, output, stack))
         with output.busy("checking model and data"), quiet_libraries():
-            planned, notes, manifest = parallel.on_first_worker(
-                lambda: _check_and_lock(job, output, force, stack)
-            )
-        unfinished = any(task.unfinished for task in planned)
+            tasks, notes, manifest = parallel.on_first_worker(lambda: _check(job, output, force, continued))
+        unfinished = any(task.unfinished for task in tasks)
         stack.enter_context(quiet_libraries(run.new_log() if first else None))
         # Before anything is written: a run whose base is another one now stays as it was.
         backbone = _load(job, manifest, output) if unfinished else None
@@ -89,7 +91,7 @@ def execute(
         if continued:
             refuse_other_base(job.workflow.model.id, base, continued)
             donors = [continued, *donors]
-        tasks = parallel.on_first_worker(lambda: _settle(job, planned, donors, base, output))
+        tasks = parallel.on_first_worker(lambda: _settle(job, tasks, donors, base, output))
         mine = stack.enter_context(_own(job))
         trackers = job.workflow.track if unfinished and first else []
         tracking = stack.enter_context(contextlib.closing(Tracking(trackers, run, output.note)))
@@ -102,27 +104,27 @@ def execute(
         return parallel.on_first_worker(lambda: finish(job.workflow, run, output, tracking))
 
 
-def _check_and_lock(
-    job: Job, output: Output, force: bool, stack: contextlib.ExitStack
-) -> tuple[list[Task], list[str], dict[str, Any]]:
-    """Check everything, lock the run directory until the stack closes; return tasks, notes and manifest."""
-    run = job.run
+def _lock(run: RunDir, output: Output, stack: contextlib.ExitStack) -> None:
+    """Lock the run directory until the stack closes, if it is one that this command may write to."""
     refuse_foreign(run)
-    # Before anything is written. What `force` is to repair may be unreadable, so there it comes later.
-    tasks, notes = ([], []) if force and run.is_run() else checked_plan(job, force)
     if dead := stack.enter_context(locked(run, output.note)):
         output.note(f"took over the lock of process {dead.get('pid')}, which has ended")
-    # Another command may have used the directory while this one was checking: only what is there now counts.
-    if force:
-        for name in discard_damaged(run):
-            output.note(f"{name} has changed since it was made: what it belongs to is repeated")
+
+
+def _check(
+    job: Job, output: Output, force: bool, continued: RunDir | None
+) -> tuple[list[Task], list[str], dict[str, Any]]:
+    """Check everything; return the tasks, notes, and the manifest of what the directory holds."""
+    run = job.run
+    for name in discard_damaged(run) if force else ():
+        output.note(f"{name} has changed since it was made: what it belongs to is repeated")
     refuse_damaged(run)
-    if job.plan() != tasks:
-        tasks, notes = checked_plan(job, force)
+    records = read_records(run)
+    tasks, notes = checked_plan(job, records, force, continued)
     remove_unfinished(run)
     forget_removed(run)
     # An attempt that produced nothing imposes no model.
-    return tasks, notes, {} if read_records(run).empty else run.read_manifest()
+    return tasks, notes, {} if records.empty else run.read_manifest()
 
 
 def _load(job: Job, manifest: dict[str, Any], output: Output) -> Backbone:
@@ -177,8 +179,8 @@ def _settle(job: Job, tasks: list[Task], donors: Sequence[RunDir], base: str, ou
     settings = job.workflow.model_dump(context=FINGERPRINT)
     write_json(run.config, {"workflow": settings, "origins": job.origins})
     write_atomic(run.workflow, dump(job.workflow))
-    job.sources.save()
-    for note in copy_finished(job.plan(), run, donors, base):
+    job.inputs.save()
+    for note in copy_finished(tasks, run, donors, base):
         output.note(note)
     seal_new(run)
     return job.plan()
@@ -189,7 +191,7 @@ def _announce(job: Job, tasks: list[Task], notes: list[str], output: Output) -> 
     from opdcl.pipeline.forecast import opening
 
     output.note(opening(job, tasks))
-    for source, rows in job.sources.files.items():
+    for source, rows in job.inputs.files.items():
         output.note(recognised(source, rows))
     for note in notes:
         output.note(note)
@@ -247,64 +249,65 @@ class Session:
 
     def _train(self, task: Task) -> None:
         """Train one stage, showing its progress on the console and in the trackers."""
-        from opdcl.model.adapters import find_adapter
-        from opdcl.train.finetune import finetune
-        from opdcl.train.provide import provided
-        from opdcl.train.recover import recover
-        from opdcl.train.self_distill import self_distill
         from opdcl.training import dose, peak_memory, reset_peak_memory
 
-        job, workflow, run, backbone = self.job, self.workflow, self.run, self.backbone
-        stage = stage_folder(run, task.name)
-        earlier = stage.state() if task.action == "resume" else {}
-        cost = earlier.get("cost", {})
-        record = {
-            "stage": task.name,
-            "status": "running",
-            "fingerprint": task.fingerprint,
-            "config": getattr(workflow, task.name).model_dump(),
-            "inputs": task.inputs,
-            "started": earlier.get("started", now()),
-            "cost": cost,
-        }
-        if task.name == "finetune":
-            record["rows"] = job.sources.finetune_rows(workflow).count
-        write_json(stage.record, record)
-        offset = steps_done(run, before=stage)
+        stage = stage_folder(self.run, task.name)
+        earlier = read_record(stage) if task.action == "resume" else None
+        cost = earlier.cost if earlier else {}
+        record = StageRecord(
+            stage=task.name,
+            fingerprint=task.fingerprint,
+            config=getattr(self.workflow, task.name).model_dump(),
+            inputs=task.inputs,
+            started=earlier.started if earlier else now(),
+            cost=cost,
+            rows=self.job.training_rows.count if task.name == "finetune" else None,
+        )
+        record.write(stage)
+        offset = steps_done(self.run, before=stage)
         reset_peak_memory()
         started = time.perf_counter()
         try:
             with self.output.stage(task.label, lambda: self.tracking.follow(stage, offset)) as line:
-                start = None
-                if task.name == "finetune" and workflow.start:
-                    start = find_adapter(workflow.start)
-                if task.name == "recover":
-                    tuned = run.adapters()["tuned"]
-                    config, prompts = workflow.recover, job.prompts
-                    with provided(config, job.recovery, prompts, backbone, stage, line.note) as more:
-                        recover(config, prompts, backbone, tuned, stage, line, more)
-                elif workflow.finetune.method == "self-distill":
-                    self_distill(workflow.finetune, *job.self_distillation, backbone, start, stage, line)
-                else:
-                    rows, replay = job.examples.encoded, job.examples.replay
-                    finetune(workflow.finetune, rows, replay, backbone, start, stage, line)
+                self._learn(task, stage, line)
             self.tracking.follow(stage, offset)
         finally:
             metrics = read_metrics(stage.metrics)
             steps = [row for row in metrics if "tokens" in row]
-            record["cost"] = {
+            spent = {
                 "seconds": round(cost.get("seconds", 0) + time.perf_counter() - started, 1),
                 "tokens": sum(row["tokens"] for row in steps),
                 "steps": max((row["step"] for row in steps), default=0),
                 "peak_memory_bytes": max(cost.get("peak_memory_bytes", 0), peak_memory()),
                 **dose(metrics),
             }
-            write_json(stage.record, record)
-        record |= {"status": "done", "finished": now(), "adapter_sha256": adapter_hash(stage.adapter)}
-        write_json(stage.record, record)
+            record = replace(record, cost=spent)
+            record.write(stage)
+        record.finish(stage)
+
+    def _learn(self, task: Task, stage: StageDir, line: StageLine) -> None:
+        """Recover or fine-tune, by one of two methods; the adapter is in the stage's folder then."""
+        from opdcl.model.adapters import find_adapter
+        from opdcl.train.finetune import finetune
+        from opdcl.train.provide import provided
+        from opdcl.train.recover import recover
+        from opdcl.train.self_distill import self_distill
+
+        job, workflow, backbone = self.job, self.workflow, self.backbone
+        if task.name == "recover":
+            config, prompts, tuned = workflow.recover, job.prompts, self.run.adapters()["tuned"]
+            with provided(config, job.recovery, prompts, backbone, stage, line.note) as more:
+                recover(config, prompts, backbone, tuned, stage, line, more)
+            return
+        start = find_adapter(workflow.start) if workflow.start else None
+        if workflow.finetune.method == "self-distill":
+            self_distill(workflow.finetune, *job.self_distillation, backbone, start, stage, line)
+        else:
+            examples = job.examples
+            finetune(workflow.finetune, examples.encoded, examples.replay, backbone, start, stage, line)
 
     def _measure(self, task: Task) -> None:
-        """Measure one state on one suite."""
+        """Measure one state on one suite, or its closeness to base."""
         from opdcl.stages.closeness import measure_closeness
         from opdcl.stages.evaluate import evaluate
 
@@ -317,14 +320,15 @@ class Session:
         forget(run, run.eval_result(task.state, task.suite), run.eval_samples(task.state, task.suite))
         model = {"id": self.workflow.model.id, "adapter_sha256": adapter_hash(adapter) if adapter else None}
         record = {"role": task.role, "model": model, "fingerprint": task.fingerprint}
-        measure: Any = measure_closeness
-        asked: Any = self.job.closeness
-        if task.suite != CLOSENESS:
-            measure, asked = evaluate, self.job.suite(task.suite)
-            if config.server and asked.generative:
-                model["decoded"] = "on a server"
         with self.output.stage(task.label) as line:
-            result = measure(config, asked, backbone, task.state, run, record, line, adapter)
+            place = backbone, task.state, run, record, line, adapter
+            if task.suite == CLOSENESS:
+                result = measure_closeness(config, self.job.closeness, *place)
+            else:
+                suite = self.job.suite(task.suite)
+                if config.server and suite.generative:
+                    model["decoded"] = "on a server"
+                result = evaluate(config, suite, *place)
             metric = result["metric"]
             line.note(f"{metric} {result['metrics'][metric]:.3f} (n = {result['n']})")
 
@@ -400,10 +404,12 @@ def _own(job: Job) -> Iterator[Job]:
         yield job
         return
     with tempfile.TemporaryDirectory(prefix="opdcl-") as scratch:
-        copy = Path(scratch) / job.run.path.name
-        shutil.copytree(job.run.path, copy)
+        folder = Path(scratch) / job.run.path.name
+        shutil.copytree(job.run.path, folder)
         parallel.all_values(None)
-        yield replace(job, run=RunDir(copy))
+        mine = copy.copy(job)
+        mine.run = RunDir(folder)
+        yield mine
 
 
 def steps_done(run: RunDir, before: StageDir | None = None) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, Unpack
+from typing import Any
 
 from opdcl import parallel
-from opdcl.arguments import Options, PathLike, Settings, as_folder, as_settings, strings, take_rows
-from opdcl.config.load import load, load_tree
+from opdcl.arguments import PathLike, Settings, as_folder, as_settings, strings
+from opdcl.config.load import load, load_tree, with_setting
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
 from opdcl.errors import UsageError
@@ -21,105 +21,113 @@ from opdcl.model.consent import (
 from opdcl.outcomes import Comparison, Plan, Result
 from opdcl.pipeline.checks import refuse_foreign
 from opdcl.pipeline.execute import execute
-from opdcl.pipeline.inputs import Sources
+from opdcl.pipeline.inputs import Inputs
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.open import open_or_begin, refuse_other_finetune, run_beside
+from opdcl.pipeline.open import open_or_begin, run_beside
 from opdcl.pipeline.reuse import offered
 from opdcl.pipeline.sweep import describe_all, execute_all, expand
 from opdcl.results.status import STATES
 from opdcl.results.tables import Table
 from opdcl.rundir.layout import RunDir
 
-# A workflow, the origins of its settings by key, and its run directory.
-Configured: TypeAlias = tuple[Workflow, dict[str, str], Path]
-
 
 def run_files(
     files: PathLike | Sequence[PathLike],
     out: PathLike | None,
     chosen: Mapping[str, Any],
-    **options: Unpack[Options],
+    settings: Settings = None,
+    **how: bool,
 ) -> Result | Comparison | Plan:
-    """Run the workflow of some files, or of none; `chosen` are settings by key."""
-
-    def read(overrides: list[str], flags: dict[str, Any]) -> Configured:
-        flow, origins = load(strings(files), overrides, flags, is_stored_file)
-        refuse_consent_of_files(flow, origins)
-        return flow, origins, as_folder(out or Path("runs") / flow.name)
-
-    return _carry_out(read, chosen, **options)
+    """Run the workflow of some files, or of none; `chosen` are settings by key; `how` is as in `Options`."""
+    overrides, flags, rows = as_settings(settings, chosen)
+    flow, origins = load(strings(files), overrides, flags, is_stored_file)
+    refuse_consent_of_files(flow, origins)
+    return _carry_out(flow, origins, as_folder(out or Path("runs") / flow.name), rows, None, **how)
 
 
 def add_stage(
-    stage: str, source: PathLike, out: PathLike | None, chosen: Mapping[str, Any], **options: Unpack[Options]
+    stage: str,
+    source: PathLike,
+    out: PathLike | None,
+    chosen: Mapping[str, Any],
+    settings: Settings = None,
+    **how: bool,
 ) -> Result | Comparison | Plan:
     """Run the workflow of a run or an adapter, `source`, with one more stage: `recover` or `eval`."""
-    donor = run_beside(str(source), as_folder(out) if out else None)
+    overrides, flags, rows = as_settings(settings, chosen)
+    place = as_folder(out) if out else None
+    donor = run_beside(str(source), place)
     if donor and stage != "recover":
         raise UsageError(f"{source} is a run directory: what is measured stays in it", "leave out -o")
-
-    def read(overrides: list[str], flags: dict[str, Any]) -> Configured:
-        folder = as_folder(out) if out else None
-        path, saved = open_or_begin(str(source), folder, flags.get("model.id"), stage)
-        stored = saved["workflow"]
-        if not options.get("force"):
-            _refuse_another_file(RunDir(path), stored, flags)
-        flow, origins = load_tree(*without_consent(saved, path), overrides, flags, stage)
-        refuse_stored_consent(stored, flow, path)
-        return flow, origins, path
-
-    return _carry_out(read, chosen, donor, **options)
+    folder, saved = open_or_begin(str(source), place, flags.get("model.id"), stage)
+    if not how.get("force"):
+        _refuse_another_file(RunDir(folder), saved["workflow"], flags)
+    flow, origins = load_tree(*without_consent(saved, folder), overrides, flags, stage)
+    refuse_stored_consent(saved["workflow"], flow, folder)
+    return _carry_out(flow, origins, folder, rows, donor, **how)
 
 
 def _carry_out(
-    read: Callable[[list[str], dict[str, Any]], Configured],
-    chosen: Mapping[str, Any],
-    donor: RunDir | None = None,
-    settings: Settings = None,
+    flow: Workflow,
+    origins: dict[str, str],
+    folder: Path,
+    rows: Mapping[str, str],
+    donor: RunDir | None,
     dry_run: bool = False,
     force: bool = False,
     quiet: bool = False,
 ) -> Result | Comparison | Plan:
-    """Run the workflow that `read` reads from overrides and settings by key, or describe what it would do.
+    """Run a workflow in a folder, or describe what it would do; from here on its settings stay as they are.
 
-    What `donor` has finished with the same settings is taken from it, the fine-tune always.
+    `rows` has the rows in memory by their setting, as text. What `donor` has finished with the same settings
+    is taken from it, the fine-tune always.
     """
-    overrides, flags = as_settings(settings, chosen)
-    texts = take_rows(flags)
-    flow, origins, path = read(overrides, flags)
-    if texts:  # the directory of the files that these rows become is known only now
-        for key in texts:
-            flags[key] = str((path / "data" / flags[key]).resolve())
-        flow, origins, path = read(overrides, flags)
-    output = Output("quiet" if quiet else "human")
-    sources = Sources({flags[key]: text for key, text in texts.items()}, output.note)
-    several = flow.arms or flow.seeds
-    if not several:  # what is wrong here is found before the libraries are imported
-        refuse_foreign(RunDir(path))
-        sources.read(flow)
-    if donor:
-        refuse_other_finetune(Job.of(flow, RunDir(path), sources, origins), donor)
-    if dry_run:
-        from opdcl.pipeline.dry_run import data_table, describe
+    output, given = Output("quiet" if quiet else "human"), dict[str, str]()
+    for key, text in rows.items():
+        file = str((folder / "data" / f"{key}.jsonl").resolve())
+        flow, given[file] = with_setting(flow, key, file), text
+    inputs, run = Inputs(given, output.note), RunDir(folder)
+    if flow.arms or flow.seeds:
+        return _sweep(flow, origins, folder, inputs, output, dry_run, force)
+    # What is wrong here is found before the libraries are imported.
+    refuse_foreign(run)
+    inputs.read(flow)
+    if not dry_run:
+        parallel.join()
+        job = Job(flow, run, inputs, origins)
+        return Result(folder, execute(job, output, force, continued=donor))
+    from opdcl.pipeline.dry_run import data_table, describe
 
-        title, columns = f"dry run: {path}", ["stage", "action", "why"]
+    with output.busy("checking model and data"), quiet_libraries():
+        job = Job(flow, run, inputs, origins)
+        lines, plan = describe(job, force, offered([donor] if donor else []), donor)
+    title = f"dry run: {folder}"
+    tables = [Table(title, ["stage", "action", "why"], lines, ""), *data_table(plan)]
+    return Plan(title, tables, plan, plan["notes"])
+
+
+def _sweep(
+    flow: Workflow,
+    origins: dict[str, str],
+    folder: Path,
+    inputs: Inputs,
+    output: Output,
+    dry_run: bool,
+    force: bool,
+) -> Result | Comparison | Plan:
+    """Run a workflow with every arm and seed, or describe what each run would do."""
+    if dry_run:
         with output.busy("checking model and data"), quiet_libraries():
-            if several:
-                lines, plans = describe_all(flow, origins, path, sources, force)
-                return Plan(title, [Table(title, ["run", *columns], lines, "")], plans)
-            made_by = offered([donor] if donor else [])
-            lines, plan = describe(Job.of(flow, RunDir(path), sources, origins), force, made_by)
-            return Plan(title, [Table(title, columns, lines, ""), *data_table(plan)], plan, plan["notes"])
+            lines, plans = describe_all(flow, origins, folder, inputs, force)
+        title = f"dry run: {folder}"
+        return Plan(title, [Table(title, ["run", "stage", "action", "why"], lines, "")], plans)
     parallel.join()
-    if not several:
-        job = Job.of(flow, RunDir(path), sources, origins)
-        return Result(path, execute(job, output, force, continued=donor))
-    if comparison := execute_all(flow, origins, path, sources, output, force):
-        return Comparison(comparison, path)
+    if comparison := execute_all(flow, origins, folder, inputs, output, force):
+        return Comparison(comparison, folder)
     # One arm with one seed has nothing to be compared with.
     from opdcl.results.summary import Results
 
-    only = path / next(iter(expand(flow, path)))
+    only = folder / next(iter(expand(flow, folder)))
     return Result(only, Results(RunDir(only)).summary)
 
 

@@ -20,7 +20,7 @@ def plan(tiny_model, tmp_path, monkeypatch):
 
     def plan(*settings: str) -> dict:
         workflow, origins = load(["tiny.yaml"], [*settings])
-        return describe(Job.of(workflow, RunDir(tmp_path / "run"), origins=origins))[1]
+        return describe(Job(workflow, RunDir(tmp_path / "run"), origins=origins))[1]
 
     return plan
 
@@ -110,7 +110,7 @@ def test_a_file_alone_is_said_where_shipped_prompts_could_be_mixed_in(plan, tmp_
 
 
 def test_the_opening_names_model_rows_device_stages_and_directory(plan, tmp_path):
-    job = Job.of(load(["tiny.yaml"])[0], RunDir(tmp_path / "run"))
+    job = Job(load(["tiny.yaml"])[0], RunDir(tmp_path / "run"))
     tasks, notes = checked_plan(job)
     line = opening(job, tasks)
     for words in (
