@@ -78,31 +78,18 @@ def load_tree(
     """Return the workflow of an earlier command with one stage added, overridden as in `load`."""
     values = _read_overrides(overrides)
     stored = {key: value for key, value in tree.items() if value is not None}
+    stored[stage] = dict(stored.get(stage) or {})
     try:
-        return _override(_with_stage(stored, stage), dict(origins), values, flags)
-    except UsageError:  # perhaps over what only an earlier version had
-        kept = without_former_defaults(stored, origins)
-        return _override(_with_stage(kept, stage), dict(origins), values, flags)
-
-
-def _with_stage(stored: dict[str, Any], stage: str) -> dict[str, Any]:
-    """Return a copy of stored settings in which a stage has a section."""
-    return copy.deepcopy(stored | {stage: stored.get(stage) or {}})
-
-
-def without_former_defaults(tree: dict[str, Any], origins: Collection[str]) -> dict[str, Any]:
-    """Remove the settings of a stored run that this version no longer has or uses, unless they had been set.
-
-    A run stores all settings, so it holds former defaults too, which may have no effect beside the others. Of
-    one that somebody had set, the schema says that it is gone or unknown, unless it had no influence on the
-    result.
-    """
-    for key in _faulty_keys(tree, "extra_forbidden", "no_effect"):
-        is_set = any(f"{origin}.".startswith(f"{key}.") for origin in origins)
-        has_meaning = key.rpartition(".")[2] not in WITHOUT_MEANING | MACHINE
-        if not (is_set and has_meaning):
-            _take_out(tree, key)
-    return tree
+        return _override(copy.deepcopy(stored), dict(origins), values, flags)
+    except UsageError:
+        # A run stores all settings. One that this version does not have or use is a former default, and goes,
+        # unless somebody had set it and it had an influence on the result: then the schema refuses it.
+        for key in _faulty_keys(stored, "extra_forbidden", "no_effect"):
+            is_set = any(f"{origin}.".startswith(f"{key}.") for origin in origins)
+            has_meaning = key.rpartition(".")[2] not in WITHOUT_MEANING | MACHINE
+            if not (is_set and has_meaning):
+                _take_out(stored, key)
+        return _override(stored, dict(origins), values, flags)
 
 
 def _read_overrides(overrides: Sequence[str]) -> list[tuple[str, Any, str]]:
@@ -161,27 +148,17 @@ def validate(
         if isinstance(value, str) and redact(value) != value:
             hint = "put it into the environment, for instance as HF_TOKEN: that is never stored"
             raise UsageError(f"{key} looks like a secret, and a run stores its configuration on disk", hint)
-    origins = {} if origins is None else origins
     try:
         return Workflow.model_validate(tree)
     except ValidationError as fault:
-        if own is None:
-            raise explain(fault, origins) from fault
-    return _without_idle(tree, origins, {*own, *_faulty_keys(below or {}, "no_effect")})
-
-
-def _without_idle(tree: dict[str, Any], origins: dict[str, str], own: set[str]) -> Workflow:
-    """Return the workflow without the inherited settings that have no effect, those that are not `own`."""
-    try:
-        return Workflow.model_validate(tree)
-    except ValidationError as fault:
-        idle = [key for key in _keys_of(fault, "no_effect") if not _is_in(key, own)]
+        ours = None if own is None else {*own, *_faulty_keys(below or {}, "no_effect")}
+        idle = [key for key in _keys_of(fault, "no_effect") if ours is not None and not _is_in(key, ours)]
         if not idle:
-            raise explain(fault, origins) from fault
+            raise explain(fault, origins or {}) from fault
     for key in idle:
         _take_out(tree, key)
-        origins.pop(key, None)
-    return _without_idle(tree, origins, own)
+        (origins or {}).pop(key, None)
+    return validate(tree, origins, ours)
 
 
 def _take_out(tree: dict[str, Any], key: str) -> None:

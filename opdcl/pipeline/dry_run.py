@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
 from opdcl.pipeline.checks import checked_plan, planned_adapter, refuse_foreign, repeated_rows
 from opdcl.pipeline.forecast import forecast
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.plan import Task
 from opdcl.pipeline.records import read_records
 from opdcl.results.tables import Table
 from opdcl.rundir.layout import RunDir
@@ -47,37 +46,29 @@ def describe(
             made_by[task.fingerprint] = job.run.path.name
         tasks.append(task)
     sizes = forecast(job, tasks)
-    planned_rows, plan = [], []
+    plan, states = [], defaultdict[tuple[str, str, str], list[str]](list)
     for task in tasks:
         why = task.why
         if task.unfinished and task.name in sizes["memory_bytes"]:
             why = f"about {sizes['memory_bytes'][task.name] / 2**30:.1f} GiB; {why}"
         if task.unfinished and task.name in sizes["steps"]:
             why = f"{sizes['steps'][task.name]} steps, {why}"
-        planned_rows.append((task, task.action, why))
-        shown = {"stage": task.name, "state": task.state, "suite": task.suite}
-        plan.append({**shown, "action": task.action, "why": task.why})
+        name = f"eval {task.suite}" if task.suite else task.name
+        # States of a suite with the same action and reason share a row.
+        states[name, task.action, why].append(task.state)
+        shown = {"stage": task.name, "state": task.state, "suite": task.suite, "action": task.action}
+        plan.append(shown | {"why": task.why})
     totals = f"{sizes['parameters'] / 1e6:,.0f}M parameters; "
     totals += f"about {sizes['disk_bytes'] / 2**20:,.0f} MiB of disk"
     share = None
     if adapter := planned_adapter(workflow):
         share = adapted_share(workflow.model, adapter)
         totals = f"the adapter changes {share:.0%} of {totals}"
-    rows = [["machine", sizes["device"], totals], *_one_row_a_suite(planned_rows)]
-    data = _data(job) if "finetune" in sizes["steps"] else {}
-    return rows, {"tasks": plan, **sizes, "adapted_share": share, "data": data, "notes": notes}
-
-
-def _one_row_a_suite(planned: Sequence[tuple[Task, str, str]]) -> list[list[str]]:
-    """Return a row for each task; states of a suite with the same action and reason share one."""
-    states: dict[tuple[str, str, str], list[str]] = {}
-    for task, action, why in planned:
-        name = f"eval {task.suite}" if task.suite else task.name
-        states.setdefault((name, action, why), []).append(task.state)
-    rows = []
+    rows = [["machine", sizes["device"], totals]]
     for (name, action, why), of_suite in states.items():
         rows.append([f"{name} {', '.join(of_suite)}".strip(), action, why])
-    return rows
+    data = _data(job) if "finetune" in sizes["steps"] else {}
+    return rows, {"tasks": plan, **sizes, "adapted_share": share, "data": data, "notes": notes}
 
 
 def _data(job: Job) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from opdcl.pipeline.plan import Task
 from opdcl.pipeline.records import StageRecord, read_record, read_records, stage_folder
 from opdcl.pipeline.reuse import copy_finished, refuse_other_base, take_start
 from opdcl.pipeline.trackers import Tracking, scores
+from opdcl.rundir import seals
 from opdcl.rundir.environment import machine_of, versions
 from opdcl.rundir.files import now, write_atomic, write_json
 from opdcl.rundir.hashes import adapter_hash
@@ -36,14 +37,6 @@ from opdcl.rundir.identity import weights_of_base
 from opdcl.rundir.layout import STATE_OF, RunDir, StageDir
 from opdcl.rundir.lock import locked
 from opdcl.rundir.records import read_metrics
-from opdcl.rundir.seals import (
-    discard_damaged,
-    forget,
-    forget_removed,
-    refuse_damaged,
-    remove_unfinished,
-    seal_new,
-)
 from opdcl.sanitize import redact
 from opdcl.signals import as_interrupts
 from opdcl.version import __version__
@@ -116,13 +109,13 @@ def _check(
 ) -> tuple[list[Task], list[str], dict[str, Any]]:
     """Check everything; return the tasks, notes, and the manifest of what the directory holds."""
     run = job.run
-    for name in discard_damaged(run) if force else ():
+    for name in seals.discard_damaged(run) if force else ():
         output.note(f"{name} has changed since it was made: what it belongs to is repeated")
-    refuse_damaged(run)
+    seals.refuse_damaged(run)
     records = read_records(run)
     tasks, notes = checked_plan(job, records, force, continued)
-    remove_unfinished(run)
-    forget_removed(run)
+    seals.remove_unfinished(run)
+    seals.forget_removed(run)
     # An attempt that produced nothing imposes no model.
     return tasks, notes, {} if records.empty else run.read_manifest()
 
@@ -171,7 +164,7 @@ def _settle(job: Job, tasks: list[Task], donors: Sequence[RunDir], base: str, ou
             replaced.append(stage_folder(run, task.name).path)
         if task.action == "stale":
             replaced.append(run.evals / STATE_OF[task.name])
-    forget(run, *replaced, run.config, run.workflow, run.data)
+    seals.forget(run, *replaced, run.config, run.workflow, run.data)
     for folder in replaced:
         shutil.rmtree(folder, ignore_errors=True)
     # First the file by which a run is recognized: after a crash here, the same command goes on.
@@ -182,7 +175,7 @@ def _settle(job: Job, tasks: list[Task], donors: Sequence[RunDir], base: str, ou
     job.inputs.save()
     for note in copy_finished(tasks, run, donors, base):
         output.note(note)
-    seal_new(run)
+    seals.seal_new(run)
     return job.plan()
 
 
@@ -235,7 +228,7 @@ class Session:
                     self._train(task)
                 if task.name != "eval":
                     self._save_manifest()  # it names the new adapter
-                seal_new(self.run)
+                seals.seal_new(self.run)
         finally:
             # The fingerprint of a sharded base needs all workers; after an error some may have exited.
             if not (parallel.sharded() and sys.exc_info()[0]):
@@ -274,14 +267,16 @@ class Session:
         finally:
             metrics = read_metrics(stage.metrics)
             steps = [row for row in metrics if "tokens" in row]
-            spent = {
-                "seconds": round(cost.get("seconds", 0) + time.perf_counter() - started, 1),
-                "tokens": sum(row["tokens"] for row in steps),
-                "steps": max((row["step"] for row in steps), default=0),
-                "peak_memory_bytes": max(cost.get("peak_memory_bytes", 0), peak_memory()),
-                **dose(metrics),
-            }
-            record = replace(record, cost=spent)
+            record = replace(
+                record,
+                cost={
+                    "seconds": round(cost.get("seconds", 0) + time.perf_counter() - started, 1),
+                    "tokens": sum(row["tokens"] for row in steps),
+                    "steps": max((row["step"] for row in steps), default=0),
+                    "peak_memory_bytes": max(cost.get("peak_memory_bytes", 0), peak_memory()),
+                    **dose(metrics),
+                },
+            )
             record.write(stage)
         record.finish(stage)
 
@@ -317,7 +312,7 @@ class Session:
             backbone.drop_adapters()
             backbone.load_adapter(adapter, "student")
             self._measured_state = task.state
-        forget(run, run.eval_result(task.state, task.suite), run.eval_samples(task.state, task.suite))
+        seals.forget(run, run.eval_result(task.state, task.suite), run.eval_samples(task.state, task.suite))
         model = {"id": self.workflow.model.id, "adapter_sha256": adapter_hash(adapter) if adapter else None}
         record = {"role": task.role, "model": model, "fingerprint": task.fingerprint}
         with self.output.stage(task.label) as line:
@@ -343,7 +338,7 @@ class Session:
             digest = StageDir(folder.parent).state()["adapter_sha256"]
             adapters[state] = {"path": str(folder.relative_to(run.path)), "sha256": digest}
         self.manifest["adapters"] = adapters
-        forget(run, run.manifest)
+        seals.forget(run, run.manifest)
         write_json(run.manifest, self.manifest)
 
 
@@ -362,7 +357,7 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracking: Tracking) 
     results = Results(run)
     summary = results.summary
     verdicts = gates.judge(workflow.gates.model_dump(), results)
-    seal_new(run)
+    seals.seal_new(run)
     for file in write(results):
         output.note(f"wrote {file}")
     report = run.reports[0].read_text(encoding="utf-8")

@@ -85,13 +85,11 @@ class Job:
         from opdcl.data.suites import load_suite
 
         if name not in self._suites:
-            config, system = self.workflow.eval or EvalConfig(), self.workflow.system_of("eval")
-
-            def rows_of(source: str) -> list[Row]:
-                return self._asked_in("eval", self.rows(source))
-
-            suite = load_suite(name, config, rows_of, self.workflow.model.trust_remote_code)
-            suite.system = system
+            config, trusted = self.workflow.eval or EvalConfig(), self.workflow.model.trust_remote_code
+            suite = load_suite(
+                name, config, lambda source: self._asked_in("eval", self.rows(source)), trusted
+            )
+            suite.system = self.workflow.system_of("eval")
             self._suites[name] = suite
         return self._suites[name]
 

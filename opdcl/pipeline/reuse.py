@@ -33,7 +33,9 @@ def copy_finished(tasks: Sequence[Task], run: RunDir, donors: Sequence[RunDir], 
     finished = [(donor, outcomes(donor)) for donor in donors]
     notes: list[str] = []
     for task in tasks:
-        if task.action not in ("run", "stale"):
+        result, samples = (of(task.state, task.suite) for of in (run.eval_result, run.eval_samples))
+        lacks_result = task.name == "eval" and not result.exists()
+        if task.action not in ("run", "stale") and not lacks_result:
             continue
         alike = [donor for donor, fingerprints in finished if task.fingerprint in fingerprints]
         donor = next((donor for donor in alike if weights_of_base(donor.read_manifest()) == weights), None)
@@ -42,10 +44,6 @@ def copy_finished(tasks: Sequence[Task], run: RunDir, donors: Sequence[RunDir], 
             continue
         notes.append(f"{task.label}: taken from {donor.path.name}")
         if task.name == "eval":
-            result, samples = (
-                run.eval_result(task.state, task.suite),
-                run.eval_samples(task.state, task.suite),
-            )
             forget(run, result, samples)
             write_atomic(samples, donor.eval_samples(task.state, task.suite).read_bytes())
             write_atomic(result, donor.eval_result(task.state, task.suite).read_bytes())

@@ -12,12 +12,7 @@ from opdcl.config.load import load, load_tree, with_setting
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
 from opdcl.errors import UsageError
-from opdcl.model.consent import (
-    is_stored_file,
-    refuse_consent_of_files,
-    refuse_stored_consent,
-    without_consent,
-)
+from opdcl.model import consent
 from opdcl.outcomes import Comparison, Plan, Result
 from opdcl.pipeline.checks import refuse_foreign
 from opdcl.pipeline.execute import execute
@@ -40,8 +35,8 @@ def run_files(
 ) -> Result | Comparison | Plan:
     """Run the workflow of some files, or of none; `chosen` are settings by key; `how` is as in `Options`."""
     overrides, flags, rows = as_settings(settings, chosen)
-    flow, origins = load(strings(files), overrides, flags, is_stored_file)
-    refuse_consent_of_files(flow, origins)
+    flow, origins = load(strings(files), overrides, flags, consent.is_stored_file)
+    consent.refuse_consent_of_files(flow, origins)
     return _carry_out(flow, origins, as_folder(out or Path("runs") / flow.name), rows, None, **how)
 
 
@@ -62,8 +57,8 @@ def add_stage(
     folder, saved = open_or_begin(str(source), place, flags.get("model.id"), stage)
     if not how.get("force"):
         _refuse_another_file(RunDir(folder), saved["workflow"], flags)
-    flow, origins = load_tree(*without_consent(saved, folder), overrides, flags, stage)
-    refuse_stored_consent(saved["workflow"], flow, folder)
+    flow, origins = load_tree(*consent.without_consent(saved, folder), overrides, flags, stage)
+    consent.refuse_stored_consent(saved["workflow"], flow, folder)
     return _carry_out(flow, origins, folder, rows, donor, **how)
 
 
@@ -87,8 +82,20 @@ def _carry_out(
         file = str((folder / "data" / f"{key}.jsonl").resolve())
         flow, given[file] = with_setting(flow, key, file), text
     inputs, run = Inputs(given, output.note), RunDir(folder)
-    if flow.arms or flow.seeds:
-        return _sweep(flow, origins, folder, inputs, output, dry_run, force)
+    several, title = bool(flow.arms or flow.seeds), f"dry run: {folder}"
+    if several and dry_run:
+        with output.busy("checking model and data"), quiet_libraries():
+            lines, plans = describe_all(flow, origins, folder, inputs, force)
+        return Plan(title, [Table(title, ["run", "stage", "action", "why"], lines, "")], plans)
+    if several:
+        parallel.join()
+        if comparison := execute_all(flow, origins, folder, inputs, output, force):
+            return Comparison(comparison, folder)
+        # One arm with one seed has nothing to be compared with.
+        from opdcl.results.summary import Results
+
+        only = folder / next(iter(expand(flow, folder)))
+        return Result(only, Results(RunDir(only)).summary)
     # What is wrong here is found before the libraries are imported.
     refuse_foreign(run)
     inputs.read(flow)
@@ -101,34 +108,8 @@ def _carry_out(
     with output.busy("checking model and data"), quiet_libraries():
         job = Job(flow, run, inputs, origins)
         lines, plan = describe(job, force, offered([donor] if donor else []), donor)
-    title = f"dry run: {folder}"
     tables = [Table(title, ["stage", "action", "why"], lines, ""), *data_table(plan)]
     return Plan(title, tables, plan, plan["notes"])
-
-
-def _sweep(
-    flow: Workflow,
-    origins: dict[str, str],
-    folder: Path,
-    inputs: Inputs,
-    output: Output,
-    dry_run: bool,
-    force: bool,
-) -> Result | Comparison | Plan:
-    """Run a workflow with every arm and seed, or describe what each run would do."""
-    if dry_run:
-        with output.busy("checking model and data"), quiet_libraries():
-            lines, plans = describe_all(flow, origins, folder, inputs, force)
-        title = f"dry run: {folder}"
-        return Plan(title, [Table(title, ["run", "stage", "action", "why"], lines, "")], plans)
-    parallel.join()
-    if comparison := execute_all(flow, origins, folder, inputs, output, force):
-        return Comparison(comparison, folder)
-    # One arm with one seed has nothing to be compared with.
-    from opdcl.results.summary import Results
-
-    only = folder / next(iter(expand(flow, folder)))
-    return Result(only, Results(RunDir(only)).summary)
 
 
 def _refuse_another_file(run: RunDir, settings: dict[str, Any], flags: dict[str, Any]) -> None:

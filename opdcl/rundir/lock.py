@@ -70,15 +70,10 @@ def locked(run: RunDir, note: Callable[[str], None] = lambda text: None) -> Iter
             if file.exists() and not is_lost(file, mine):
                 file.write_text("")
                 if new and os.listdir(run.path) == [file.name]:
-                    _remove(file, new)
-
-
-def _remove(file: Path, folders: list[Path]) -> None:
-    """Remove the lock file of a command that has written nothing, and the folders that it made for it."""
-    file.unlink()
-    with contextlib.suppress(OSError):  # another command has begun to use one of them
-        for folder in folders:
-            folder.rmdir()
+                    file.unlink()
+                    with contextlib.suppress(OSError):  # another command has begun to use one of them
+                        for folder in new:
+                            folder.rmdir()
 
 
 def _beat(file: Path, mine: str, ended: threading.Event) -> None:
