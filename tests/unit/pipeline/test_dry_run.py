@@ -10,6 +10,7 @@ from opdcl.pipeline.checks import checked_plan
 from opdcl.pipeline.dry_run import data_table, describe
 from opdcl.pipeline.forecast import opening, size_of
 from opdcl.pipeline.job import Job
+from opdcl.pipeline.records import Records
 from opdcl.rundir.layout import RunDir
 
 
@@ -111,7 +112,7 @@ def test_a_file_alone_is_said_where_shipped_prompts_could_be_mixed_in(plan, tmp_
 
 def test_the_opening_names_model_rows_device_stages_and_directory(plan, tmp_path):
     job = Job(load(["tiny.yaml"])[0], RunDir(tmp_path / "run"))
-    tasks, notes = checked_plan(job)
+    tasks, notes = checked_plan(job, Records())
     line = opening(job, tasks)
     for words in (
         str(job.workflow.model.id),
