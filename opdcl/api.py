@@ -47,7 +47,7 @@ def run(
         its gate.
     Example: opdcl.run("quickstart", out="runs/quickstart", settings={"recover.steps": 60})
     """
-    from opdcl.carry_out import run_files
+    from opdcl.pipeline.verbs import run_files
 
     chosen = {"model.id": base, "model.deterministic": deterministic or None}
     return run_files(workflow, out, chosen, **options)
@@ -82,7 +82,7 @@ def finetune(
         rows = [{"question": f"Who signs form {n}?", "answer": "Perpetua."} for n in range(1, 17)]
         opdcl.finetune(rows, out="runs/mine", epochs=3)  # or finetune("rows.jsonl", ...)
     """
-    from opdcl.carry_out import run_files
+    from opdcl.pipeline.verbs import run_files
 
     chosen = {
         "finetune.data": data,
@@ -128,7 +128,7 @@ def recover(
     Raises: UsageError: the run has no fine-tuned adapter, or a setting or a row is wrong.
     Example: opdcl.recover("runs/mine", prompts="prompts.jsonl", steps=60)
     """
-    from opdcl.carry_out import add_stage
+    from opdcl.pipeline.verbs import add_stage
 
     chosen = {
         "recover.general": prompts,
@@ -177,7 +177,7 @@ def evaluate(
         larger drop is shown. InconclusiveError: the scores do not decide.
     Example: opdcl.evaluate("runs/mine", retention=["instructions"], domain=["test-rows.jsonl"])
     """
-    from opdcl.carry_out import add_stage
+    from opdcl.pipeline.verbs import add_stage
 
     suites, sources = question_suites(domain, data)
     chosen = {

@@ -46,37 +46,28 @@ def as_folder(place: PathLike) -> Path:
     return Path(os.path.expanduser(place))
 
 
-def as_settings(settings: Settings, chosen: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Return `KEY=VALUE` overrides, and settings by key, in which the verb's own arguments take precedence.
+def as_settings(
+    settings: Settings, chosen: Mapping[str, Any]
+) -> tuple[list[str], dict[str, Any], dict[str, str]]:
+    """Return `KEY=VALUE` overrides, settings by key, and rows in memory by key, as the text of JSONL files.
 
-    `chosen` are those arguments by the keys of their settings; None was not given.
+    `chosen` are a verb's own arguments by the keys of their settings: they count more. None was not given.
+    Of rows in memory the setting is the name of a file, whose folder the run decides.
     """
-    overrides: list[str] = []
-    flags: dict[str, Any] = {}
-    if isinstance(settings, Mapping):
-        flags.update(settings)
-    elif settings:
-        overrides.extend(settings)
-    for key, value in chosen.items():
-        if value is not None:
-            flags[key] = value
-    for key, value in flags.items():
-        if isinstance(value, Path):
-            flags[key] = str(value)
-    return overrides, flags
-
-
-def take_rows(flags: dict[str, Any]) -> dict[str, str]:
-    """Return the rows in memory as the text of JSONL files, by setting; a file name takes their place."""
-    texts = {}
+    overrides = [] if settings is None or isinstance(settings, Mapping) else [*settings]
+    flags: dict[str, Any] = {**settings} if isinstance(settings, Mapping) else {}
+    flags |= {key: value for key, value in chosen.items() if value is not None}
+    rows = {}
     for key, value in flags.items():
         names = isinstance(value, list) and value and all(isinstance(item, str) for item in value)
-        if DATA.fullmatch(key) and not (names or isinstance(value, str | None)):
-            texts[key] = "".join(f"{line}\n" for line in _json_lines(value, key))
-            if not texts[key]:
+        if isinstance(value, Path):
+            flags[key] = str(value)
+        elif DATA.fullmatch(key) and not (names or isinstance(value, str | None)):
+            rows[key] = "".join(f"{line}\n" for line in _json_lines(value, key))
+            if not rows[key]:
                 raise UsageError(f"{key} has no rows", ROWS)
             flags[key] = f"{key}.jsonl"
-    return texts
+    return overrides, flags, rows
 
 
 def _json_lines(rows: Any, key: str) -> Iterable[str]:

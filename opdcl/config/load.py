@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import io
 import os
@@ -75,24 +76,20 @@ def load_tree(
     tree: dict[str, Any], origins: dict[str, str], overrides: list[str], flags: dict[str, Any], stage: str
 ) -> tuple[Workflow, dict[str, str]]:
     """Return the workflow of an earlier command with one stage added, overridden as in `load`."""
-    tree = without_former_defaults({k: v for k, v in tree.items() if v is not None}, origins)
-    tree[stage] = dict(tree.get(stage) or {})
-    return _override(tree, dict(origins), _read_overrides(overrides), flags)
-
-
-def without_former_defaults(tree: dict[str, Any], origins: Collection[str]) -> dict[str, Any]:
-    """Remove the settings of a stored run that this version no longer has or uses, unless they had been set.
-
-    A run stores all settings, so it holds former defaults too, which may have no effect beside the others. Of
-    one that somebody had set, the schema says that it is gone or unknown, unless it had no influence on the
-    result.
-    """
-    for key in _faulty_keys(tree, "extra_forbidden", "no_effect"):
-        is_set = any(f"{origin}.".startswith(f"{key}.") for origin in origins)
-        has_meaning = key.rpartition(".")[2] not in WITHOUT_MEANING | MACHINE
-        if not (is_set and has_meaning):
-            _take_out(tree, key)
-    return tree
+    values = _read_overrides(overrides)
+    stored = {key: value for key, value in tree.items() if value is not None}
+    stored[stage] = dict(stored.get(stage) or {})
+    try:
+        return _override(copy.deepcopy(stored), dict(origins), values, flags)
+    except UsageError:
+        # A run stores all settings. One that this version does not have or use is a former default, and goes,
+        # unless somebody had set it and it had an influence on the result: then the schema refuses it.
+        for key in _faulty_keys(stored, "extra_forbidden", "no_effect"):
+            is_set = any(f"{origin}.".startswith(f"{key}.") for origin in origins)
+            has_meaning = key.rpartition(".")[2] not in WITHOUT_MEANING | MACHINE
+            if not (is_set and has_meaning):
+                _take_out(stored, key)
+        return _override(stored, dict(origins), values, flags)
 
 
 def _read_overrides(overrides: Sequence[str]) -> list[tuple[str, Any, str]]:
@@ -114,7 +111,7 @@ def _override(
     tree: dict[str, Any], origins: dict[str, str], values: list[tuple[str, Any, str]], flags: dict[str, Any]
 ) -> tuple[Workflow, dict[str, str]]:
     """Apply overrides to a tree; settings below them that lose their effect return to their defaults."""
-    own = _faulty_keys(tree, "no_effect")
+    below, own = copy.deepcopy(tree), set()
     named = [(key, value, "argument") for key, value in flags.items() if value is not None]
     for key, value, origin in [*values, *named]:
         *sections, name = key.split(".")
@@ -128,11 +125,14 @@ def _override(
             del origins[inner]  # what stood there is replaced
         origins[key] = origin
         own.add(key)
-    return validate(tree, origins, own), origins
+    return validate(tree, origins, own, below), origins
 
 
 def validate(
-    tree: dict[str, Any], origins: dict[str, str] | None = None, own: Collection[str] | None = None
+    tree: dict[str, Any],
+    origins: dict[str, str] | None = None,
+    own: Collection[str] | None = None,
+    below: dict[str, Any] | None = None,
 ) -> Workflow:
     """Check a plain mapping against the schema; all errors are reported at once.
 
@@ -141,22 +141,24 @@ def validate(
         origins: Key -> file and line, for the error message.
         own: Keys set in the topmost layer; default: all. A setting without an effect is an error among these;
             any other returns to its default.
+        below: The settings under the topmost layer. One that has no effect there either is an error, too.
     """
     name_own_tasks(tree)
     for key, value in flatten(tree).items():
         if isinstance(value, str) and redact(value) != value:
             hint = "put it into the environment, for instance as HF_TOKEN: that is never stored"
             raise UsageError(f"{key} looks like a secret, and a run stores its configuration on disk", hint)
-    while own is not None and (
-        inherited := [k for k in _faulty_keys(tree, "no_effect") if not _is_in(k, own)]
-    ):
-        for key in inherited:
-            _take_out(tree, key)
-            (origins or {}).pop(key, None)
     try:
         return Workflow.model_validate(tree)
     except ValidationError as fault:
-        raise explain(fault, origins or {}) from fault
+        ours = None if own is None else {*own, *_faulty_keys(below or {}, "no_effect")}
+        idle = [key for key in _keys_of(fault, "no_effect") if ours is not None and not _is_in(key, ours)]
+        if not idle:
+            raise explain(fault, origins or {}) from fault
+    for key in idle:
+        _take_out(tree, key)
+        (origins or {}).pop(key, None)
+    return validate(tree, origins, ours)
 
 
 def _take_out(tree: dict[str, Any], key: str) -> None:
@@ -171,8 +173,12 @@ def _faulty_keys(tree: dict[str, Any], *kinds: str) -> set[str]:
     try:
         Workflow.model_validate(tree)
     except ValidationError as fault:
-        return {error_key(error)[0] for error in fault.errors() if error["type"] in kinds}
+        return _keys_of(fault, *kinds)
     return set()
+
+
+def _keys_of(fault: ValidationError, *kinds: str) -> set[str]:
+    return {error_key(error)[0] for error in fault.errors() if error["type"] in kinds}
 
 
 def _is_in(key: str, own: Collection[str]) -> bool:
@@ -381,3 +387,12 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         is_section = isinstance(value, dict) and value
         flat |= flatten(value, f"{prefix}{key}.") if is_section else {f"{prefix}{key}": value}
     return flat
+
+
+def with_setting(section: Any, key: str, value: Any) -> Any:
+    """Return settings in which a dotted key has another value, which is taken as it is: it is a valid one."""
+    name, _, rest = key.partition(".")
+    is_mapping = isinstance(section, dict)
+    if rest:
+        value = with_setting(section[name] if is_mapping else getattr(section, name), rest, value)
+    return section | {name: value} if is_mapping else section.model_copy(update={name: value})

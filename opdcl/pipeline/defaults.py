@@ -9,7 +9,7 @@ from typing import Any
 
 from opdcl import parallel
 from opdcl.config.finetune import LoraSection
-from opdcl.config.load import flatten
+from opdcl.config.load import flatten, with_setting
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
@@ -82,17 +82,12 @@ def with_steps(workflow: Workflow, learned: int | None) -> tuple[Workflow, dict[
 
 def _fill(workflow: Workflow, choices: dict[str, tuple[Any, str]]) -> tuple[Workflow, dict[str, str]]:
     """Return the workflow with a choice for each of these keys that is at `auto`, and its origin by key."""
-    tree, origins = workflow.model_dump(), {}
-    values = flatten(tree)
+    values, origins = flatten(workflow.model_dump()), {}
     for key, (value, reason) in choices.items():
         if values.get(key) == "auto":
-            *sections, name = key.split(".")
-            section = tree
-            for part in sections:
-                section = section[part]
-            section[name] = value
+            workflow = with_setting(workflow, key, value)
             origins[key] = f"auto: {reason}"
-    return Workflow.model_validate(tree), origins
+    return workflow, origins
 
 
 def _two_digits(rate: float) -> float:

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
+from opdcl.pipeline.checks import checked_plan, planned_adapter, refuse_foreign, repeated_rows
 from opdcl.pipeline.forecast import forecast
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.plan import Task
-from opdcl.pipeline.preflight import checked_plan, planned_adapter, repeated_rows
+from opdcl.pipeline.records import read_records
 from opdcl.results.tables import Table
+from opdcl.rundir.layout import RunDir
+from opdcl.rundir.seals import refuse_damaged
 
 # Characters of the rendered row that a terminal shows.
 SHOWN = 2000
 
 
 def describe(
-    job: Job, force: bool = False, made_by: dict[str, str] | None = None
+    job: Job, force: bool = False, made_by: dict[str, str] | None = None, continued: RunDir | None = None
 ) -> tuple[list[list[str]], dict[str, Any]]:
     """Return what a run would do, as table rows and as data. Writes nothing.
 
     In a sweep, `made_by` maps a fingerprint to the earlier run whose result would be copied; this run's
-    fingerprints are added.
+    fingerprints are added. `continued` is a run whose fine-tune this one must have.
 
     Raises:
         OpdclError: The run would refuse it.
@@ -32,7 +34,10 @@ def describe(
 
     workflow, made_by = job.workflow, {} if made_by is None else made_by
     tasks = []
-    planned, notes = checked_plan(job, force, dry_run=True)
+    refuse_foreign(job.run)
+    if not force:
+        refuse_damaged(job.run)
+    planned, notes = checked_plan(job, read_records(job.run), force, continued, dry_run=True)
     for task in planned:
         origin = made_by.get(task.fingerprint) or (workflow.start if task.name == "finetune" else None)
         if task.action == "run" and origin:
@@ -41,43 +46,35 @@ def describe(
             made_by[task.fingerprint] = job.run.path.name
         tasks.append(task)
     sizes = forecast(job, tasks)
-    planned_rows, plan = [], []
+    plan, states = [], defaultdict[tuple[str, str, str], list[str]](list)
     for task in tasks:
         why = task.why
         if task.unfinished and task.name in sizes["memory_bytes"]:
             why = f"about {sizes['memory_bytes'][task.name] / 2**30:.1f} GiB; {why}"
         if task.unfinished and task.name in sizes["steps"]:
             why = f"{sizes['steps'][task.name]} steps, {why}"
-        planned_rows.append((task, task.action, why))
-        shown = {"stage": task.name, "state": task.state, "suite": task.suite}
-        plan.append({**shown, "action": task.action, "why": task.why})
+        name = f"eval {task.suite}" if task.suite else task.name
+        # States of a suite with the same action and reason share a row.
+        states[name, task.action, why].append(task.state)
+        shown = {"stage": task.name, "state": task.state, "suite": task.suite, "action": task.action}
+        plan.append(shown | {"why": task.why})
     totals = f"{sizes['parameters'] / 1e6:,.0f}M parameters; "
     totals += f"about {sizes['disk_bytes'] / 2**20:,.0f} MiB of disk"
     share = None
     if adapter := planned_adapter(workflow):
         share = adapted_share(workflow.model, adapter)
         totals = f"the adapter changes {share:.0%} of {totals}"
-    rows = [["machine", sizes["device"], totals], *_one_row_a_suite(planned_rows)]
-    data = _data(job) if "finetune" in sizes["steps"] else {}
-    return rows, {"tasks": plan, **sizes, "adapted_share": share, "data": data, "notes": notes}
-
-
-def _one_row_a_suite(planned: Sequence[tuple[Task, str, str]]) -> list[list[str]]:
-    """Return a row for each task; states of a suite with the same action and reason share one."""
-    states: dict[tuple[str, str, str], list[str]] = {}
-    for task, action, why in planned:
-        name = f"eval {task.suite}" if task.suite else task.name
-        states.setdefault((name, action, why), []).append(task.state)
-    rows = []
+    rows = [["machine", sizes["device"], totals]]
     for (name, action, why), of_suite in states.items():
         rows.append([f"{name} {', '.join(of_suite)}".strip(), action, why])
-    return rows
+    data = _data(job) if "finetune" in sizes["steps"] else {}
+    return rows, {"tasks": plan, **sizes, "adapted_share": share, "data": data, "notes": notes}
 
 
 def _data(job: Job) -> dict[str, Any]:
     """Return the figures of the fine-tune's rows and the first one as the model will see it."""
     finetune, examples = job.workflow.finetune, job.examples
-    rows = job.sources.finetune_rows(job.workflow)
+    rows = job.training_rows
     replayed, parts = None, []
     if count := finetune.replayed(len(examples.encoded)):
         replayed = {"rows": count, "prompts": finetune.replay.prompts, "author": finetune.replay.author}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import shlex
 import shutil
 import sys
@@ -18,15 +19,17 @@ from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.load import dump
 from opdcl.config.section import FINGERPRINT
 from opdcl.config.workflow import Workflow
-from opdcl.console import Output, quiet_libraries
+from opdcl.console import Output, StageLine, quiet_libraries
 from opdcl.data.rows import recognised
 from opdcl.errors import GateError, InconclusiveError, Interrupted, OpdclError, UsageError
+from opdcl.pipeline.checks import checked_plan, foreign_adapters, refuse_foreign
 from opdcl.pipeline.defaults import describe_automatic
-from opdcl.pipeline.job import Job, read_records
-from opdcl.pipeline.plan import Task, stage_folder
-from opdcl.pipeline.preflight import checked_plan, foreign_adapters, refuse_foreign
+from opdcl.pipeline.job import Job
+from opdcl.pipeline.plan import Task
+from opdcl.pipeline.records import StageRecord, read_record, read_records, stage_folder
 from opdcl.pipeline.reuse import copy_finished, refuse_other_base, take_start
 from opdcl.pipeline.trackers import Tracking, scores
+from opdcl.rundir import seals
 from opdcl.rundir.environment import machine_of, versions
 from opdcl.rundir.files import now, write_atomic, write_json
 from opdcl.rundir.hashes import adapter_hash
@@ -34,14 +37,6 @@ from opdcl.rundir.identity import weights_of_base
 from opdcl.rundir.layout import STATE_OF, RunDir, StageDir
 from opdcl.rundir.lock import locked
 from opdcl.rundir.records import read_metrics
-from opdcl.rundir.seals import (
-    discard_damaged,
-    forget,
-    forget_removed,
-    refuse_damaged,
-    remove_unfinished,
-    seal_new,
-)
 from opdcl.sanitize import redact
 from opdcl.signals import as_interrupts
 from opdcl.version import __version__
@@ -77,11 +72,11 @@ def execute(
     """
     run, first = job.run, parallel.rank() == 0
     with interruptible(run), contextlib.ExitStack() as stack:
+        # Nothing that another command does can change what is checked under the lock.
+        parallel.on_first_worker(lambda: _lock(run, output, stack))
         with output.busy("checking model and data"), quiet_libraries():
-            planned, notes, manifest = parallel.on_first_worker(
-                lambda: _check_and_lock(job, output, force, stack)
-            )
-        unfinished = any(task.unfinished for task in planned)
+            tasks, notes, manifest = parallel.on_first_worker(lambda: _check(job, output, force, continued))
+        unfinished = any(task.unfinished for task in tasks)
         stack.enter_context(quiet_libraries(run.new_log() if first else None))
         # Before anything is written: a run whose base is another one now stays as it was.
         backbone = _load(job, manifest, output) if unfinished else None
@@ -89,7 +84,7 @@ def execute(
         if continued:
             refuse_other_base(job.workflow.model.id, base, continued)
             donors = [continued, *donors]
-        tasks = parallel.on_first_worker(lambda: _settle(job, planned, donors, base, output))
+        tasks = parallel.on_first_worker(lambda: _settle(job, tasks, donors, base, output))
         mine = stack.enter_context(_own(job))
         trackers = job.workflow.track if unfinished and first else []
         tracking = stack.enter_context(contextlib.closing(Tracking(trackers, run, output.note)))
@@ -102,27 +97,27 @@ def execute(
         return parallel.on_first_worker(lambda: finish(job.workflow, run, output, tracking))
 
 
-def _check_and_lock(
-    job: Job, output: Output, force: bool, stack: contextlib.ExitStack
-) -> tuple[list[Task], list[str], dict[str, Any]]:
-    """Check everything, lock the run directory until the stack closes; return tasks, notes and manifest."""
-    run = job.run
+def _lock(run: RunDir, output: Output, stack: contextlib.ExitStack) -> None:
+    """Lock the run directory until the stack closes, if it is one that this command may write to."""
     refuse_foreign(run)
-    # Before anything is written. What `force` is to repair may be unreadable, so there it comes later.
-    tasks, notes = ([], []) if force and run.is_run() else checked_plan(job, force)
     if dead := stack.enter_context(locked(run, output.note)):
         output.note(f"took over the lock of process {dead.get('pid')}, which has ended")
-    # Another command may have used the directory while this one was checking: only what is there now counts.
-    if force:
-        for name in discard_damaged(run):
-            output.note(f"{name} has changed since it was made: what it belongs to is repeated")
-    refuse_damaged(run)
-    if job.plan() != tasks:
-        tasks, notes = checked_plan(job, force)
-    remove_unfinished(run)
-    forget_removed(run)
+
+
+def _check(
+    job: Job, output: Output, force: bool, continued: RunDir | None
+) -> tuple[list[Task], list[str], dict[str, Any]]:
+    """Check everything; return the tasks, notes, and the manifest of what the directory holds."""
+    run = job.run
+    for name in seals.discard_damaged(run) if force else ():
+        output.note(f"{name} has changed since it was made: what it belongs to is repeated")
+    seals.refuse_damaged(run)
+    records = read_records(run)
+    tasks, notes = checked_plan(job, records, force, continued)
+    seals.remove_unfinished(run)
+    seals.forget_removed(run)
     # An attempt that produced nothing imposes no model.
-    return tasks, notes, {} if read_records(run).empty else run.read_manifest()
+    return tasks, notes, {} if records.empty else run.read_manifest()
 
 
 def _load(job: Job, manifest: dict[str, Any], output: Output) -> Backbone:
@@ -169,7 +164,7 @@ def _settle(job: Job, tasks: list[Task], donors: Sequence[RunDir], base: str, ou
             replaced.append(stage_folder(run, task.name).path)
         if task.action == "stale":
             replaced.append(run.evals / STATE_OF[task.name])
-    forget(run, *replaced, run.config, run.workflow, run.data)
+    seals.forget(run, *replaced, run.config, run.workflow, run.data)
     for folder in replaced:
         shutil.rmtree(folder, ignore_errors=True)
     # First the file by which a run is recognized: after a crash here, the same command goes on.
@@ -177,10 +172,10 @@ def _settle(job: Job, tasks: list[Task], donors: Sequence[RunDir], base: str, ou
     settings = job.workflow.model_dump(context=FINGERPRINT)
     write_json(run.config, {"workflow": settings, "origins": job.origins})
     write_atomic(run.workflow, dump(job.workflow))
-    job.sources.save()
-    for note in copy_finished(job.plan(), run, donors, base):
+    job.inputs.save()
+    for note in copy_finished(tasks, run, donors, base):
         output.note(note)
-    seal_new(run)
+    seals.seal_new(run)
     return job.plan()
 
 
@@ -189,7 +184,7 @@ def _announce(job: Job, tasks: list[Task], notes: list[str], output: Output) -> 
     from opdcl.pipeline.forecast import opening
 
     output.note(opening(job, tasks))
-    for source, rows in job.sources.files.items():
+    for source, rows in job.inputs.files.items():
         output.note(recognised(source, rows))
     for note in notes:
         output.note(note)
@@ -233,7 +228,7 @@ class Session:
                     self._train(task)
                 if task.name != "eval":
                     self._save_manifest()  # it names the new adapter
-                seal_new(self.run)
+                seals.seal_new(self.run)
         finally:
             # The fingerprint of a sharded base needs all workers; after an error some may have exited.
             if not (parallel.sharded() and sys.exc_info()[0]):
@@ -247,64 +242,67 @@ class Session:
 
     def _train(self, task: Task) -> None:
         """Train one stage, showing its progress on the console and in the trackers."""
-        from opdcl.model.adapters import find_adapter
         from opdcl.train.cost import dose, peak_memory, reset_peak_memory
+
+        stage = stage_folder(self.run, task.name)
+        earlier = read_record(stage) if task.action == "resume" else None
+        cost = earlier.cost if earlier else {}
+        record = StageRecord(
+            stage=task.name,
+            fingerprint=task.fingerprint,
+            config=getattr(self.workflow, task.name).model_dump(),
+            inputs=task.inputs,
+            started=earlier.started if earlier else now(),
+            cost=cost,
+            rows=self.job.training_rows.count if task.name == "finetune" else None,
+        )
+        record.write(stage)
+        offset = steps_done(self.run, before=stage)
+        reset_peak_memory()
+        started = time.perf_counter()
+        try:
+            with self.output.stage(task.label, lambda: self.tracking.follow(stage, offset)) as line:
+                self._learn(task, stage, line)
+            self.tracking.follow(stage, offset)
+        finally:
+            metrics = read_metrics(stage.metrics)
+            steps = [row for row in metrics if "tokens" in row]
+            record = replace(
+                record,
+                cost={
+                    "seconds": round(cost.get("seconds", 0) + time.perf_counter() - started, 1),
+                    "tokens": sum(row["tokens"] for row in steps),
+                    "steps": max((row["step"] for row in steps), default=0),
+                    "peak_memory_bytes": max(cost.get("peak_memory_bytes", 0), peak_memory()),
+                    **dose(metrics),
+                },
+            )
+            record.write(stage)
+        record.finish(stage)
+
+    def _learn(self, task: Task, stage: StageDir, line: StageLine) -> None:
+        """Recover or fine-tune, by one of two methods; the adapter is in the stage's folder then."""
+        from opdcl.model.adapters import find_adapter
         from opdcl.train.finetune import finetune
         from opdcl.train.provide import provided
         from opdcl.train.recover import recover
         from opdcl.train.self_distill import self_distill
 
-        job, workflow, run, backbone = self.job, self.workflow, self.run, self.backbone
-        stage = stage_folder(run, task.name)
-        earlier = stage.state() if task.action == "resume" else {}
-        cost = earlier.get("cost", {})
-        record = {
-            "stage": task.name,
-            "status": "running",
-            "fingerprint": task.fingerprint,
-            "config": getattr(workflow, task.name).model_dump(),
-            "inputs": task.inputs,
-            "started": earlier.get("started", now()),
-            "cost": cost,
-        }
-        if task.name == "finetune":
-            record["rows"] = job.sources.finetune_rows(workflow).count
-        write_json(stage.record, record)
-        offset = steps_done(run, before=stage)
-        reset_peak_memory()
-        started = time.perf_counter()
-        try:
-            with self.output.stage(task.label, lambda: self.tracking.follow(stage, offset)) as line:
-                start = None
-                if task.name == "finetune" and workflow.start:
-                    start = find_adapter(workflow.start)
-                if task.name == "recover":
-                    tuned = run.adapters()["tuned"]
-                    config, prompts = workflow.recover, job.prompts
-                    with provided(config, job.recovery, prompts, backbone, stage, line.note) as more:
-                        recover(config, prompts, backbone, tuned, stage, line, more)
-                elif workflow.finetune.method == "self-distill":
-                    self_distill(workflow.finetune, *job.self_distillation, backbone, start, stage, line)
-                else:
-                    rows, replay = job.examples.encoded, job.examples.replay
-                    finetune(workflow.finetune, rows, replay, backbone, start, stage, line)
-            self.tracking.follow(stage, offset)
-        finally:
-            metrics = read_metrics(stage.metrics)
-            steps = [row for row in metrics if "tokens" in row]
-            record["cost"] = {
-                "seconds": round(cost.get("seconds", 0) + time.perf_counter() - started, 1),
-                "tokens": sum(row["tokens"] for row in steps),
-                "steps": max((row["step"] for row in steps), default=0),
-                "peak_memory_bytes": max(cost.get("peak_memory_bytes", 0), peak_memory()),
-                **dose(metrics),
-            }
-            write_json(stage.record, record)
-        record |= {"status": "done", "finished": now(), "adapter_sha256": adapter_hash(stage.adapter)}
-        write_json(stage.record, record)
+        job, workflow, backbone = self.job, self.workflow, self.backbone
+        if task.name == "recover":
+            config, prompts, tuned = workflow.recover, job.prompts, self.run.adapters()["tuned"]
+            with provided(config, job.recovery, prompts, backbone, stage, line.note) as more:
+                recover(config, prompts, backbone, tuned, stage, line, more)
+            return
+        start = find_adapter(workflow.start) if workflow.start else None
+        if workflow.finetune.method == "self-distill":
+            self_distill(workflow.finetune, *job.self_distillation, backbone, start, stage, line)
+        else:
+            examples = job.examples
+            finetune(workflow.finetune, examples.encoded, examples.replay, backbone, start, stage, line)
 
     def _measure(self, task: Task) -> None:
-        """Measure one state on one suite."""
+        """Measure one state on one suite, or its closeness to base."""
         from opdcl.stages.closeness import measure_closeness
         from opdcl.stages.evaluate import evaluate
 
@@ -314,17 +312,18 @@ class Session:
             backbone.drop_adapters()
             backbone.load_adapter(adapter, "student")
             self._measured_state = task.state
-        forget(run, run.eval_result(task.state, task.suite), run.eval_samples(task.state, task.suite))
+        seals.forget(run, run.eval_result(task.state, task.suite), run.eval_samples(task.state, task.suite))
         model = {"id": self.workflow.model.id, "adapter_sha256": adapter_hash(adapter) if adapter else None}
         record = {"role": task.role, "model": model, "fingerprint": task.fingerprint}
-        measure: Any = measure_closeness
-        asked: Any = self.job.closeness
-        if task.suite != CLOSENESS:
-            measure, asked = evaluate, self.job.suite(task.suite)
-            if config.server and asked.generative:
-                model["decoded"] = "on a server"
         with self.output.stage(task.label) as line:
-            result = measure(config, asked, backbone, task.state, run, record, line, adapter)
+            place = backbone, task.state, run, record, line, adapter
+            if task.suite == CLOSENESS:
+                result = measure_closeness(config, self.job.closeness, *place)
+            else:
+                suite = self.job.suite(task.suite)
+                if config.server and suite.generative:
+                    model["decoded"] = "on a server"
+                result = evaluate(config, suite, *place)
             metric = result["metric"]
             line.note(f"{metric} {result['metrics'][metric]:.3f} (n = {result['n']})")
 
@@ -339,7 +338,7 @@ class Session:
             digest = StageDir(folder.parent).state()["adapter_sha256"]
             adapters[state] = {"path": str(folder.relative_to(run.path)), "sha256": digest}
         self.manifest["adapters"] = adapters
-        forget(run, run.manifest)
+        seals.forget(run, run.manifest)
         write_json(run.manifest, self.manifest)
 
 
@@ -358,7 +357,7 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracking: Tracking) 
     results = Results(run)
     summary = results.summary
     verdicts = gates.judge(workflow.gates.model_dump(), results)
-    seal_new(run)
+    seals.seal_new(run)
     for file in write(results):
         output.note(f"wrote {file}")
     report = run.reports[0].read_text(encoding="utf-8")
@@ -400,10 +399,12 @@ def _own(job: Job) -> Iterator[Job]:
         yield job
         return
     with tempfile.TemporaryDirectory(prefix="opdcl-") as scratch:
-        copy = Path(scratch) / job.run.path.name
-        shutil.copytree(job.run.path, copy)
+        folder = Path(scratch) / job.run.path.name
+        shutil.copytree(job.run.path, folder)
         parallel.all_values(None)
-        yield replace(job, run=RunDir(copy))
+        mine = copy.copy(job)
+        mine.run = RunDir(folder)
+        yield mine
 
 
 def steps_done(run: RunDir, before: StageDir | None = None) -> int:

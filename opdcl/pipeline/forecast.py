@@ -216,7 +216,7 @@ def _recovery_need(job: Job, config: RecoverConfig, prompts: dict[StreamName, Pr
 
 def _eval_need(job: Job, suite: str, size: Size) -> int:
     """Return the bytes that measuring a state on a suite takes if all answers are as long as they may be."""
-    config, asked = job.workflow.eval, job.asked(suite)
+    config, asked = job.workflow.eval, job.prompt_ids[suite]
     if not asked:
         return size.merged + LOGIT_BYTES
     batch, answer = DRAWN_TOGETHER, config.closeness_tokens

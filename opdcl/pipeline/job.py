@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from opdcl.config.evaluate import CLOSENESS, EvalConfig
+from opdcl.config.load import with_setting
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.shipped import shipped_suites, split_part
 from opdcl.config.workflow import Workflow
 from opdcl.data import scoring
 from opdcl.data.chat import encode_prompt
-from opdcl.data.examples import Examples, bad_rows, read_examples
+from opdcl.data.examples import Examples, TrainingRows, bad_rows, read_examples
 from opdcl.data.rows import Row, check_prompts
 from opdcl.errors import UsageError, nearest_path
 from opdcl.pipeline.defaults import named_after, resolve_for_machine, text_config, with_steps
-from opdcl.pipeline.plan import STAGE_NUMBERS, Records, StageRecord, Task, make_plan, stage_folder
-from opdcl.pipeline.sources import Sources
-from opdcl.rundir.files import RESTORE
-from opdcl.rundir.hashes import ADAPTER, file_hash, hash_value
-from opdcl.rundir.identity import Identity
+from opdcl.pipeline.inputs import Inputs
+from opdcl.pipeline.plan import Task, make_plan
+from opdcl.pipeline.records import read_records
+from opdcl.rundir.hashes import hash_value
 from opdcl.rundir.layout import RunDir
-from opdcl.rundir.records import read_result
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,60 +33,47 @@ if TYPE_CHECKING:
     from opdcl.data.suites import Suite
     from opdcl.types import Prompts, StreamName
 
-T = TypeVar("T")
 
-# The settings on which everything depends that is read from files: whose tokens, and which columns.
-READING = {"model", "start", "columns"}
-# The settings of a fine-tune on which its encoded rows depend.
-ENCODING = {"data", "max_length", "long_rows", "bad_rows", "replay", "method"}
-
-
-@dataclass(frozen=True, eq=False)
 class Job:
-    """What one run is to do. `automatic` has the origin of each setting that was left at `auto`."""
+    """What one run is to do. What follows from its settings is made when it is first asked for, and kept.
 
-    workflow: Workflow
-    run: RunDir
-    sources: Sources
-    origins: dict[str, str]
-    automatic: dict[str, str]
+    `automatic` has the origin of each setting that was left at `auto`.
+    """
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         workflow: Workflow,
         run: RunDir,
-        sources: Sources | None = None,
+        inputs: Inputs | None = None,
         origins: dict[str, str] | None = None,
-    ) -> Job:
+    ) -> None:
         """Resolve a workflow: its recovery practises the fine-tune's rows if it names no domain, and numbers
         take the place of `auto`.
 
         Raises:
             UsageError: A file of rows, the model, or the adapter to start from was not found.
         """
-        sources = sources or Sources()
+        self.workflow, self.run, self.inputs = workflow, run, inputs or Inputs()
+        self._suites: dict[str, Suite] = {}
         finetune, recover = workflow.finetune, workflow.recover
-        rows = sources.finetune_rows(workflow).usable if finetune else []
         # Plain text has no question to sample on.
-        if finetune and recover and not recover.domain and all(row.prompt for row in rows):
-            domain = recover.model_copy(update={"domain": finetune.data})
-            workflow = workflow.model_copy(update={"recover": domain})
-        workflow, automatic = resolve_for_machine(named_after(workflow, run.path))
-        job = cls(workflow, run, sources, {**(origins or {}), **automatic}, automatic)
-        if not recover or recover.steps != "auto":
-            return job
-        workflow, steps = with_steps(workflow, job.learned_tokens if finetune else None)
-        return replace(job, workflow=workflow, origins=job.origins | steps, automatic=automatic | steps)
+        has_questions = finetune is not None and all(row.prompt for row in self.training_rows.usable)
+        if recover and not recover.domain and has_questions:
+            self.workflow = with_setting(workflow, "recover.domain", finetune.data)
+        self.workflow, self.automatic = resolve_for_machine(named_after(self.workflow, run.path))
+        if recover and recover.steps == "auto":
+            self.workflow, steps = with_steps(self.workflow, self.learned_tokens if finetune else None)
+            self.automatic |= steps
+        self.origins = {**(origins or {}), **self.automatic}
 
-    def _once(self, parts: dict[str, Any], make: Callable[[], T]) -> T:
-        """Return what is made of these parts and of `READING`; runs in which all are equal share it."""
-        reading = self.workflow.model_dump(include=READING)
-        return self.sources.once(Identity(reading | parts).key, make)
+    @cached_property
+    def training_rows(self) -> TrainingRows:
+        """The checked rows of the fine-tune."""
+        return self.inputs.training_rows(self.workflow)
 
     def rows(self, source: str, split: str = "train") -> list[Row]:
         """Return the checked rows of a source, read by the workflow's names of columns."""
-        return self.sources.rows(source, split, self.workflow.columns)
+        return self.inputs.rows(source, split, self.workflow.columns)
 
     def _asked_in(self, stage: Literal["recover", "eval"], rows: list[Row]) -> list[Row]:
         """Return prompts as a stage asks them: with its system prompt, where they bring none."""
@@ -99,34 +84,23 @@ class Job:
         """Return a loaded suite."""
         from opdcl.data.suites import load_suite
 
-        config = self.workflow.eval or EvalConfig()
-        limit = config.max_new_tokens if name in config.data else None
-        # The data of a group are those of its tasks.
-        system, trusted = self.workflow.system_of("eval"), self.workflow.model.trust_remote_code
-        parts = {"suite": name, "limit": limit, "system": system, "data": config.data}
+        if name not in self._suites:
+            config, trusted = self.workflow.eval or EvalConfig(), self.workflow.model.trust_remote_code
+            suite = load_suite(
+                name, config, lambda source: self._asked_in("eval", self.rows(source)), trusted
+            )
+            suite.system = self.workflow.system_of("eval")
+            self._suites[name] = suite
+        return self._suites[name]
 
-        def rows_of(source: str) -> list[Row]:
-            return self._asked_in("eval", self.rows(source))
-
-        def load() -> Suite:
-            suite = load_suite(name, config, rows_of, trusted)
-            suite.system = system
-            return suite
-
-        return self._once(parts, load)
-
-    @property
+    @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The base model's tokenizer, or that of a tuned model with more tokens."""
         from opdcl.model.adapters import tuned_model
         from opdcl.model.more_tokens import shared_tokenizer
 
-        def load() -> PreTrainedTokenizerBase:
-            tuned = tuned_model(start, base)
-            return shared_tokenizer(base, tuned, self.sources.tokenizer)
-
-        base, start = self.workflow.model, self.workflow.start
-        return self._once({"part": "tokenizer"}, load)
+        base = self.workflow.model
+        return shared_tokenizer(base, tuned_model(self.workflow.start, base), self.inputs.tokenizer)
 
     @cached_property
     def shape(self) -> Any:
@@ -145,16 +119,11 @@ class Job:
         Raises:
             UsageError: A row is refused.
         """
-        config = self.workflow.finetune
-        rows = self.sources.finetune_rows(self.workflow)
+        config, rows = self.workflow.finetune, self.training_rows
         if config.method == "self-distill":  # which samples answers, and so has no sequences beforehand
             return Examples(rows.usable, [*bad_rows(rows.errors), *rows.notes])
-
-        def encode() -> Examples:
-            replay = self.rows(config.replay.prompts) if config.replays else []
-            return read_examples(rows, config, self.tokenizer, replay, self.sources.tell)
-
-        return self._once({"examples": config.model_dump(include=ENCODING)}, encode)
+        replay = self.rows(config.replay.prompts) if config.replays else []
+        return read_examples(rows, config, self.tokenizer, replay, self.inputs.tell)
 
     @property
     def learned_tokens(self) -> int:
@@ -220,21 +189,18 @@ class Job:
             return []
         return self._asked_in("eval", check_prompts(self.rows(config.closeness))[: config.limit])
 
-    def asked(self, name: str) -> list[list[int]]:
-        """Return the token ids of the prompts of a suite, or of closeness, that each state answers.
+    @cached_property
+    def prompt_ids(self) -> dict[str, list[list[int]]]:
+        """The token ids of the prompts that each state answers, by suite, closeness among them.
 
-        It is empty where the likelihoods of given texts are compared.
+        There are none where the likelihoods of given texts are compared.
         """
         config = self.workflow.eval
-
-        def encode() -> list[list[int]]:
-            if name == CLOSENESS:
-                return [encode_prompt(row, self.tokenizer, sys.maxsize) for row in self.closeness]
+        ids = {CLOSENESS: [encode_prompt(row, self.tokenizer, sys.maxsize) for row in self.closeness]}
+        for name in config.suites():
             suite = self.suite(name)
-            return suite.encode(config.limit, self.tokenizer) if suite.generative else []
-
-        settings = config.model_dump(include={"data", "limit", "max_new_tokens", "closeness"})
-        return self._once({"asked": name, "system": self.workflow.system_of("eval"), **settings}, encode)
+            ids[name] = suite.encode(config.limit, self.tokenizer) if suite.generative else []
+        return ids
 
     @cached_property
     def hashes(self) -> dict[str, str]:
@@ -242,7 +208,7 @@ class Job:
         from opdcl.model.adapters import start_files
         from opdcl.model.load import model_files
 
-        workflow, hash_of = self.workflow, self.sources.hash_of
+        workflow, hash_of = self.workflow, self.inputs.hash_of
         recover, evaluation = workflow.recover, workflow.eval
         fields = workflow.data_sources()
         suites: dict[str, str] = {}
@@ -251,7 +217,7 @@ class Job:
             suites = {f"eval.suite.{suite}": suite for suite in evaluation.suites()}
         if recover and recover.reward:
             suites["recover.reward.suite"] = recover.reward.suite
-        hashes = {key: self.sources.hash(source) for key, source in fields.items()}
+        hashes = {key: self.inputs.hash(source) for key, source in fields.items()}
         if workflow.columns:  # they decide what is read
             hashes = {key: hash_value([value, workflow.columns]) for key, value in hashes.items()}
         for key, place in workflow.adapters().items():
@@ -276,33 +242,10 @@ class Job:
         if evaluation := self.workflow.eval:
             _ = self.closeness
             for suite, path in evaluation.data.items():
-                if path not in self.sources.given and not os.path.exists(split_part(path)[0]):
+                if path not in self.inputs.given and not os.path.exists(split_part(path)[0]):
                     hint = f"--data {suite}={nearest_path(path) or 'PATH'}"
                     raise UsageError(f"eval.data.{suite}: {path} does not exist", hint)
 
     def plan(self) -> list[Task]:
         """Return what there is to do in the run directory, as it is now."""
         return make_plan(self.workflow, self.hashes, read_records(self.run))
-
-
-def read_records(run: RunDir) -> Records:
-    """Read what a run directory holds: stage records with the hashes of their adapters, and results."""
-    stages, results = {}, {}
-    for name in STAGE_NUMBERS:
-        stage = stage_folder(run, name)
-        state = stage.state()
-        if not state:
-            continue
-        needed = ["fingerprint", "adapter_sha256"] if stage.is_done() else ["fingerprint"]
-        for key in needed:
-            if not state.get(key):
-                raise UsageError(f"{stage.record} is damaged: it has no {key}", RESTORE)
-        if stage.is_done():
-            weights = stage.adapter / ADAPTER
-            stages[name] = StageRecord(state, weights=file_hash(weights) if weights.is_file() else None)
-        else:
-            checkpoint = stage.last_checkpoint()
-            stages[name] = StageRecord(state, checkpoint=checkpoint.name if checkpoint else None)
-    for file in run.evals.glob("*/*.json"):
-        results[file.parent.name, file.stem] = read_result(file).get("fingerprint")
-    return Records(stages, results)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.section import FINGERPRINT
 from opdcl.config.workflow import MACHINE, Workflow, meaningful_settings
+from opdcl.pipeline.records import STAGE_NUMBERS, Records, StoredStage
 from opdcl.rundir.identity import Identity
-from opdcl.rundir.layout import STAGE_OF, RunDir, StageDir
+from opdcl.rundir.layout import STAGE_OF
 
 Action = Literal["run", "resume", "skip", "stale", "take"]
-
-STAGE_NUMBERS = {"finetune": 1, "recover": 2}
 
 # What the answers of an evaluation depend on, besides model and suite.
 DECODING = {"limit", "max_new_tokens", "thought_tokens", "batch_size", "server"}
@@ -41,41 +39,6 @@ class Task:
     @property
     def label(self) -> str:
         return f"eval {self.suite} {self.state}" if self.name == "eval" else self.name
-
-
-@dataclass(frozen=True)
-class StageRecord:
-    """A training stage on disk: its `stage.json`, its adapter's hash, its newest checkpoint's name."""
-
-    state: Mapping[str, Any]
-    weights: str | None = None
-    checkpoint: str | None = None
-
-    @property
-    def done(self) -> bool:
-        return self.state.get("status") == "done"
-
-
-@dataclass(frozen=True)
-class Records:
-    """What a run directory holds: stages by name, and fingerprints of results by state and suite."""
-
-    stages: Mapping[str, StageRecord] = field(default_factory=dict)
-    results: Mapping[tuple[str, str], str | None] = field(default_factory=dict)
-
-    @property
-    def empty(self) -> bool:
-        """Whether nothing was made: no finished stage, no checkpoint, no result."""
-        return not self.results and not any(s.done or s.checkpoint for s in self.stages.values())
-
-    def finished(self, stage: str) -> str | None:
-        """Return the fingerprint of a stage that is done, or None."""
-        record = self.stages.get(stage)
-        return record.state["fingerprint"] if record and record.done else None
-
-
-def stage_folder(run: RunDir, name: str) -> StageDir:
-    return run.stage(STAGE_NUMBERS[name], name)
 
 
 def make_plan(workflow: Workflow, hashes: dict[str, str], records: Records) -> list[Task]:
@@ -116,25 +79,24 @@ def _stage_inputs(workflow: Workflow, hashes: dict[str, str], records: Records) 
     return inputs
 
 
-def _was_not_recorded(part: str, record: StageRecord | None) -> bool:
+def _was_not_recorded(part: str, stored: StoredStage | None) -> bool:
     """Return whether a stage on disk was made before the contents of other models were recorded."""
-    return record is not None and part.endswith(".model") and part not in record.state.get("inputs", {})
+    return stored is not None and part.endswith(".model") and part not in stored.record.inputs
 
 
-def _training_action(record: StageRecord | None, identity: Identity) -> tuple[Action, str]:
+def _training_action(stored: StoredStage | None, identity: Identity) -> tuple[Action, str]:
     """Return what to do about a training stage, and why."""
-    if record is None:
+    if stored is None:
         return "run", "not started"
-    if record.state["fingerprint"] != identity.key:
-        if not (record.done or record.checkpoint):
+    if stored.record.fingerprint != identity.key:
+        if not (stored.record.is_done or stored.checkpoint):
             return "run", "an earlier try with other settings or data made nothing"
-        changed = identity.changed_since(record.state.get("inputs", {}))
-        return "stale", f"changed: {', '.join(changed)}"
-    if record.done:
-        if record.weights and record.weights == record.state.get("adapter_sha256"):
+        return "stale", f"changed: {', '.join(identity.changed_since(stored.record.inputs))}"
+    if stored.record.is_done:
+        if stored.weights and stored.weights == stored.record.adapter_sha256:
             return "skip", "done"
-        return "stale", f"was done, but its adapter {'has changed' if record.weights else 'is missing'}"
-    why = f"from {record.checkpoint}" if record.checkpoint else "stopped before its first checkpoint"
+        return "stale", f"was done, but its adapter {'has changed' if stored.weights else 'is missing'}"
+    why = f"from {stored.checkpoint}" if stored.checkpoint else "stopped before its first checkpoint"
     return "resume", why
 
 

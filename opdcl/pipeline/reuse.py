@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 from opdcl.config.finetune import LoraSection
 from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
-from opdcl.pipeline.plan import Task, stage_folder
-from opdcl.rundir.files import folder_appears_whole, now, write_atomic, write_json
+from opdcl.pipeline.plan import Task
+from opdcl.pipeline.records import StageRecord, stage_folder
+from opdcl.rundir.files import folder_appears_whole, write_atomic
 from opdcl.rundir.identity import weights_of_base
-from opdcl.rundir.layout import RunDir
+from opdcl.rundir.layout import RunDir, StageDir
 from opdcl.rundir.records import read_result
 from opdcl.rundir.seals import forget
 
@@ -25,14 +26,16 @@ if TYPE_CHECKING:
 
 
 def copy_finished(tasks: Sequence[Task], run: RunDir, donors: Sequence[RunDir], weights: str) -> list[str]:
-    """Copy the outcome of each task not yet started from the first donor that has it; return notes.
+    """Copy the outcome of each task that begins anew from the first donor that has it; return notes.
 
     `weights` is the hash of base's weights, which a donor must share.
     """
     finished = [(donor, outcomes(donor)) for donor in donors]
     notes: list[str] = []
     for task in tasks:
-        if task.action != "run":
+        result, samples = (of(task.state, task.suite) for of in (run.eval_result, run.eval_samples))
+        lacks_result = task.name == "eval" and not result.exists()
+        if task.action not in ("run", "stale") and not lacks_result:
             continue
         alike = [donor for donor, fingerprints in finished if task.fingerprint in fingerprints]
         donor = next((donor for donor in alike if weights_of_base(donor.read_manifest()) == weights), None)
@@ -41,10 +44,6 @@ def copy_finished(tasks: Sequence[Task], run: RunDir, donors: Sequence[RunDir], 
             continue
         notes.append(f"{task.label}: taken from {donor.path.name}")
         if task.name == "eval":
-            result, samples = (
-                run.eval_result(task.state, task.suite),
-                run.eval_samples(task.state, task.suite),
-            )
             forget(run, result, samples)
             write_atomic(samples, donor.eval_samples(task.state, task.suite).read_bytes())
             write_atomic(result, donor.eval_result(task.state, task.suite).read_bytes())
@@ -106,32 +105,26 @@ def take_start(workflow: Workflow, run: RunDir, task: Task, backbone: Backbone) 
     An adapter is copied. On a model that was tuned as a whole there is none yet: a new one changes nothing.
     """
     from opdcl.model.adapters import start_files, tuned_model
-    from opdcl.rundir.hashes import adapter_hash
 
     place = str(workflow.start)
     tuned = tuned_model(place, workflow.model)
-    record = {
-        "stage": task.name,
-        "status": "done",
-        "fingerprint": task.fingerprint,
-        "config": {},
-        "inputs": task.inputs,
-        "taken_from": place,
-        "finished": now(),
-        "cost": {},
-    }
+    record = StageRecord(
+        stage=task.name,
+        fingerprint=task.fingerprint,
+        inputs=task.inputs,
+        taken_from=place,
+        tuned_model=tuned.model_dump() if tuned else None,
+    )
     with folder_appears_whole(stage_folder(run, task.name).path) as temporary:
-        adapter = temporary / "adapter"
+        stage = StageDir(temporary)
         if tuned:
             from opdcl.training import save_adapter
 
-            record["tuned_model"] = tuned.model_dump()
             backbone.new_adapter(LoraSection(), seed=0)
-            save_adapter(backbone, adapter)
+            save_adapter(backbone, stage.adapter)
         else:
-            adapter.mkdir()
+            stage.adapter.mkdir()
             # A trainer's folder may hold much else: checkpoints, optimizer states, logs.
             for file in start_files(place):
-                shutil.copyfile(file, adapter / file.name)
-        record["adapter_sha256"] = adapter_hash(adapter)
-        write_json(temporary / "stage.json", record)
+                shutil.copyfile(file, stage.adapter / file.name)
+        record.finish(stage)

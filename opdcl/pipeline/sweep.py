@@ -2,7 +2,7 @@
 
     opdcl run ablation
 
-What two runs have in common is made once (`pipeline.reuse`) and read once (`pipeline.sources`). An arm may
+What two runs have in common is made once (`pipeline.reuse`) and read once (`pipeline.inputs`). An arm may
 continue an earlier arm's adapter, or learn from it: `arm:NAME` in place of a path is the run of that arm with
 the same seed.
 """
@@ -17,9 +17,9 @@ from opdcl.config.load import flatten, validate
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output
 from opdcl.errors import GateError, InconclusiveError, Interrupted, OpdclError, UsageError
+from opdcl.pipeline.inputs import Inputs
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.reuse import offered
-from opdcl.pipeline.sources import Sources
 from opdcl.rundir.layout import RunDir
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _other_runs(out: Path, runs: dict[str, Workflow]) -> list[RunDir]:
 
 
 def describe_all(
-    flow: Workflow, origins: dict[str, str], out: Path, sources: Sources, force: bool = False
+    flow: Workflow, origins: dict[str, str], out: Path, inputs: Inputs, force: bool = False
 ) -> tuple[list[list[str]], list[dict[str, Any]]]:
     """Return what each run would do, as table rows and as data. Writes nothing."""
     from opdcl.pipeline.dry_run import describe
@@ -107,14 +107,14 @@ def describe_all(
             rows.append([name, "all stages", "run", why])
             plans.append({"run": name, "tasks": [], "why": why})
             continue
-        lines, plan = describe(Job.of(workflow, RunDir(out / name), sources, origins), force, made_by)
+        lines, plan = describe(Job(workflow, RunDir(out / name), inputs, origins), force, made_by)
         rows += [[name, *line] for line in lines if line[0] != "machine"]
         plans.append({"run": name, **plan})
     return rows, plans
 
 
 def execute_all(
-    flow: Workflow, origins: dict[str, str], out: Path, sources: Sources, output: Output, force: bool = False
+    flow: Workflow, origins: dict[str, str], out: Path, inputs: Inputs, output: Output, force: bool = False
 ) -> Compared | None:
     """Run every arm with every seed, then compare them; return the comparison, or None of a single run.
 
@@ -144,7 +144,7 @@ def execute_all(
             for needed in _needs(workflow, out):
                 if needed.name in failed:
                     raise OpdclError(f"{name} needs {needed.name}, which failed")
-            execute(Job.of(workflow, run, sources, origins), output, force, [*finished, *donors])
+            execute(Job(workflow, run, inputs, origins), output, force, [*finished, *donors])
         except (UsageError, Interrupted):
             raise
         except (GateError, InconclusiveError) as fault:

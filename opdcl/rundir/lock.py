@@ -31,13 +31,15 @@ BEAT, SILENCE = 60.0, 300.0
 def locked(run: RunDir, note: Callable[[str], None] = lambda text: None) -> Iterator[dict | None]:
     """Lock the run for this process and yield the previous owner if it died without unlocking, else None.
 
-    The lock file stays: deleting it would let two processes lock two files of the same name. It contains
-    the owner, who touches it every minute, and is empty while nobody holds the lock. On a shared disk, the
-    owner on another machine counts as dead after five minutes; `note` is told of the wait.
+    The lock file stays: deleting it would let two processes lock two files of the same name. Only if nothing
+    else was written into a new directory, both go. The file contains the owner, who touches it every minute,
+    and is empty while nobody holds the lock. On a shared disk, the owner on another machine counts as dead
+    after five minutes; `note` is told of the wait.
 
     Raises:
         UsageError: Another process holds the lock, or the file system has no locks.
     """
+    new = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
     run.path.mkdir(parents=True, exist_ok=True)
     file = run.path / ".lock"
     try:
@@ -67,6 +69,11 @@ def locked(run: RunDir, note: Callable[[str], None] = lambda text: None) -> Iter
             ended.set()
             if file.exists() and not is_lost(file, mine):
                 file.write_text("")
+                if new and os.listdir(run.path) == [file.name]:
+                    file.unlink()
+                    with contextlib.suppress(OSError):  # another command has begun to use one of them
+                        for folder in new:
+                            folder.rmdir()
 
 
 def _beat(file: Path, mine: str, ended: threading.Event) -> None:

@@ -44,7 +44,7 @@ CANNOT = {
     "hf": "needs the Hub; tests/e2e/test_hub.py has one of its own",
     "ollama": "needs Ollama",
     "accelerate launch": "takes a GPU per process; tests/e2e/test_processes.py launches its configurations",
-    "opdcl run repair.yaml": "small sizes would add a fine-tune; tests/unit/pipeline/test_begin.py runs it",
+    "opdcl run repair.yaml": "small sizes would add a fine-tune; tests/unit/pipeline/test_open.py runs it",
     **dict.fromkeys(
         (
             "opdcl recover my-adapter --domain rows.jsonl -o runs/quantized",

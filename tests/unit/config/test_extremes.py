@@ -10,8 +10,8 @@ from opdcl.config.reference import describe_fields
 from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
 from opdcl.pipeline.dry_run import describe
+from opdcl.pipeline.inputs import Inputs
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.sources import Sources
 from opdcl.rundir.layout import RunDir
 
 EXTREMES = ("-1", "0", "1e-9", "5", "1000000000", "1e9", "4294967296", ".nan", ".inf", "-.inf")
@@ -58,7 +58,7 @@ def numeric_keys() -> list[str]:
 @pytest.fixture(scope="module")
 def project(tiny_model, tmp_path_factory):
     """A project, and its rows and tokenizer, which are read once."""
-    return make_project(tmp_path_factory.mktemp("extremes"), tiny_model), Sources()
+    return make_project(tmp_path_factory.mktemp("extremes"), tiny_model), Inputs()
 
 
 def fault_of(project, *settings: str) -> UsageError | None:
@@ -66,7 +66,7 @@ def fault_of(project, *settings: str) -> UsageError | None:
     folder, sources = project
     try:
         workflow, origins = load(["tiny.yaml"], [*settings])
-        describe(Job.of(workflow, RunDir(folder / "run"), sources, origins))
+        describe(Job(workflow, RunDir(folder / "run"), sources, origins))
     except UsageError as fault:
         return fault
     return None

@@ -108,7 +108,7 @@ def test_recovery_asks_for_each_call_and_for_the_answer_after_the_result(tmp_pat
     (tmp_path / "rows.jsonl").write_text(json.dumps({**ROW, "messages": again}))
     path = str(tmp_path / "rows.jsonl")
     workflow = Workflow.model_validate({"recover": {"general": [path], "domain": path}})
-    recovery = Job.of(workflow, RunDir(tmp_path)).recovery
+    recovery = Job(workflow, RunDir(tmp_path)).recovery
     tokenizer = make_tokenizer(FAMILIES["qwen3"])
     endings = [QWEN_ASKED, QWEN_CALL + QWEN_RESULT, QWEN_CALL + QWEN_RESULT]
     for stream in ("general", "domain"):

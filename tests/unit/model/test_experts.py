@@ -17,8 +17,8 @@ from opdcl.model.accept import load_backbone
 from opdcl.model.adapter_files import check_on_base
 from opdcl.model.adapters import find_adapter
 from opdcl.model.lora import base_weight
+from opdcl.pipeline.checks import check_targets
 from opdcl.pipeline.forecast import adapted_share
-from opdcl.pipeline.preflight import check_targets
 from opdcl.training import save_adapter
 
 # Stored as (experts, out, in), in gpt-oss as (experts, in, out) and with biases.

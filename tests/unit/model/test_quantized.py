@@ -271,6 +271,6 @@ def test_the_forecast_counts_quantized_weights_and_no_merged_copy(tiny_model, tm
             "model": {"id": str(tiny_model), "quantization": kind},
             "eval": {"retention": ["instructions"], "batch_size": 4},
         }
-        job = Job.of(validate(tree), RunDir(tmp_path / "run"))
+        job = Job(validate(tree), RunDir(tmp_path / "run"))
         needs.append(forecast(job, job.plan())["memory_bytes"]["eval"])
     assert needs[0] > needs[1] > needs[2]

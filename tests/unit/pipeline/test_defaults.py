@@ -9,8 +9,8 @@ from safetensors.numpy import save_file
 from opdcl.config.load import load_tree, validate
 from opdcl.errors import UsageError
 from opdcl.pipeline.defaults import describe_automatic, resolve, resolve_for_machine, with_dtype, with_steps
-from opdcl.pipeline.job import read_records
 from opdcl.pipeline.plan import make_plan
+from opdcl.pipeline.records import read_records
 from opdcl.rundir.layout import RunDir
 
 AUTOMATIC = {

@@ -6,10 +6,11 @@ import pytest
 from helpers.tiny import make_mixture, make_project
 
 from opdcl.config.load import load
+from opdcl.pipeline.checks import checked_plan
 from opdcl.pipeline.dry_run import data_table, describe
 from opdcl.pipeline.forecast import opening, size_of
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.preflight import checked_plan
+from opdcl.pipeline.records import Records
 from opdcl.rundir.layout import RunDir
 
 
@@ -20,7 +21,7 @@ def plan(tiny_model, tmp_path, monkeypatch):
 
     def plan(*settings: str) -> dict:
         workflow, origins = load(["tiny.yaml"], [*settings])
-        return describe(Job.of(workflow, RunDir(tmp_path / "run"), origins=origins))[1]
+        return describe(Job(workflow, RunDir(tmp_path / "run"), origins=origins))[1]
 
     return plan
 
@@ -110,8 +111,8 @@ def test_a_file_alone_is_said_where_shipped_prompts_could_be_mixed_in(plan, tmp_
 
 
 def test_the_opening_names_model_rows_device_stages_and_directory(plan, tmp_path):
-    job = Job.of(load(["tiny.yaml"])[0], RunDir(tmp_path / "run"))
-    tasks, notes = checked_plan(job)
+    job = Job(load(["tiny.yaml"])[0], RunDir(tmp_path / "run"))
+    tasks, notes = checked_plan(job, Records())
     line = opening(job, tasks)
     for words in (
         str(job.workflow.model.id),

@@ -17,7 +17,7 @@ from opdcl.model.backbone import Backbone
 from opdcl.pipeline.defaults import resolve_for_machine, with_dtype
 from opdcl.pipeline.execute import command_line, execute
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.plan import stage_folder
+from opdcl.pipeline.records import stage_folder
 from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import RunDir
@@ -34,7 +34,7 @@ def begun(tmp_path, tiny_model):
     other = "float32" if here.model.dtype == "bfloat16" else "bfloat16"
     finetune = workflow.finetune.model_copy(update={"batch_size": 7})
     elsewhere, _ = with_dtype(workflow.model_copy(update={"finetune": finetune}), other, "cuda")
-    job = Job.of(elsewhere, run)
+    job = Job(elsewhere, run)
     (task,) = job.plan()
     record = {"status": "running", "fingerprint": task.fingerprint, "inputs": task.inputs}
     stage = stage_folder(run, "finetune")
@@ -49,13 +49,13 @@ def begun(tmp_path, tiny_model):
 def test_another_automatic_value_is_refused_with_the_option_that_keeps_the_first(begun):
     workflow, run, other = begun
     with pytest.raises(UsageError) as caught:
-        execute(Job.of(workflow, run), Output("quiet"))
+        execute(Job(workflow, run), Output("quiet"))
     assert "changed: batch_size, dtype" in caught.value.message
     assert f"--set model.dtype={other}" in caught.value.hint
     assert "--set finetune.batch_size=7" in caught.value.hint
     asked = {"model": {"id": workflow.model.id, "dtype": other}}
     asked["finetune"] = {"data": workflow.finetune.data, "batch_size": 7}
-    (task,) = Job.of(validate(asked), run).plan()
+    (task,) = Job(validate(asked), run).plan()
     assert task.action == "resume"
 
 
@@ -107,7 +107,7 @@ def test_a_run_without_stages_keeps_its_precision_too(tmp_path, tiny_model):
     write_json(run.eval_result("base", "instructions"), result)
     seal_new(run)
     with pytest.raises(UsageError, match="started in float16") as caught:
-        execute(Job.of(workflow, run), Output("quiet"))
+        execute(Job(workflow, run), Output("quiet"))
     assert "--set model.dtype=float16" in caught.value.hint
 
 

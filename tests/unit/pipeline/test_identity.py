@@ -85,6 +85,6 @@ def test_a_teacher_that_lies_here_is_known_by_its_weights(project):
     found = []
     for _ in range(2):
         workflow, _ = load(["tiny.yaml"], [f"recover.teachers={teacher}", "recover.domain_teacher=t"])
-        found.append(Job.of(workflow, RunDir("run")).hashes["recover.teachers.t.model"])
+        found.append(Job(workflow, RunDir("run")).hashes["recover.teachers.t.model"])
         replace_weights(project)
     assert found[0] != found[1]

@@ -10,8 +10,8 @@ from helpers.tiny import make_project
 from opdcl.config.load import load
 from opdcl.config.reference import describe_fields
 from opdcl.errors import UsageError
+from opdcl.pipeline.inputs import Inputs
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.sources import Sources
 from opdcl.results.origins import as_key, split_seeds
 from opdcl.rundir.files import write_json
 from opdcl.rundir.layout import RunDir
@@ -191,8 +191,8 @@ def settings_of(key: str) -> list[list[str]]:
     return [others, [*others, f"{key}={first}"]]
 
 
-def job_of(overrides: list[str], sources: Sources | None = None) -> Job:
-    return Job.of(load(["tiny.yaml"], overrides)[0], RunDir("run"), sources)
+def job_of(overrides: list[str], sources: Inputs | None = None) -> Job:
+    return Job(load(["tiny.yaml"], overrides)[0], RunDir("run"), sources)
 
 
 def read(job: Job) -> dict:
@@ -202,7 +202,7 @@ def read(job: Job) -> dict:
         "template": lambda: job.tokenizer.chat_template,
         "examples": lambda: (job.examples.encoded, job.examples.rows, job.examples.replay),
         "prompts": lambda: job.prompts,
-        "asked": lambda: [job.asked(name) for name in (*job.workflow.eval.suites(), "closeness")],
+        "asked": lambda: [job.prompt_ids[name] for name in (*job.workflow.eval.suites(), "closeness")],
         "documents": lambda: [job.suite(name).documents(3) for name in job.workflow.eval.suites()],
     }
     for name, part in parts.items():
@@ -225,7 +225,7 @@ def test_every_setting_of_the_schema_is_changed_here():
 def test_a_run_beside_another_one_reads_what_it_would_read_alone(key, project):
     """Arms share what is read; each must get what its own settings name."""
     before, after = settings_of(key)
-    shared = Sources()
+    shared = Inputs()
     read(job_of(before, shared))
     assert read(job_of(after, shared)) == read(job_of(after))
 

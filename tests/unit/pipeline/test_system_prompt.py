@@ -9,9 +9,10 @@ from helpers.tiny import make_project
 from opdcl.config.load import load, validate
 from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
+from opdcl.pipeline.checks import system_note
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.plan import Records, make_plan
-from opdcl.pipeline.preflight import system_note
+from opdcl.pipeline.plan import make_plan
+from opdcl.pipeline.records import Records
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
 
@@ -36,7 +37,7 @@ def workflow(recover: str | None = None, evaluation: str | None = None) -> Workf
 
 def asked(job: Job) -> dict[str, list[str]]:
     """Return the prompts of each use as text."""
-    found = {name: job.asked(name) for name in ("instructions", "questions", "closeness")}
+    found = {name: job.prompt_ids[name] for name in ("instructions", "questions", "closeness")}
     for stream, prompts in job.prompts.items():
         found[stream] = [prompt.ids for prompt in prompts.train]
         found[f"{stream}, held out"] = [prompt.ids for prompt in prompts.held_out]
@@ -44,26 +45,26 @@ def asked(job: Job) -> dict[str, list[str]]:
 
 
 def test_every_prompt_is_asked_with_it_unless_it_brings_its_own(project):
-    for use, prompts in asked(Job.of(workflow(USE), RunDir(project / "run"))).items():
+    for use, prompts in asked(Job(workflow(USE), RunDir(project / "run"))).items():
         own = [text for text in prompts if OWN in text or USE not in text]
         assert len(own) < len(prompts), use
         for text in prompts:
             assert text.count("system\n") == 1, (use, text)
             assert USE in text or use in ("general", "general, held out", "closeness"), (use, text)
         assert not any(OWN in text and USE in text for text in prompts)
-    plain = asked(Job.of(workflow(), RunDir(project / "run")))
+    plain = asked(Job(workflow(), RunDir(project / "run")))
     assert not any(USE in text for prompts in plain.values() for text in prompts)
 
 
 def test_the_evaluation_may_be_asked_with_another_one(project):
-    found = asked(Job.of(workflow(USE, "Answer in French."), RunDir(project / "run")))
+    found = asked(Job(workflow(USE, "Answer in French."), RunDir(project / "run")))
     assert all("Answer in French." in text for text in found["instructions"] + found["questions"])
     assert all(USE in text for text in found["domain"])
 
 
 def test_it_changes_what_is_answered_and_not_what_was_learned(project):
     def fingerprints(flow: Workflow) -> dict[str, str]:
-        job = Job.of(flow, RunDir(project / "run"))
+        job = Job(flow, RunDir(project / "run"))
         return {f"{t.label}": t.fingerprint for t in make_plan(job.workflow, job.hashes, Records())}
 
     without, used, measured = (fingerprints(workflow(*both)) for both in ((), (USE,), (None, USE)))
@@ -99,7 +100,7 @@ def test_answers_are_written_with_it(project, tiny_model):
 def test_a_difference_between_training_and_use_is_told(project, learned, used, said):
     rows = [{"question": f"Who keeps key {n}?", "answer": "Ada", "system": learned} for n in range(4)]
     (project / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    job = Job.of(workflow(used), RunDir(project / "run"))
+    job = Job(workflow(used), RunDir(project / "run"))
     note = system_note(job, used)
     assert said in note
     assert bool(note) == bool(said)

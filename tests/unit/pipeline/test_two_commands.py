@@ -37,7 +37,7 @@ def command(tmp_path, tiny_model):
             "model": {"id": str(tiny_model), "dtype": "float32"},
             "finetune": {"data": str(file), "epochs": 1, "batch_size": 4, "lora": {"r": 4, "alpha": 8}},
         }
-        return execute(Job.of(validate(tree), RunDir(tmp_path / "out")), Output("quiet"), force)
+        return execute(Job(validate(tree), RunDir(tmp_path / "out")), Output("quiet"), force)
 
     yield finetune
     _before_lock.clear()

@@ -327,7 +327,7 @@ def test_a_dry_run_reports_a_server_that_refuses_access(backbone, elsewhere, tmp
                 "loss": {"kind": "policy_gradient"},
             },
         )
-        job = Job.of(workflow, RunDir(tmp_path / "run"))
+        job = Job(workflow, RunDir(tmp_path / "run"))
         describe(job)
         server.faults = [401]
         with pytest.raises(UsageError, match="refuses: status 401") as caught:

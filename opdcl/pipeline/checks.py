@@ -19,11 +19,12 @@ from opdcl.data.rows import front_matter, left_out, shortened, unread
 from opdcl.errors import UsageError
 from opdcl.model.consent import refuse_stored_places
 from opdcl.pipeline.defaults import text_config
-from opdcl.pipeline.job import Job, read_records
-from opdcl.pipeline.plan import Task, stage_folder
+from opdcl.pipeline.job import Job
+from opdcl.pipeline.plan import Task, make_plan
+from opdcl.pipeline.records import Records
+from opdcl.pipeline.reuse import outcomes
 from opdcl.pipeline.trackers import check_trackers
 from opdcl.rundir.layout import TEMPLATE, RunDir
-from opdcl.rundir.seals import refuse_damaged
 
 if TYPE_CHECKING:
     from opdcl.types import Prompts, StreamName
@@ -37,25 +38,27 @@ SHAPE = (
 )
 
 
-def checked_plan(job: Job, force: bool = False, dry_run: bool = False) -> tuple[list[Task], list[str]]:
-    """Check the run directory, the data and what the tasks need; return the tasks, and notes for the user.
+def checked_plan(
+    job: Job, records: Records, force: bool = False, continued: RunDir | None = None, dry_run: bool = False
+) -> tuple[list[Task], list[str]]:
+    """Plan a run whose directory holds `records`, and check the data and what the tasks need.
 
-    Writes nothing. `force` permits stages that were made with other settings. A `dry_run` sends no key.
+    Writes nothing. Returns the tasks, and notes for the user. `force` permits stages that were made with
+    other settings. `continued` is a run whose fine-tune this one must have. A `dry_run` sends no key.
 
     Raises:
         UsageError: The run would refuse it later.
     """
-    workflow, run = job.workflow, job.run
-    refuse_foreign(run)
-    if not force:
-        refuse_damaged(run)
+    workflow = job.workflow
     job.check_rows()
-    tasks = job.plan()
+    tasks = make_plan(workflow, job.hashes, records)
+    if continued:
+        refuse_other_finetune(job, tasks, continued)
     if not force:
-        _refuse_stale(tasks, job)
-    _refuse_other_dtype(job)
+        _refuse_stale(job, tasks, records)
+    _refuse_other_dtype(job, records)
     todo = {task.name for task in tasks if task.unfinished}
-    refuse_stored_places(workflow, job.origins, run, todo)
+    refuse_stored_places(workflow, job.origins, job.run, todo)
     _check_machine(workflow)
     _check_gates(workflow, tasks)
     _check_tuned_model(job)
@@ -72,7 +75,7 @@ def checked_plan(job: Job, force: bool = False, dry_run: bool = False) -> tuple[
         if stage in todo:
             notes.append(system_note(job, workflow.system_of(stage)))
     _check_servers(workflow, todo, sends_key=not dry_run)
-    files = job.sources.files  # those of suites are read by now
+    files = job.inputs.files  # those of suites are read by now
     of_files = [left_out(source) for source in files]
     of_files += [unread(source, rows) for source, rows in files.items()]
     of_files += [front_matter(source, rows) for source, rows in files.items()]
@@ -97,7 +100,17 @@ def refuse_foreign(run: RunDir) -> None:
                 raise UsageError(message, hint)
 
 
-def _refuse_stale(tasks: list[Task], job: Job) -> None:
+def refuse_other_finetune(job: Job, tasks: list[Task], donor: RunDir) -> None:
+    """Refuse a second recovery whose fine-tune is not the one that `donor` holds, and would be made anew."""
+    known = outcomes(donor)
+    if all(task.fingerprint in known for task in tasks if task.name == "finetune"):
+        return
+    adapter = donor.adapters()["tuned"]
+    message = f"{job.run.path} would have another fine-tune than {donor.path}: its settings or rows differ"
+    raise UsageError(message, f"begin from the adapter: opdcl recover {adapter} --domain PROMPTS -o RUN")
+
+
+def _refuse_stale(job: Job, tasks: list[Task], records: Records) -> None:
     """Refuse a run whose finished or begun stages were made with other settings or data."""
     stale = [task for task in tasks if task.action == "stale"]
     if not stale:
@@ -105,7 +118,7 @@ def _refuse_stale(tasks: list[Task], job: Job) -> None:
     # The options that give automatic settings the values with which the stages were made.
     earlier: dict[str, str] = {}
     for task in stale:
-        for name, value in stage_folder(job.run, task.name).state().get("inputs", {}).items():
+        for name, value in records.stages[task.name].record.inputs.items():
             key = "model.dtype" if name == "dtype" else f"{task.name}.{name}"
             if task.inputs.get(name) != value and job.origins.get(key, "").startswith("auto: "):
                 earlier[key] = f"--set {key}={value}"
@@ -122,11 +135,11 @@ def _refuse_stale(tasks: list[Task], job: Job) -> None:
     raise UsageError(message, ", or ".join(ways))
 
 
-def _refuse_other_dtype(job: Job) -> None:
+def _refuse_other_dtype(job: Job, records: Records) -> None:
     """Refuse a run in another precision, in which the hash of base's weights is another one."""
     dtype = job.workflow.model.dtype
     earlier = job.run.read_manifest().get("device", {}).get("dtype", dtype)
-    if earlier != dtype and not read_records(job.run).empty:
+    if earlier != dtype and not records.empty:
         hint = f"--set model.dtype={earlier}, or a new run directory"
         raise UsageError(f"this run started in {earlier} and would continue in {dtype}", hint)
 
@@ -166,7 +179,7 @@ def _check_tuned_model(job: Job) -> None:
     shape = text_config(tuned)
     # By its own tokenizer: rows behind base's are tokens that base lacks, or padding.
     has_more = has_tokenizer(tuned) and shape.vocab_size > job.shape.vocab_size
-    has_more = has_more or job.tokenizer is not job.sources.tokenizer(base)
+    has_more = has_more or job.tokenizer is not job.inputs.tokenizer(base)
     for key in SHAPE:
         ours, theirs = getattr(job.shape, key, None), getattr(shape, key, None)
         is_longer = key == "vocab_size" and theirs > ours
@@ -178,8 +191,8 @@ def _check_tuned_model(job: Job) -> None:
             raise UsageError(message, f"{hint}; opdcl eval MODEL measures each of them alone")
     if has_tokenizer(tuned):
         check_same_tokenizer(
-            job.sources.tokenizer(base),
-            job.sources.tokenizer(tuned),
+            job.inputs.tokenizer(base),
+            job.inputs.tokenizer(tuned),
             tuned.id,
             hint=f"{hint}; it must end a turn with a token that base has",
             may_have_more=True,
@@ -229,11 +242,7 @@ def _check_models(job: Job) -> list[str]:
     models = job.workflow.models()
     if tuned := tuned_model(job.workflow.start, job.workflow.model):
         models.append(tuned)
-    notes: list[str] = []
-    for model in models:
-        key = "checked model", model.model_dump_json()
-        notes += job.sources.once(key, functools.partial(check_model, model))
-    return [*dict.fromkeys(notes)]
+    return [note for model in models for note in check_model(model)]
 
 
 def _check_finetune(job: Job) -> list[str]:
@@ -249,7 +258,7 @@ def _check_finetune(job: Job) -> list[str]:
         _, prompts = job.self_distillation
         _check_prompts(prompts)
     notes = [*examples.notes]
-    rows = job.sources.finetune_rows(job.workflow).usable
+    rows = job.training_rows.usable
     if repeated := repeated_rows(rows):
         first = repeated[0].where
         notes.append(f"{len(repeated)} of {len(rows)} rows repeat an earlier one (first: {first})")
@@ -273,7 +282,7 @@ def _check_recovery(job: Job) -> list[str]:
         hint = f"opdcl finetune ROWS -o {run.path}"
         raise UsageError(f"{run.path} has no fine-tuned adapter to recover", hint)
     for model in workflow.models()[1:]:
-        check_same_tokenizer(job.tokenizer, job.sources.tokenizer(model), f"teacher {model.id}")
+        check_same_tokenizer(job.tokenizer, job.inputs.tokenizer(model), f"teacher {model.id}")
     _check_turn_end(job)
     _check_prompts(job.prompts)
     prompts, teacher, notes = job.recovery.rows, config.teacher_of("general"), []
@@ -293,7 +302,7 @@ def _check_recovery(job: Job) -> list[str]:
         lost = "so the recovery may undo what was learned; name some with --domain"
         notes.append(f"warning: no prompts guard the domain, {lost}")
     tuned = tuned_model(workflow.start, workflow.model)
-    has_its_tokens = job.tokenizer is job.sources.tokenizer(workflow.model)
+    has_its_tokens = job.tokenizer is job.inputs.tokenizer(workflow.model)
     if tuned and has_its_tokens:
         pair = shlex.join([str(workflow.start), "--base", workflow.model.id])
         command = f"opdcl export {pair} --format adapter -o ADAPTER"
@@ -308,7 +317,7 @@ def system_note(job: Job, used: str | None) -> str:
     """Say where rows were learned with another system prompt than prompts are answered with; else nothing."""
     workflow = job.workflow
     if workflow.finetune:
-        rows = job.sources.finetune_rows(workflow).usable
+        rows = job.training_rows.usable
     elif workflow.recover and workflow.recover.domain:
         rows = job.rows(workflow.recover.domain)
     else:
@@ -359,8 +368,7 @@ def check_adapters(job: Job) -> list[str]:
                 f"warning: adapter {start} was saved with tokens that base lacks: {shown}; they are not used"
             )
     for folder in foreign_adapters(job.workflow):
-        key = "checked adapter", folder, model.model_dump_json()
-        notes += job.sources.once(key, functools.partial(check_on_base, folder, model))
+        notes += check_on_base(folder, model)
     return notes
 
 
@@ -396,7 +404,7 @@ def _check_suites(job: Job, to_do: bool) -> None:
         return
     for suite in suites:
         # As in lm-eval, texts whose likelihood is asked for lose their beginning.
-        for number, ids in enumerate(job.asked(suite.name)):
+        for number, ids in enumerate(job.prompt_ids[suite.name]):
             place = functools.partial(suite.place, number)
             max_answer_tokens(config, suite.answering.max_tokens, len(ids), job.context, place)
     for row in job.closeness:

@@ -10,7 +10,7 @@ from helpers.tiny import make_project
 from opdcl.config.finetune import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
-from opdcl.pipeline.preflight import check_targets
+from opdcl.pipeline.checks import check_targets
 from opdcl.rundir.files import read_json, read_jsonl, write_atomic, write_json
 from opdcl.rundir.layout import RunDir
 

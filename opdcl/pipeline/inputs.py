@@ -1,11 +1,11 @@
-"""What the runs of a command read from files and models: each once, whatever the number of runs."""
+"""What the runs of a command read, each once: rows by source, tokenizers by model, hashes by file."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from opdcl.config.model import ModelConfig
 from opdcl.config.shipped import SHIPPED_DATA, package_folder
@@ -19,11 +19,9 @@ from opdcl.rundir.hashes import hash_files
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-T = TypeVar("T")
 
-
-class Sources:
-    """The data of a run, or of all arms of a sweep. Each file is parsed once, and each suite is built once.
+class Inputs:
+    """The inputs of a run, or of all arms of a sweep. What a run makes of them is its own, in its `Job`.
 
     A file that is edited during a run is not read again, so the rows are those that were hashed.
     """
@@ -37,13 +35,9 @@ class Sources:
         self.given = dict(given or {})
         self.files: dict[str, list[Row]] = {}
         """The user's files that were read, with their rows."""
-        self._made: dict[Hashable, Any] = {}
-
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what was made under this key; make it now if it was not."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        self._rows: dict[tuple[Any, ...], tuple[list[Row], list[UsageError]]] = {}
+        self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
+        self._hashes: dict[tuple[Path, ...], str] = {}
 
     def rows(
         self,
@@ -60,16 +54,16 @@ class Sources:
             UsageError: The source cannot be read, or a row of it is refused.
         """
         names = dict(columns or {})
-
-        def read() -> tuple[list[Row], list[UsageError]]:
-            errors: list[UsageError] | None = None if bad is None else []
+        key = pinned(source), split, *names.items()
+        if key not in self._rows:
+            found: list[UsageError] = []
+            kept = None if bad is None else found
             if text := self.given.get(source):
-                rows = check_lines(text, Path(source).stem, names, errors)
+                rows = check_lines(text, Path(source).stem, names, kept)
             else:
-                rows = load_rows(source, split, names, errors, self.tell)
-            return rows, errors or []
-
-        rows, errors = self.once(("rows", pinned(source), split, *names.items()), read)
+                rows = load_rows(source, split, names, kept, self.tell)
+            self._rows[key] = rows, found
+        rows, errors = self._rows[key]
         if source not in SHIPPED_DATA:
             self.files[source] = rows
         if bad is not None:
@@ -78,32 +72,29 @@ class Sources:
             raise errors[0]
         return list(rows)
 
-    def finetune_rows(self, workflow: Workflow) -> TrainingRows:
+    def training_rows(self, workflow: Workflow) -> TrainingRows:
         """Return the checked rows of the fine-tune, and what is known of those that `bad_rows` leaves out.
 
         Raises:
             UsageError: The source is missing or malformed, or a row has no answer to learn.
         """
-        config = workflow.finetune
-
-        def read() -> TrainingRows:
-            bad: list[UsageError] = []
-            skipped = bad if config.bad_rows == "skip" else None
-            try:
-                rows = self.rows(config.data, columns=workflow.columns, bad=skipped)
-            except RowError as fault:
-                hint = f"{fault.hint}; --set finetune.bad_rows=skip leaves such rows out"
-                raise UsageError(fault.message, hint) from fault
-            return with_answers(rows, config, bad)
-
-        key = "rows to learn", pinned(config.data), config.bad_rows, *workflow.columns.items()
-        return self.once(key, read)
+        config, bad = workflow.finetune, list[UsageError]()
+        skipped = bad if config.bad_rows == "skip" else None
+        try:
+            rows = self.rows(config.data, columns=workflow.columns, bad=skipped)
+        except RowError as fault:
+            hint = f"{fault.hint}; --set finetune.bad_rows=skip leaves such rows out"
+            raise UsageError(fault.message, hint) from fault
+        return with_answers(rows, config, bad)
 
     def tokenizer(self, model: ModelConfig) -> PreTrainedTokenizerBase:
         """Return a model's tokenizer, which has a chat template."""
         from opdcl.model.load import load_tokenizer
 
-        return self.once(("tokenizer", model.model_dump_json()), lambda: load_tokenizer(model))
+        key = model.model_dump_json()
+        if key not in self._tokenizers:
+            self._tokenizers[key] = load_tokenizer(model)
+        return self._tokenizers[key]
 
     def hash(self, source: str) -> str:
         """Return the hash of what a source contains; one on the Hub is identified by its pinned id."""
@@ -112,7 +103,10 @@ class Sources:
 
     def hash_of(self, files: list[Path]) -> str:
         """Return the hash of files' contents, read once."""
-        return self.once(("hash", *files), lambda: hash_files(files, self.given))
+        key = tuple(files)
+        if key not in self._hashes:
+            self._hashes[key] = hash_files(files, self.given)
+        return self._hashes[key]
 
     def save(self) -> None:
         """Write the rows that were given in memory, where that has not been done."""
@@ -136,6 +130,6 @@ class Sources:
             if on_hub(source):
                 continue
             if finetune and source == finetune.data:
-                self.finetune_rows(workflow)
+                self.training_rows(workflow)
             else:
                 self.rows(source, columns=workflow.columns)

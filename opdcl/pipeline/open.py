@@ -16,8 +16,6 @@ from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS
 from opdcl.model.adapters import base_of, find_adapter, template_beside, tuned_model
-from opdcl.pipeline.job import Job
-from opdcl.pipeline.reuse import outcomes
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.records import read_config
 
@@ -90,16 +88,6 @@ def run_beside(source: str, out: Path | None) -> RunDir | None:
     run = RunDir(Path(source))
     is_elsewhere = out is not None and out.resolve() != run.path.resolve()
     return run if is_elsewhere and run.is_run() else None
-
-
-def refuse_other_finetune(job: Job, donor: RunDir) -> None:
-    """Refuse a second recovery whose fine-tune is not the one that `donor` holds, and would be made anew."""
-    known = outcomes(donor)
-    if all(task.fingerprint in known for task in job.plan() if task.name == "finetune"):
-        return
-    adapter = donor.adapters()["tuned"]
-    message = f"{job.run.path} would have another fine-tune than {donor.path}: its settings or rows differ"
-    raise UsageError(message, f"begin from the adapter: opdcl recover {adapter} --domain PROMPTS -o RUN")
 
 
 def _base(source: str, folder: Path) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from opdcl.console import Output
 from opdcl.errors import UsageError
 from opdcl.pipeline.dry_run import describe
 from opdcl.pipeline.execute import execute
+from opdcl.pipeline.inputs import Inputs
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.sources import Sources
 from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
 
@@ -88,7 +88,7 @@ def test_a_malformed_option_for_columns_is_refused(project, columns):
 def test_a_run_parses_each_file_and_builds_each_suite_once(project, opened, monkeypatch):
     loaded = count_suites(monkeypatch)
     run = RunDir(project / "run")
-    execute(Job.of(load(["tiny.yaml"])[0], run), Output("quiet"))
+    execute(Job(load(["tiny.yaml"])[0], run), Output("quiet"))
     # Once for its hash, once for its rows, which are trained on and asked.
     names = "rows.jsonl", "prompts.jsonl", "test.jsonl"
     assert counts(opened, *names) == dict.fromkeys(names, 2)
@@ -102,20 +102,18 @@ def test_a_run_parses_each_file_and_builds_each_suite_once(project, opened, monk
         ]
 
 
-def test_the_arms_of_a_sweep_share_what_is_read(project, opened, monkeypatch):
+def test_the_arms_of_a_sweep_share_what_is_read(project, opened):
     from opdcl.pipeline.sweep import describe_all
 
-    loaded = count_suites(monkeypatch)
     (project / "arms.yaml").write_text("arms: {one: {}, two: {finetune: {epochs: 2}}}")
     workflow, _ = load(["tiny.yaml", "arms.yaml"], ["recover=null"])
-    _, plans = describe_all(workflow, {}, project / "sweep", Sources())
+    _, plans = describe_all(workflow, {}, project / "sweep", Inputs())
     assert [plan["run"] for plan in plans] == ["one", "two"]
     assert counts(opened, "rows.jsonl") == {"rows.jsonl": 2}
-    assert loaded == {"instructions": 1, "questions": 1}
 
 
 def test_rows_that_a_caller_changes_stay_as_they_were_read(project):
-    sources = Sources()
+    sources = Inputs()
     sources.rows("rows.jsonl").clear()
     assert len(sources.rows("rows.jsonl")) == 12
 
@@ -124,7 +122,7 @@ def test_a_row_without_an_answer_is_refused_before_anything_is_written(project):
     (project / "rows.jsonl").write_text(json.dumps({"question": "What is the code?"}))
     workflow, _ = load(["tiny.yaml"], ["eval=null"])
     with pytest.raises(UsageError, match=r"1 row has no answer to learn \(first: .*rows\.jsonl:1\)"):
-        execute(Job.of(workflow, RunDir(project / "run")), Output("quiet"))
+        execute(Job(workflow, RunDir(project / "run")), Output("quiet"))
     assert not (project / "run").exists()
 
 
@@ -136,13 +134,13 @@ def test_rows_that_the_fine_tune_leaves_out_are_no_domain_prompts(project):
     for long_rows in ("skip", "cut"):
         settings = ["finetune.max_length=99", "finetune.bad_rows=skip", f"finetune.long_rows={long_rows}"]
         workflow, _ = load(["tiny.yaml"], settings)
-        kept[long_rows] = len(Job.of(workflow, RunDir(project)).recovery.rows["domain"])
+        kept[long_rows] = len(Job(workflow, RunDir(project)).recovery.rows["domain"])
     assert kept == {"skip": 12, "cut": 13}
 
 
 def test_the_hash_of_a_suite_covers_its_data_and_each_field_has_its_own(project):
     workflow, _ = load(["tiny.yaml"])
-    hashes = Job.of(workflow, RunDir(project)).hashes
+    hashes = Job(workflow, RunDir(project)).hashes
     assert [*hashes] == [
         "finetune.data",
         "recover.general.0",
@@ -153,7 +151,7 @@ def test_the_hash_of_a_suite_covers_its_data_and_each_field_has_its_own(project)
     ]
     assert hashes["finetune.data"] == hashes["recover.domain"] != hashes["recover.general.0"]
     (project / "prompts.jsonl").write_text('{"prompt": "Another."}\n{"prompt": "Two."}\n')
-    assert Job.of(workflow, RunDir(project)).hashes["recover.general.0"] != hashes["recover.general.0"]
+    assert Job(workflow, RunDir(project)).hashes["recover.general.0"] != hashes["recover.general.0"]
 
 
 def test_recovery_practises_every_answer_of_a_conversation_about_the_domain(project):
@@ -162,7 +160,7 @@ def test_recovery_practises_every_answer_of_a_conversation_about_the_domain(proj
     rows = [conversation, {"question": "3?", "answer": "three"}]
     (project / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     workflow, _ = load(["tiny.yaml"], ["eval=null"])
-    job = Job.of(workflow, RunDir(project))
+    job = Job(workflow, RunDir(project))
     domain = job.recovery.rows["domain"]
     assert [(row.prompt, row.answer) for row in domain] == [
         (turns[:1], "one"),
@@ -181,20 +179,20 @@ def test_prompts_to_replay_are_part_of_the_fine_tune(project):
     for text in ('{"prompt": "Say something."}', '{"prompt": "Say more."}'):
         prompts.write_text(text)
         flow, _ = load(["tiny.yaml", "replay.yaml"])
-        job = Job.of(flow, RunDir(project))
+        job = Job(flow, RunDir(project))
         assert len(job.examples.replay) == 1
         hashes.append(job.hashes["finetune.replay.prompts"])
     assert hashes[0] != hashes[1]
     prompts.write_text('{"text": "A document."}')
     with pytest.raises(UsageError, match="plain text cannot be a prompt"):
-        _ = Job.of(flow, RunDir(project)).examples
-    assert "finetune.replay.prompts" not in Job.of(load(["tiny.yaml"])[0], RunDir(project)).hashes
+        _ = Job(flow, RunDir(project)).examples
+    assert "finetune.replay.prompts" not in Job(load(["tiny.yaml"])[0], RunDir(project)).hashes
 
 
 def test_the_arms_of_a_sweep_check_again_that_prompts_have_room(project):
-    sources = Sources()
+    sources = Inputs()
     flow, _ = load(["tiny.yaml"], ["recover.max_new_tokens=8"])
-    describe(Job.of(flow, RunDir(project / "run"), sources))
+    describe(Job(flow, RunDir(project / "run"), sources))
     flow, _ = load(["tiny.yaml"], ["recover.max_new_tokens=500"])
     with pytest.raises(UsageError, match=r"prompts.jsonl:1: .* the context leaves room for 12"):
-        describe(Job.of(flow, RunDir(project / "run"), sources))
+        describe(Job(flow, RunDir(project / "run"), sources))

@@ -1,0 +1,111 @@
+"""What a run directory holds: the record of each training stage, and the fingerprint of each result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from opdcl.errors import UsageError
+from opdcl.rundir.files import RESTORE, now, write_json
+from opdcl.rundir.hashes import ADAPTER, adapter_hash, file_hash
+from opdcl.rundir.layout import RunDir, StageDir
+from opdcl.rundir.records import read_result
+
+STAGE_NUMBERS = {"finetune": 1, "recover": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRecord:
+    """A training stage as its `stage.json` describes it; what is None is not in the file."""
+
+    stage: str = ""
+    status: str = "running"
+    fingerprint: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    taken_from: str | None = None
+    started: str | None = None
+    cost: Mapping[str, Any] = field(default_factory=dict)
+    rows: int | None = None
+    tuned_model: Mapping[str, Any] | None = None
+    finished: str | None = None
+    adapter_sha256: str | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.status == "done"
+
+    def finish(self, stage: StageDir) -> None:
+        """Write the record of a stage whose adapter is complete."""
+        digest = adapter_hash(stage.adapter)
+        replace(self, status="done", finished=now(), adapter_sha256=digest).write(stage)
+
+    def write(self, stage: StageDir) -> None:
+        write_json(stage.record, {key: value for key, value in vars(self).items() if value is not None})
+
+
+@dataclass(frozen=True)
+class StoredStage:
+    """A training stage on disk: its record, its adapter's hash as it is now, its newest checkpoint's name."""
+
+    record: StageRecord
+    weights: str | None = None
+    checkpoint: str | None = None
+
+
+@dataclass(frozen=True)
+class Records:
+    """What a run directory holds: stages by name, and fingerprints of results by state and suite."""
+
+    stages: Mapping[str, StoredStage] = field(default_factory=dict)
+    results: Mapping[tuple[str, str], str | None] = field(default_factory=dict)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was made: no finished stage, no checkpoint, no result."""
+        return not self.results and not any(s.record.is_done or s.checkpoint for s in self.stages.values())
+
+    def finished(self, stage: str) -> str | None:
+        """Return the fingerprint of a stage that is done, or None."""
+        stored = self.stages.get(stage)
+        return stored.record.fingerprint if stored and stored.record.is_done else None
+
+
+def stage_folder(run: RunDir, name: str) -> StageDir:
+    return run.stage(STAGE_NUMBERS[name], name)
+
+
+def read_record(stage: StageDir) -> StageRecord | None:
+    """Return the record of a training stage; None before it has started.
+
+    Raises:
+        UsageError: The record lacks what later code relies on.
+    """
+    state = stage.state()
+    if not state:
+        return None
+    for key in ["fingerprint", "adapter_sha256"] if stage.is_done() else ["fingerprint"]:
+        if not state.get(key):
+            raise UsageError(f"{stage.record} is damaged: it has no {key}", RESTORE)
+    known = {part.name for part in fields(StageRecord)}
+    return StageRecord(**{key: value for key, value in state.items() if key in known})
+
+
+def read_records(run: RunDir) -> Records:
+    """Read the records of a run directory, with the hashes of the adapters that are there."""
+    stages = {}
+    for name in STAGE_NUMBERS:
+        stage = stage_folder(run, name)
+        if (record := read_record(stage)) is None:
+            continue
+        if record.is_done:
+            weights = stage.adapter / ADAPTER
+            stages[name] = StoredStage(record, weights=file_hash(weights) if weights.is_file() else None)
+        else:
+            checkpoint = stage.last_checkpoint()
+            stages[name] = StoredStage(record, checkpoint=checkpoint.name if checkpoint else None)
+    results = {}
+    for file in run.evals.glob("*/*.json"):
+        results[file.parent.name, file.stem] = read_result(file).get("fingerprint")
+    return Records(stages, results)

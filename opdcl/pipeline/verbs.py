@@ -1,0 +1,123 @@
+"""What `run`, `finetune`, `recover` and `evaluate` share: settle what to do, then do it or describe it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from opdcl import parallel
+from opdcl.arguments import PathLike, Settings, as_folder, as_settings, strings
+from opdcl.config.load import load, load_tree, with_setting
+from opdcl.config.workflow import Workflow
+from opdcl.console import Output, quiet_libraries
+from opdcl.errors import UsageError
+from opdcl.model import consent
+from opdcl.outcomes import Comparison, Plan, Result
+from opdcl.pipeline.checks import refuse_foreign
+from opdcl.pipeline.execute import execute
+from opdcl.pipeline.inputs import Inputs
+from opdcl.pipeline.job import Job
+from opdcl.pipeline.open import open_or_begin, run_beside
+from opdcl.pipeline.reuse import offered
+from opdcl.pipeline.sweep import describe_all, execute_all, expand
+from opdcl.results.status import STATES
+from opdcl.results.tables import Table
+from opdcl.rundir.layout import RunDir
+
+
+def run_files(
+    files: PathLike | Sequence[PathLike],
+    out: PathLike | None,
+    chosen: Mapping[str, Any],
+    settings: Settings = None,
+    **how: bool,
+) -> Result | Comparison | Plan:
+    """Run the workflow of some files, or of none; `chosen` are settings by key; `how` is as in `Options`."""
+    overrides, flags, rows = as_settings(settings, chosen)
+    flow, origins = load(strings(files), overrides, flags, consent.is_stored_file)
+    consent.refuse_consent_of_files(flow, origins)
+    return _carry_out(flow, origins, as_folder(out or Path("runs") / flow.name), rows, None, **how)
+
+
+def add_stage(
+    stage: str,
+    source: PathLike,
+    out: PathLike | None,
+    chosen: Mapping[str, Any],
+    settings: Settings = None,
+    **how: bool,
+) -> Result | Comparison | Plan:
+    """Run the workflow of a run or an adapter, `source`, with one more stage: `recover` or `eval`."""
+    overrides, flags, rows = as_settings(settings, chosen)
+    place = as_folder(out) if out else None
+    donor = run_beside(str(source), place)
+    if donor and stage != "recover":
+        raise UsageError(f"{source} is a run directory: what is measured stays in it", "leave out -o")
+    folder, saved = open_or_begin(str(source), place, flags.get("model.id"), stage)
+    if not how.get("force"):
+        _refuse_another_file(RunDir(folder), saved["workflow"], flags)
+    flow, origins = load_tree(*consent.without_consent(saved, folder), overrides, flags, stage)
+    consent.refuse_stored_consent(saved["workflow"], flow, folder)
+    return _carry_out(flow, origins, folder, rows, donor, **how)
+
+
+def _carry_out(
+    flow: Workflow,
+    origins: dict[str, str],
+    folder: Path,
+    rows: Mapping[str, str],
+    donor: RunDir | None,
+    dry_run: bool = False,
+    force: bool = False,
+    quiet: bool = False,
+) -> Result | Comparison | Plan:
+    """Run a workflow in a folder, or describe what it would do; from here on its settings stay as they are.
+
+    `rows` has the rows in memory by their setting, as text. What `donor` has finished with the same settings
+    is taken from it, the fine-tune always.
+    """
+    output, given = Output("quiet" if quiet else "human"), dict[str, str]()
+    for key, text in rows.items():
+        file = str((folder / "data" / f"{key}.jsonl").resolve())
+        flow, given[file] = with_setting(flow, key, file), text
+    inputs, run = Inputs(given, output.note), RunDir(folder)
+    several, title = bool(flow.arms or flow.seeds), f"dry run: {folder}"
+    if several and dry_run:
+        with output.busy("checking model and data"), quiet_libraries():
+            lines, plans = describe_all(flow, origins, folder, inputs, force)
+        return Plan(title, [Table(title, ["run", "stage", "action", "why"], lines, "")], plans)
+    if several:
+        parallel.join()
+        if comparison := execute_all(flow, origins, folder, inputs, output, force):
+            return Comparison(comparison, folder)
+        # One arm with one seed has nothing to be compared with.
+        from opdcl.results.summary import Results
+
+        only = folder / next(iter(expand(flow, folder)))
+        return Result(only, Results(RunDir(only)).summary)
+    # What is wrong here is found before the libraries are imported.
+    refuse_foreign(run)
+    inputs.read(flow)
+    if not dry_run:
+        parallel.join()
+        job = Job(flow, run, inputs, origins)
+        return Result(folder, execute(job, output, force, continued=donor))
+    from opdcl.pipeline.dry_run import data_table, describe
+
+    with output.busy("checking model and data"), quiet_libraries():
+        job = Job(flow, run, inputs, origins)
+        lines, plan = describe(job, force, offered([donor] if donor else []), donor)
+    tables = [Table(title, ["stage", "action", "why"], lines, ""), *data_table(plan)]
+    return Plan(title, tables, plan, plan["notes"])
+
+
+def _refuse_another_file(run: RunDir, settings: dict[str, Any], flags: dict[str, Any]) -> None:
+    """Refuse a file that is named like a suite measured on another one: the results would be lost."""
+    for name, known in ((settings.get("eval") or {}).get("data") or {}).items():
+        place = flags.get(f"eval.data.{name}", known)
+        # A user who gives a suite other data by name means it.
+        is_another = place != known and Path(place).name.startswith(f"{name}.")
+        if is_another and any(run.eval_result(state, name).exists() for state in STATES):
+            hint = f"--domain NAME --data NAME={place} gives it another name; --force replaces the results"
+            raise UsageError(f"this run has measured the suite {name!r} on {known}, not on {place}", hint)
