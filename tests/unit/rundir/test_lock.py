@@ -27,7 +27,7 @@ def test_a_second_writer_is_refused_and_learns_who_holds_the_lock(tmp_path):
     with locked(run), pytest.raises(UsageError, match=holder) as caught, locked(run):
         pass
     assert "wait" in caught.value.hint
-    assert (run.path / ".lock").read_text() == ""
+    assert not run.path.exists(), "nothing was written into the new directory"
 
 
 def test_a_refused_writer_does_not_touch_the_lock(tmp_path):
@@ -38,6 +38,7 @@ def test_a_refused_writer_does_not_touch_the_lock(tmp_path):
         assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
         with pytest.raises(UsageError), locked(run):
             pass
+    assert (tmp_path / ".lock").read_text() == ""
 
 
 def test_the_lock_of_a_killed_process_is_taken_over(tmp_path):
