@@ -150,7 +150,7 @@ def _general_sources(recover: RecoverConfig) -> dict[str, str]:
 
 
 # Settings that finished runs do not name, and the values that stand for what those did.
-ADDED_LATER = (("given_answers", False), ("author", "base"))
+ADDED_LATER = (("given_answers", False), ("author", "base"), ("most", 2000))
 
 
 def meaningful_settings(config: dict[str, Any], ignored: set[str] = WITHOUT_MEANING) -> dict[str, Any]:

@@ -78,6 +78,7 @@ FILLED = {
     "WORKFLOW": "tiny.yaml",
     "RECIPE": "own-data",
     "ROWS": "rows.jsonl",
+    "test-rows.jsonl": "rows.jsonl",
     "COMMAND": "run",
     "benchmarks/defaults.yaml": str(ROOT / "benchmarks" / "defaults.yaml"),
 }

@@ -61,6 +61,7 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "finetune.long_rows": ("skip", "finetune.max_length=20", "finetune.long_rows=cut"),
     "finetune.bad_rows": ("skip",),
     "finetune.replay.share": ("0.5",),
+    "finetune.replay.most": ("9", "finetune.replay.share=0.5"),
     "finetune.replay.author": ("student", "finetune.replay.share=0.5"),
     "finetune.replay.prompts": ("prompts.jsonl", "finetune.replay.share=0.5"),
     "finetune.save_steps": ("2",),
@@ -271,7 +272,8 @@ def test_a_run_that_was_made_before_a_setting_came_is_of_the_arm_of_today(projec
     settings = job_of(["finetune.replay.share=0.5"]).workflow.model_dump(mode="json")
     write_json(run.config, {"workflow": settings, "origins": {}})
     found.append(as_key(split_seeds(run)))
-    del settings["finetune"]["replay"]["author"], settings["recover"]["given_answers"]
+    del settings["finetune"]["replay"]["author"], settings["finetune"]["replay"]["most"]
+    del settings["recover"]["given_answers"]
     write_json(run.config, {"workflow": settings, "origins": {}})
     found.append(as_key(split_seeds(run)))
     assert found[0] == found[1]
