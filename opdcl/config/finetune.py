@@ -129,7 +129,11 @@ class FinetuneConfig(Section):
         """Whether general rows are among the domain's: not where the student samples."""
         return self.method == "sft" and self.replay.share > 0
 
+    def replayed_by_share(self, count: int) -> int:
+        """Return how many rows or steps `replay.share` asks for beside this many of the domain."""
+        share = self.replay.share
+        return round(count * share / (1 - share)) if self.replays else 0
+
     def replayed(self, rows: int) -> int:
         """Return how many rows are replayed beside this many of the domain."""
-        share = self.replay.share
-        return min(round(rows * share / (1 - share)), self.replay.most) if self.replays else 0
+        return min(self.replayed_by_share(rows), self.replay.most)

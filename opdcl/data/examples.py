@@ -139,10 +139,9 @@ def read_examples(
     if not encoded:
         reasons = "; ".join(notes)
         raise UsageError(f"{config.data} has no row to learn from: {reasons}", "raise finetune.max_length")
-    most = config.replay.most
-    share = most / (most + len(encoded))
-    if config.replayed(len(encoded)) == most and share < config.replay.share:
-        notes.append(f"{most:,} rows are replayed, {share:.0%} of all: finetune.replay.most allows no more")
+    if (replayed := config.replayed(len(encoded))) < config.replayed_by_share(len(encoded)):
+        share = replayed / (replayed + len(encoded))
+        notes.append(f"{replayed:,} rows are replayed, {share:.0%} of all: replay.most allows no more")
     return Examples(used, notes, encoded, longest, _replayed(replay, limit, tokenizer, notes))
 
 

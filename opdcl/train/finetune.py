@@ -97,8 +97,11 @@ def planned_steps(config: FinetuneConfig, rows: int) -> tuple[int, int]:
             "lower finetune.epochs",
         )
     domain = max(1, math.ceil(rows * config.epochs / config.batch_size))
+    replayed = config.replayed(rows)
+    if replayed < config.replayed_by_share(rows):  # as many as `replay.most` allows
+        return domain, max(1, round(domain * replayed / rows))
     # Rows and steps are rounded apart: of a few rows none may be replayed, and then no step has any.
-    return domain, config.replayed(domain) if config.replayed(rows) else 0
+    return domain, config.replayed_by_share(domain) if replayed else 0
 
 
 def trainer_arguments(

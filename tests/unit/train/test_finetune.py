@@ -77,7 +77,7 @@ def test_rows_of_like_length_share_a_step():
 @pytest.mark.parametrize("rows", [4, 12, 23, 100, 210, 420, 1000, 1099])
 def test_the_domain_has_its_share_of_the_loss_for_any_number_of_rows(rows, share):
     """Each step's loss is a mean over tokens: a step of both kinds would be of the longer answers."""
-    config = FinetuneConfig(data="d", batch_size=16, replay=ReplaySection(share=share))
+    config = FinetuneConfig(data="d", batch_size=16, replay=ReplaySection(share=share, most=10_000))
     domain = rows_of([40 + i % 20 for i in range(rows)])
     replayed = rows_of([60 + i % 90 for i in range(config.replayed(rows))])
     domain_steps, replay_steps = planned_steps(config, rows)
@@ -90,6 +90,12 @@ def test_the_domain_has_its_share_of_the_loss_for_any_number_of_rows(rows, share
     for start in range(0, len(batches) - 10, 10):
         stretch = of_domain[start : start + 10]
         assert abs(sum(stretch) - 10 * domain_steps / len(batches)) < 1 + 1e-9
+
+
+def test_a_large_data_set_has_as_few_replayed_steps_as_replayed_rows():
+    config = FinetuneConfig(data="d", batch_size=16, epochs=2, replay=ReplaySection(share=0.7, most=100))
+    assert config.replayed(1000) == 100
+    assert planned_steps(config, 1000) == (125, 12)  # each row once an epoch, as without the limit
 
 
 @pytest.mark.parametrize(
