@@ -89,7 +89,8 @@ def planned_steps(config: FinetuneConfig, rows: int) -> tuple[int, int]:
     Raises:
         UsageError: The rows are seen too often for the order of all steps to be planned.
     """
-    seen = (rows + config.replayed(rows)) * config.epochs
+    replayed = config.replayed(rows)
+    seen = (rows + replayed) * config.epochs
     if seen > LARGEST:
         raise UsageError(
             f"{rows} rows in {config.epochs:g} epochs are {seen:.0f} rows to learn from; "
@@ -97,7 +98,6 @@ def planned_steps(config: FinetuneConfig, rows: int) -> tuple[int, int]:
             "lower finetune.epochs",
         )
     domain = max(1, math.ceil(rows * config.epochs / config.batch_size))
-    replayed = config.replayed(rows)
     if replayed < config.replayed_by_share(rows):  # as many as `replay.most` allows
         return domain, max(1, round(domain * replayed / rows))
     # Rows and steps are rounded apart: of a few rows none may be replayed, and then no step has any.

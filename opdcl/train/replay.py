@@ -115,7 +115,7 @@ class Replay:
 
 
 def finetune_streams(config: FinetuneConfig) -> dict[StreamName, Stream]:
-    """Return what method `sft` learns, by stream; the general one has no share if nothing is replayed."""
+    """Return what method `sft` learns, by stream; `replay.most` may allow the general one less."""
     replay = config.replay
     share = replay.share if config.replays else 0.0
     domain = Stream("domain", config.data, "rows", "", Loss("cross_entropy"), 1 - share)

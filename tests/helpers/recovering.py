@@ -3,6 +3,9 @@
 import shutil
 from types import SimpleNamespace
 
+import torch
+
+from opdcl.config.finetune import LoraSection
 from opdcl.config.recover import RecoverConfig
 from opdcl.data.prompts import encode_prompts, read_recovery_source
 from opdcl.model.backbone import Backbone
@@ -15,13 +18,23 @@ from opdcl.train.recover import recover
 from opdcl.train.rollout_queue import RolloutQueue
 from opdcl.train.schedule import plan_steps
 from opdcl.train.teachers import Teacher
-from opdcl.training import StageReport
+from opdcl.training import StageReport, save_adapter
 from opdcl.types import Batch, Prompt
 
 PROMPT = [1, 520, 3690, 198]
 
 SHORT = {"steps": 6, "rollouts": 4, "max_new_tokens": 6, "validate_every": 3, "validation_prompts": 2}
 SHORT |= {"learning_rate": 5e-3, "micro_batch_tokens": 2048}
+
+
+def write_tuned(backbone, folder, seed=1):
+    """Give the student an adapter that differs from base, and save it."""
+    backbone.new_adapter(LoraSection(r=4, alpha=8), seed)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in backbone.peft.named_parameters():
+        if "lora_B" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+    save_adapter(backbone, folder)
 
 
 class Silent(StageReport):

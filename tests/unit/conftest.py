@@ -9,15 +9,9 @@ import torch
 @pytest.fixture
 def tuned(backbone, tmp_path):
     """An adapter that differs from base, and the prompt files to recover it with."""
-    from opdcl.config.finetune import LoraSection
-    from opdcl.training import save_adapter
+    from helpers.recovering import write_tuned
 
-    backbone.new_adapter(LoraSection(r=4, alpha=8), 1)
-    generator = torch.Generator().manual_seed(1)
-    for name, p in backbone.peft.named_parameters():
-        if "lora_B" in name:
-            p.data = torch.randn(p.shape, generator=generator) * 0.3
-    save_adapter(backbone, tmp_path / "tuned")
+    write_tuned(backbone, tmp_path / "tuned")
     for name, text in (("general", "Write a line about {}."), ("domain", "What is the code of room {}?")):
         rows = [json.dumps({"prompt": text.format(i)}) for i in range(8)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))

@@ -6,13 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.near import ROUNDING, relative_error
-from helpers.recovering import PROMPT, make_trainer
+from helpers.recovering import PROMPT, make_trainer, write_tuned
 
-from opdcl.config.finetune import LoraSection
 from opdcl.train.learner import kl_by_route, micro_batches, token_weights
 from opdcl.train.recover import step_metrics
 from opdcl.train.teachers import Teacher
-from opdcl.training import save_adapter
 from opdcl.types import Batch, Loss, Prompt, Rollout, Stream
 
 ROLLOUTS = [
@@ -27,12 +25,7 @@ def trainer(backbone, tmp_path):
 
     def make(**settings):
         backbone.drop_adapters()
-        backbone.new_adapter(LoraSection(r=4, alpha=8), 1)
-        generator = torch.Generator().manual_seed(1)
-        for name, parameter in backbone.peft.named_parameters():
-            if "lora_B" in name:
-                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
-        save_adapter(backbone, tmp_path / "tuned")
+        write_tuned(backbone, tmp_path / "tuned")
         backbone.load_adapter(tmp_path / "tuned", "tuned")
         return make_trainer(backbone, tmp_path, **settings)
 

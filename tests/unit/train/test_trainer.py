@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.near import ROUNDING, relative_error
-from helpers.recovering import PROMPT, Silent, make_trainer
+from helpers.recovering import PROMPT, Silent, make_trainer, write_tuned
 
 from opdcl.config.finetune import LoraSection
 from opdcl.errors import OpdclError, UsageError
@@ -12,7 +12,7 @@ from opdcl.rundir.layout import StageDir
 from opdcl.sampling import decode
 from opdcl.train.learner import micro_batches
 from opdcl.train.validation import Validation
-from opdcl.training import StageLog, save_adapter
+from opdcl.training import StageLog
 from opdcl.types import Loss, Prompt, Rollout
 
 ROLLOUTS = [
@@ -23,17 +23,8 @@ ROLLOUTS = [
 @pytest.fixture
 def trainer(backbone, tmp_path):
     """A recovery trainer whose student differs from its tuned teacher, which differs from base."""
-
-    def moved(seed):
-        backbone.new_adapter(LoraSection(r=4, alpha=8), seed)
-        generator = torch.Generator().manual_seed(seed)
-        for name, p in backbone.peft.named_parameters():
-            if "lora_B" in name:
-                p.data = torch.randn(p.shape, generator=generator) * 0.3
-        save_adapter(backbone, tmp_path / f"adapter{seed}")
-
-    moved(1)
-    moved(2)
+    for seed in (1, 2):
+        write_tuned(backbone, tmp_path / f"adapter{seed}", seed)
     backbone.drop_adapters()
     backbone.load_adapter(tmp_path / "adapter1", "student", trainable=True)
     backbone.load_adapter(tmp_path / "adapter2", "tuned")
