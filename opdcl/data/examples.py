@@ -141,7 +141,8 @@ def read_examples(
         raise UsageError(f"{config.data} has no row to learn from: {reasons}", "raise finetune.max_length")
     if (replayed := config.replayed(len(encoded))) < config.replayed_by_share(len(encoded)):
         share = replayed / (replayed + len(encoded))
-        notes.append(f"{replayed:,} rows are replayed, {share:.0%} of all: replay.most allows no more")
+        found = f"{replayed:,} rows are replayed, {share:.0%} of all"
+        notes.append(f"{found}: finetune.replay.most allows no more")
     return Examples(used, notes, encoded, longest, _replayed(replay, limit, tokenizer, notes))
 
 

@@ -117,10 +117,11 @@ def learn(recovery: Recovery) -> None:
     if checkpoint:
         checkpoints.restore(checkpoint)
         learner.kept_states = queue.kept_states
+    # A signal that comes here ends the stage at once: it takes minutes, and there is nothing new to save.
+    with clock.part("validation"):
+        recovery.validation.begin(is_new=not checkpoint)
     interruption = Interruption(log.report)
     with interruption.awaited():
-        with clock.part("validation"):
-            recovery.validation.begin(is_new=not checkpoint)
         for step in range(steps_done(checkpoint) + 1, config.steps + 1):
             started = time.perf_counter()
             values, tokens = take_step(recovery, optimizer, step)

@@ -175,6 +175,22 @@ def test_a_recovery_of_one_step_learns(backbone, tuned):
     assert any((before[name] != after[name]).any() for name in before)
 
 
+def test_an_interrupt_before_the_first_step_ends_the_recovery_at_once(backbone, tuned):
+    class Impatient(Shown):
+        def part(self, what, done, total):
+            if what == "base answers" and not self.shown:
+                self.shown.append(what)
+                os.kill(os.getpid(), signal.SIGINT)
+
+    out, report = StageDir(tuned / "interrupted"), Impatient()
+    with pytest.raises(KeyboardInterrupt):
+        recover_rows(short_recovery(tuned), backbone, tuned / "tuned", out, report)
+    backbone.drop_adapters()
+    assert report.shown == ["base answers"]  # none of the answers that are shown once a start is chosen
+    assert not out.metrics.exists()
+    assert report.notes == []
+
+
 def test_an_interrupt_in_the_last_step_is_not_lost(backbone, tuned):
     class InterruptedAtTheEnd(Silent):
         def progress(self, done, total, **values):
