@@ -18,6 +18,7 @@ READ_BY_A_METHOD = {
     **dict.fromkeys(("eval.retention", "eval.domain", "eval.control"), "suites"),
     "recover.lmbda": "students_share",
     "recover.general": "general_sources",
+    "finetune.replay.most": "replayed",
     **dict.fromkeys(("recover.general_teacher", "recover.domain_teacher"), "teacher_of"),
 }
 # Settings that are read by their dumped name.
@@ -38,8 +39,7 @@ READ = attributes(PACKAGE, without="config")
 
 
 def is_read(key: str, read: set[str]) -> bool:
-    reader = READ_BY_A_METHOD.get(key) or READ_BY_NAME.get(key) or key.rpartition(".")[2]
-    return reader in read
+    return (READ_BY_A_METHOD.get(key) or READ_BY_NAME.get(key) or key.rpartition(".")[2]) in read
 
 
 @pytest.mark.parametrize("key", [key for key, *_ in describe_fields()])
