@@ -283,6 +283,7 @@ class Session:
     def _learn(self, task: Task, stage: StageDir, line: StageLine) -> None:
         """Recover or fine-tune, by one of two methods; the adapter is in the stage's folder then."""
         from opdcl.model.adapters import find_adapter
+        from opdcl.train.completion_cache import CompletionCache
         from opdcl.train.finetune import finetune
         from opdcl.train.provide import provided
         from opdcl.train.recover import recover
@@ -298,8 +299,8 @@ class Session:
         if workflow.finetune.method == "self-distill":
             self_distill(workflow.finetune, *job.self_distillation, backbone, start, stage, line)
         else:
-            examples = job.examples
-            finetune(workflow.finetune, examples.encoded, examples.replay, backbone, start, stage, line)
+            rows, general, cache = job.examples.encoded, job.examples.replay, CompletionCache(backbone)
+            finetune(workflow.finetune, rows, general, backbone, start, stage, line, cache)
 
     def _measure(self, task: Task) -> None:
         """Measure one state on one suite, or its closeness to base."""

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from opdcl.errors import OpdclError
 from opdcl.repetition import repetition
-from opdcl.rundir.layout import StageDir
 from opdcl.rundir.records import read_metrics
 from opdcl.training import StageLog
 from opdcl.types import Rollout
@@ -103,8 +102,8 @@ def drift(before: float, after: float) -> str:
 class Health:
     """Watch the validations of a recovery. An interrupted run remembers by its metrics what it had seen."""
 
-    def __init__(self, out: StageDir, log: StageLog):
-        self.out, self.log = out, log
+    def __init__(self, log: StageLog):
+        self.log = log
 
     def on_kl(self, step: int, before: float, after: float) -> None:
         """Judge the held-out KL, given the start's.
@@ -133,7 +132,7 @@ class Health:
         self._record(step, sign, RATE_HALVED)
 
     def _rate_was_halved(self) -> bool:
-        rows = read_metrics(self.out.metrics)
+        rows = read_metrics(self.log.out.metrics)
         return any(row.get("health", {}).get("action") == RATE_HALVED for row in rows)
 
     def _record(self, step: int, sign: Sign, action: str) -> None:
@@ -144,4 +143,4 @@ class Health:
     def _halt(self, step: int, reason: str, hint: str) -> OpdclError:
         """Return the error that ends a recovery and names the best adapter so far."""
         message = f"recovery halted at step {step}: {reason}"
-        return OpdclError(message, f"{hint}; the best adapter so far is in {self.out.best}")
+        return OpdclError(message, f"{hint}; the best adapter so far is in {self.log.out.best}")

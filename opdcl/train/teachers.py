@@ -22,7 +22,7 @@ A prompt may name a teacher of its own, so that several specialists can teach on
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -158,6 +158,26 @@ def teacher_here(config: TeacherSection, backbone: Backbone, state: State = "gen
             return TrustRegionTeacher(backbone, config.mix)
         case frozen:
             return Teacher(backbone, frozen)
+
+
+class Completions:
+    """Where the completions of teachers come from: all are sampled, unless there is a cache."""
+
+    def complete(
+        self,
+        teacher: Teacher,
+        prompts: Sequence[Prompt],
+        on_finished: Callable[[list[Rollout]], None] | None = None,
+        **options: Any,
+    ) -> list[Rollout]:
+        """Let a teacher complete prompts, as `Teacher.complete`."""
+        return teacher.complete(prompts, on_finished=on_finished, **options)
+
+    def log_hits(self, note: Callable[[str], None]) -> None:
+        """Note how many answers were not sampled, if any."""
+
+
+SAMPLED = Completions()
 
 
 # The teachers of a stream by the names that its prompts give; "" is the stream's own.

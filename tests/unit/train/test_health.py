@@ -60,7 +60,7 @@ def watch(tmp_path, answers):
     out, optimizer = StageDir(tmp_path / "stage"), Rate()
     out.path.mkdir(parents=True, exist_ok=True)
     for step, own in enumerate(answers, 1):
-        Health(out, StageLog(Silent(), out, 9)).on_writing(step, own, BASE, TUNED, optimizer)
+        Health(StageLog(Silent(), out, 9)).on_writing(step, own, BASE, TUNED, optimizer)
     return optimizer.rate, [row for row in read_jsonl(out.metrics) if "health" in row]
 
 
