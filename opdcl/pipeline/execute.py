@@ -357,7 +357,7 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracking: Tracking) 
 
     results = Results(run)
     summary = results.summary
-    verdicts = gates.judge(workflow.gates.model_dump(), results)
+    verdicts = gates.judge_gates(workflow.gates.model_dump(), results)
     seals.seal_new(run)
     for file in write(results):
         output.note(f"wrote {file}")

@@ -114,7 +114,7 @@ def nats(kl: float | None) -> str:
     return "\N{EN DASH}" if kl is None else f"{kl:.3f}"
 
 
-def cut(text: str, limit: int) -> str:
+def shorten(text: str, limit: int) -> str:
     """Shorten `text` at a space near `limit`, and say how many characters are left out."""
     if len(text) <= limit * 1.1:
         return text

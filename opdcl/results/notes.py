@@ -9,7 +9,7 @@ from typing import Any
 from opdcl.config.recover import NO_WORSE
 from opdcl.errors import UsageError
 from opdcl.results.format import percent
-from opdcl.results.scores import Suite, section, states_of
+from opdcl.results.scores import MeasuredSuite, section, states_of
 from opdcl.results.stats import difference, headroom_fault, mean
 from opdcl.results.status import HEADLINE_ROLES, Retention
 from opdcl.rundir.layout import RunDir
@@ -31,7 +31,7 @@ MISMATCHED = 0.001
 Rows = list[dict[str, Any]]
 
 
-def inert(suites: Sequence[Suite]) -> list[str]:
+def inert(suites: Sequence[MeasuredSuite]) -> list[str]:
     """Return a fault if tuned answers every prompt of every suite as base does."""
     count = 0
     for suite in suites:
@@ -45,7 +45,7 @@ def inert(suites: Sequence[Suite]) -> list[str]:
     return [what] if count else []
 
 
-def faults_of(run: RunDir, suites: Sequence[Suite]) -> list[str]:
+def faults_of(run: RunDir, suites: Sequence[MeasuredSuite]) -> list[str]:
     """Return the reasons not to believe the results: changed files, other base weights, other adapters."""
     damage = [*run.adapter_damage().values()]
     hint = "the results here are those of the adapter that the run recorded, not of this file"
@@ -86,7 +86,7 @@ def _changed_files(run: RunDir, said: str) -> list[str]:
     return found
 
 
-def suite_notes(suite: Suite) -> list[str]:
+def suite_notes(suite: MeasuredSuite) -> list[str]:
     """Return the caveats about missing answers and about the floor of a retention suite."""
     notes = []
     if suite.unpaired:
@@ -106,7 +106,7 @@ def suite_notes(suite: Suite) -> list[str]:
     return notes
 
 
-def _noise_notes(suite: Suite) -> list[str]:
+def _noise_notes(suite: MeasuredSuite) -> list[str]:
     """Say how far two scores of base lie apart by chance, if its answers were drawn twice."""
     rows = suite.rows.get("base", [])
     if not rows or any("again" not in row for row in rows):
@@ -117,7 +117,7 @@ def _noise_notes(suite: Suite) -> list[str]:
     return [f"{suite.name}: base against itself, with other draws: ±{noise:.1f} points."]
 
 
-def _ceiling_notes(suite: Suite) -> list[str]:
+def _ceiling_notes(suite: MeasuredSuite) -> list[str]:
     """Say what a suite cannot show because base has nearly all of its points."""
     if suite.role not in HEADLINE_ROLES or "base" not in suite.rows:
         return []

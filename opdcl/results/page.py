@@ -12,7 +12,7 @@ import jinja2
 from markupsafe import Markup
 
 from opdcl.results import format
-from opdcl.results.samples import RULE, Example, Group
+from opdcl.results.samples import RULE, Group, PickedExample
 from opdcl.results.status import STATES
 from opdcl.results.tables import MISSING, Table
 from opdcl.sanitize import harmless
@@ -50,15 +50,15 @@ class Page:
     made: dict[str, str] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
     """What it takes to repeat the run."""
-    examples: list[Example] = field(default_factory=list)
+    examples: list[PickedExample] = field(default_factory=list)
     answers: dict[str, list[Group]] = field(default_factory=dict)
-    """Suite -> all its prompts, by what became of them."""
+    """MeasuredSuite -> all its prompts, by what became of them."""
     model: dict[str, Any] = field(default_factory=dict)
     """What the card tells of the adapter: state, place, licence, opdcl's version, the model that it is for;
     the base that this is a fine-tune `of`, if it is one, and the id of an `embedded` base."""
 
 
-def render(template: str, page: Page, **more: Any) -> str:
+def render_page(template: str, page: Page, **more: Any) -> str:
     """Render a page as `md` or `html`, with what only this form shows."""
     return _environment(template.endswith(".html")).get_template(f"{template}.j2").render(page=page, **more)
 

@@ -12,10 +12,10 @@ from huggingface_hub import EvalResult, ModelCardData
 from opdcl.hub import HUB_IDS
 from opdcl.results import format, report_tables
 from opdcl.results.notes import of_the_student, started_elsewhere, validations_of
-from opdcl.results.page import Page, render
+from opdcl.results.page import Page, render_page
 from opdcl.results.result_types import Summary
 from opdcl.results.samples import pick_examples, sort_samples, worst_samples
-from opdcl.results.scores import Suite, section
+from opdcl.results.scores import MeasuredSuite, section
 from opdcl.results.status import STATES
 from opdcl.results.summary import Results, further_teachers
 from opdcl.results.verdict import next_command, split, tone, why_no_domain_retention, why_no_ratio
@@ -51,8 +51,8 @@ def write(results: Results) -> list[Path]:
     numbers, kept = _validations(rows), validations_of(rows)[1]
     tradeoff, kl = plots.tradeoff(results.summary), plots.recovery_kl(rows, _teachers(results.run))
     texts = [
-        render("report.md", page, recovery=rows, validations=numbers, best_step=kept),
-        render("report.html", page, tradeoff=tradeoff, kl=kl),
+        render_page("report.md", page, recovery=rows, validations=numbers, best_step=kept),
+        render_page("report.html", page, tradeoff=tradeoff, kl=kl),
         _render_card(page, results.summary, []),
     ]
     changed = []
@@ -68,7 +68,7 @@ def pull_request(run: RunDir, summary: Summary, gates: Sequence[Mapping[str, str
     results = Results(run)
     retention = results.headline.get("retention")
     worst = worst_samples(retention, WORST_PROMPTS) if retention else None
-    return render("pull_request.md", run_page(results, summary), gates=gates, worst=worst).strip() + "\n"
+    return render_page("pull_request.md", run_page(results, summary), gates=gates, worst=worst).strip() + "\n"
 
 
 def card(run: RunDir, state: str, base: str, place: str, license: str | None, datasets: list[str]) -> str:
@@ -113,7 +113,7 @@ def _render_card(page: Page, summary: Summary, datasets: list[str]) -> str:
         model_name=harmless(summary.name) if scores else None,
         eval_results=scores or None,
     )
-    return f"---\n{metadata.to_yaml()}\n---\n\n{render('card.md', page)}"
+    return f"---\n{metadata.to_yaml()}\n---\n\n{render_page('card.md', page)}"
 
 
 def run_page(results: Results, summary: Summary | None = None) -> Page:
@@ -183,7 +183,7 @@ def _public(model: str) -> str:
     return HUB_IDS.get(model, Path(model).name if Path(model).is_absolute() else model)
 
 
-def _ratios(summary: Summary, domain: Suite | None) -> list[dict[str, str]]:
+def _ratios(summary: Summary, domain: MeasuredSuite | None) -> list[dict[str, str]]:
     """Return R and D with what they mean, or why there is none; of base alone, nothing."""
     if summary.alone:
         return []

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 from opdcl.config.shipped import SHIPPED_DATA
 from opdcl.results import format
 from opdcl.results.format import CHANGE, Unit, cell, metric_words
+from opdcl.results.response_stats import MARGINS
 from opdcl.results.scores import section
 from opdcl.results.status import HEADLINE_ROLES, NON_INFERIORITY_MARGIN, STATES
 from opdcl.results.tables import (
     WRITING,
     Table,
     by_state,
+    distance_cells,
     distance_rows,
-    distances,
     of_base_alone,
     with_rows,
     writing_rows,
 )
-from opdcl.results.writing import MARGINS
 from opdcl.rundir.layout import RunDir
 
 if TYPE_CHECKING:
@@ -135,8 +135,8 @@ def closeness_table(near: Closeness) -> Table:
     """Return the distances of the states from base, and how their sampled answers are written."""
     rows = [
         *distance_rows(near),
-        ["forward KL\non base's answers", *distances(near, "forward")],
-        ["reverse KL\non the state's own answers", *distances(near, "reverse")],
+        ["forward KL\non base's answers", *distance_cells(near, "forward")],
+        ["reverse KL\non the state's own answers", *distance_cells(near, "reverse")],
         *writing_rows(near.how_written, near.n),
     ]
     if near.c:

@@ -8,8 +8,8 @@ from typing import Any
 from opdcl.results.closeness import Closeness
 from opdcl.results.format import percent
 from opdcl.results.intervals import Estimate
+from opdcl.results.response_stats import ResponseTests
 from opdcl.results.stats import Findings
-from opdcl.results.writing import WritingTests
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Summary:
     """Pair of states, such as `tuned_minus_base` -> paired difference of the retention suite, and behind
     `domain_` of the domain suite; None where a state is not measured."""
     detectable_drop: float | None
-    writing: WritingTests
+    writing: ResponseTests
     cost: dict[str, dict[str, Any]]
     faults: list[str]
     notes: list[str]
@@ -71,7 +71,7 @@ class Summary:
         return suite.n if suite else 0
 
     @property
-    def writing_tests(self) -> WritingTests:
+    def writing_tests(self) -> ResponseTests:
         """How recovered writes beside base: greedily on the suite, and sampled for the closeness."""
         tests = dict(self.writing)
         if self.closeness:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from opdcl.results import writing
+from opdcl.results import response_stats
 from opdcl.results.format import POINTS, SCORE, SHARE, interval, is_few, percent, points
 from opdcl.results.result_types import Summary
 from opdcl.results.scores import PLAIN_WORDS
@@ -29,8 +29,8 @@ from opdcl.results.status import (
 if TYPE_CHECKING:
     from opdcl.results.closeness import Closeness
     from opdcl.results.intervals import Estimate
-    from opdcl.results.scores import Suite
-    from opdcl.results.writing import WritingTest, WritingTests
+    from opdcl.results.response_stats import ResponseTest, ResponseTests
+    from opdcl.results.scores import MeasuredSuite
     from opdcl.rundir.layout import RunDir
 
 # Fewer prompts hardly ever show that a model as good as base has recovered; the estimate says more.
@@ -50,8 +50,8 @@ NOTHING_COMPARED = "No other model is compared with it: opdcl eval OTHER --base 
 
 def conclude(
     summary: Summary,
-    retention: Suite | None,
-    domain: Suite | None,
+    retention: MeasuredSuite | None,
+    domain: MeasuredSuite | None,
     settings: Mapping[str, Any],
     faults: Sequence[str] = (),
 ) -> Summary:
@@ -64,7 +64,7 @@ def conclude(
     findings, closeness = summary.findings, summary.closeness
     if findings.retention_status is Retention.NO_HEADROOM and closeness and closeness.status:
         found = closeness.status
-        if found is Retention.RECOVERED and not writing.alike(summary.writing_tests):
+        if found is Retention.RECOVERED and not response_stats.alike(summary.writing_tests):
             found = Retention.PARTLY
         status = both_halves(found, findings.domain_status)
         findings = replace(findings, retention_status=found, status=status)
@@ -104,7 +104,7 @@ def _fault(faults: Sequence[str]) -> str:
     return f"Fault: {faults[0]}{more}. So there is no R, no D and no verdict."
 
 
-def _verdict(summary: Summary, retention: Suite | None, domain: Suite | None) -> str:
+def _verdict(summary: Summary, retention: MeasuredSuite | None, domain: MeasuredSuite | None) -> str:
     """Return the first words, and the outcome in one sentence."""
     if retention is None or not retention.rows:
         if not summary.suites:
@@ -138,7 +138,7 @@ def _verdict(summary: Summary, retention: Suite | None, domain: Suite | None) ->
     return f"{_heading(summary)}: {outcome}; {domain_outcome}."
 
 
-def _learned(summary: Summary, domain: Suite | None) -> str:
+def _learned(summary: Summary, domain: MeasuredSuite | None) -> str:
     """Say what the fine-tune taught of the domain, if that is measured."""
     if domain is None or not {"base", "tuned"} <= domain.rows.keys():
         return ""
@@ -187,7 +187,7 @@ def _deciding_closeness(summary: Summary) -> Closeness | None:
     return summary.closeness if unfit and summary.closeness and summary.closeness.c else None
 
 
-def _retention_clause(summary: Summary, retention: Suite, scores: dict[str, str]) -> str:
+def _retention_clause(summary: Summary, retention: MeasuredSuite, scores: dict[str, str]) -> str:
     """Return the scores of the three models, and R, or why there is none."""
     findings, gain = summary.findings, summary.changes["recovered_minus_tuned"]
     base, tuned, recovered = (scores[state] for state in STATES)
@@ -246,7 +246,9 @@ def _advice(summary: Summary, settings: Mapping[str, Any]) -> str:
         command = f"opdcl recover RUN --set recover.domain_rollouts={rows} -o RUN-2"
         return f"To keep more of the domain, learn from more of its rows in each step: {command}"
     advice = found.advice
-    almost_all = recovery and recovery.value >= MOST_OF_THE_GAIN and writing.alike(summary.writing_tests)
+    almost_all = (
+        recovery and recovery.value >= MOST_OF_THE_GAIN and response_stats.alike(summary.writing_tests)
+    )
     if found is Retention.PARTLY and (almost_all or _first_look(summary)):
         advice = "To show more, {prompts}"
     return advice.format(prompts=_more_prompts(summary, settings), steps=more_steps) if advice else ""
@@ -304,7 +306,7 @@ def next_command(run: RunDir, summary: Summary, place: str) -> str:
     return f"opdcl chat {place}" if measured else f"opdcl eval {place} --domain TEST.jsonl"
 
 
-def writing_sentence(tests: WritingTests) -> str:
+def writing_sentence(tests: ResponseTests) -> str:
     """Say how recovered writes unlike base; empty where no difference is shown."""
     faults = []
     for key, test in tests.items():
@@ -315,7 +317,7 @@ def writing_sentence(tests: WritingTests) -> str:
     return f"Its answers still differ from base's: {'; '.join(faults)}." if faults else ""
 
 
-def _writing_fault(name: str, test: WritingTest) -> str:
+def _writing_fault(name: str, test: ResponseTest) -> str:
     if name == "tokens":
         return f"they are {100 * abs(test.value):.0f} % {'shorter' if test.value < 0 else 'longer'}"
     return FAULTS[name].format(percent(test.recovered), percent(test.base))
@@ -361,7 +363,7 @@ def _rounded_up(number: float) -> int:
     return math.ceil(number / unit) * unit
 
 
-def why_no_domain_retention(domain: Suite | None) -> str:
+def why_no_domain_retention(domain: MeasuredSuite | None) -> str:
     """Say why there is no D."""
     if domain is None:
         return "there is no domain suite"

@@ -43,7 +43,7 @@ CHECK_ENDS = "check the end-of-sequence ids and the loss"
 
 
 @dataclass(frozen=True)
-class Writing:
+class ResponseStats:
     """How a model answers the held-out general prompts at temperature 1."""
 
     length: float
@@ -54,7 +54,7 @@ class Writing:
     """Share of 4-grams that occurred earlier in the same answer."""
 
     @classmethod
-    def of(cls, rollouts: Sequence[Rollout]) -> Writing:
+    def of(cls, rollouts: Sequence[Rollout]) -> ResponseStats:
         """Return how these answers are written."""
         texts = [r.completion_ids for r in rollouts]
         return cls(
@@ -77,7 +77,7 @@ class Sign:
         return f"{self.name} is {self.value:.3g}, past its limit of {self.bound:.3g}"
 
 
-def writing_sign(own: Writing, base: Writing, tuned: Writing) -> Sign | None:
+def response_sign(own: ResponseStats, base: ResponseStats, tuned: ResponseStats) -> Sign | None:
     """Return what is wrong with the student's answers, given how both teachers write; None if nothing is."""
     looped = max(base.repetition, tuned.repetition) + REPETITION_EXCESS
     if own.repetition > looped:
@@ -115,14 +115,19 @@ class Health:
             raise self._halt(step, reason, LOWER_RATE)
 
     def on_writing(
-        self, step: int, own: Writing, base: Writing, tuned: Writing, optimizer: StudentOptimizer
+        self,
+        step: int,
+        own: ResponseStats,
+        base: ResponseStats,
+        tuned: ResponseStats,
+        optimizer: StudentOptimizer,
     ) -> None:
         """Judge how the student writes, and halve the learning rate for the first bad sign of the run.
 
         Raises:
             OpdclError: There is a bad sign, and the rate has been halved before.
         """
-        sign = writing_sign(own, base, tuned)
+        sign = response_sign(own, base, tuned)
         if sign is None:
             return
         if self._rate_was_halved():

@@ -33,7 +33,7 @@ from opdcl.train.rollout_queue import RolloutQueue
 from opdcl.train.schedule import plan_steps
 from opdcl.train.teachers import SAMPLED, Completions, EmaTeacher, Teacher, Teachers, teacher_here
 from opdcl.train.validation import HeldOut, Measurement, Milestones, describe_distances, is_kept, teacher_name
-from opdcl.training import Interruption, StageLog, StageReport, last_checkpoint, save_adapter, steps_done
+from opdcl.training import Interruption, StageLog, StageReport, last_checkpoint, save_adapter, step_of
 from opdcl.types import Batch, Judge, Prompt, Prompts, Stream, StreamName
 
 SAMPLES_PER_MEASUREMENT = 8
@@ -150,7 +150,7 @@ def learn(recovery: Recovery) -> None:
         milestones = begin(recovery, is_new=not checkpoint)
     interruption = Interruption(log.report)
     with interruption.awaited():
-        for step in range(steps_done(checkpoint) + 1, config.steps + 1):
+        for step in range(step_of(checkpoint) + 1, config.steps + 1):
             started = time.perf_counter()
             values, tokens = take_step(recovery, optimizer, step)
             for teacher in learner.all_teachers:

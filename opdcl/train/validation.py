@@ -15,7 +15,7 @@ from opdcl.config.recover import NO_WORSE, RecoverConfig
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import State
 from opdcl.train.alpha_search import KL_NOISE
-from opdcl.train.health import CHECK_BASE, TEACHER_ENTROPY, Writing
+from opdcl.train.health import CHECK_BASE, TEACHER_ENTROPY, ResponseStats
 from opdcl.train.learner import Graded, Learner, kl_by_teacher
 from opdcl.train.rollout_queue import RolloutQueue
 from opdcl.train.teachers import Teacher, Teachers
@@ -41,9 +41,9 @@ class Measurement:
     own_distance: float | None = None
     """The same as a mean over answers, as an evaluation's distance is. An answer in the domain's style is
     short, and hardly counts in `own_kl`."""
-    own: Writing | None = None
+    own: ResponseStats | None = None
     """How it answers the general prompts at temperature 1."""
-    greedy: Writing | None = None
+    greedy: ResponseStats | None = None
     """How it answers them greedily, where answers that loop show."""
 
     @classmethod
@@ -52,7 +52,7 @@ class Measurement:
         kl = {stream: row[f"{stream}_kl"] for stream in STREAMS if f"{stream}_kl" in row}
         own = None
         if "own_length" in row:
-            own = Writing(row["own_length"], row["own_ended"], row["own_repetition"])
+            own = ResponseStats(row["own_length"], row["own_ended"], row["own_repetition"])
         return cls(kl, own_kl=row.get("own_kl"), own_distance=row.get("own_distance"), own=own)
 
     def row(self) -> dict[str, float]:
@@ -169,7 +169,7 @@ class HeldOut:
             base = self.on_teachers_answers("measure base")
         if not self.asked:
             return base
-        own = Writing.of(self.answers["general"].rollouts)
+        own = ResponseStats.of(self.answers["general"].rollouts)
         return replace(base, own=own, greedy=self._greedy(Teacher(self.learner.backbone, "base")))
 
     def measure_tuned(self) -> Measurement:
@@ -224,15 +224,15 @@ class HeldOut:
             found,
             own_kl=sums["kl"] / sums["tokens"],
             own_distance=sums["answer_kl"] / len(rollouts),
-            own=Writing.of(rollouts),
+            own=ResponseStats.of(rollouts),
         )
 
-    def _greedy(self, writer: Teacher) -> Writing:
+    def _greedy(self, writer: Teacher) -> ResponseStats:
         count = counted(self.report, "greedy answers", len(self.asked))
         limit = self.config.limit("general")
         options = {"max_new_tokens": limit, "seed": self.config.seed, "temperature": 0.0}
         rollouts = self.queue.completions.complete(writer, self.asked, on_finished=count, **options)
-        return Writing.of(rollouts)
+        return ResponseStats.of(rollouts)
 
     def show_answers(self) -> None:
         """Show what each model answers to the first general prompt."""

@@ -12,11 +12,11 @@ from opdcl.results.closeness import Closeness
 from opdcl.results.document import run_document, summarise
 from opdcl.results.intervals import Estimate
 from opdcl.results.report_tables import terminal_rows
+from opdcl.results.response_stats import ResponseTest
 from opdcl.results.stats import States
 from opdcl.results.status import STATES
 from opdcl.results.summary import Results
 from opdcl.results.verdict import conclude, split
-from opdcl.results.writing import WritingTest
 from opdcl.rundir.files import read_jsonl
 
 
@@ -177,7 +177,7 @@ def test_closeness_does_not_replace_a_suite_that_has_headroom(run, told):
 
 
 def test_sampled_answers_that_are_shorter_are_told_as_such(run, told):
-    test = WritingTest(
+    test = ResponseTest(
         -0.24, -0.29, -0.19, base=80.0, recovered=60.8, margin=0.1, shown=False, different=True
     )
     told((103, 30, 95), floors=(137, 0))

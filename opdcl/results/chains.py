@@ -22,7 +22,7 @@ from opdcl.results.intervals import Estimate
 from opdcl.results.learned import learned
 from opdcl.results.origins import holder, places_of
 from opdcl.results.page import Page
-from opdcl.results.scores import Suite
+from opdcl.results.scores import MeasuredSuite
 from opdcl.results.summary import Results
 from opdcl.results.tables import Table, with_rows
 from opdcl.rundir.layout import RunDir
@@ -30,7 +30,7 @@ from opdcl.rundir.layout import RunDir
 # The name of the run that a run starts from, among those that it builds on; teachers have names of their own.
 START = ""
 
-# Suite -> scores whose means are added, and those whose means are taken away.
+# MeasuredSuite -> scores whose means are added, and those whose means are taken away.
 Figure = dict[str, tuple[list[np.ndarray], list[np.ndarray]]]
 
 
@@ -150,9 +150,9 @@ def compare_chains(runs: Sequence[RunDir]) -> Chains:
     )
 
 
-def _shared_suites(members: list[Results]) -> tuple[dict[str, Suite], list[str]]:
+def _shared_suites(members: list[Results]) -> tuple[dict[str, MeasuredSuite], list[str]]:
     """Return the suites by name, and notes on runs with other prompts of one, which lose it."""
-    suites: dict[str, Suite] = {}
+    suites: dict[str, MeasuredSuite] = {}
     notes = []
     for member in members:
         for suite in member.suites:
@@ -166,7 +166,7 @@ def _shared_suites(members: list[Results]) -> tuple[dict[str, Suite], list[str]]
     return suites, notes
 
 
-def _step(name: str, members: list[Results], suites: dict[str, Suite]) -> Column:
+def _step(name: str, members: list[Results], suites: dict[str, MeasuredSuite]) -> Column:
     """Return a step; its closeness only if every run measured its end, on the same prompts."""
     scores, near, end = {}, [member.near for member in members], members[0].end
     for suite in suites:
@@ -174,7 +174,7 @@ def _step(name: str, members: list[Results], suites: dict[str, Suite]) -> Column
         if found is not None:
             scores[suite] = found
     is_near = all(end in suite.rows and suite.prompts == near[0].prompts for suite in near)
-    distance = closeness.summarise(near) if is_near else None
+    distance = closeness.closeness_of(near) if is_near else None
     return Column(name, end, len(members), scores, members, members, closeness=distance)
 
 
@@ -204,7 +204,7 @@ def _chains(steps: list[Column], learned_by: dict[Column, str | None]) -> list[C
 
 
 def _figures(
-    chain: Chain, seeds: Sequence[str], suites: dict[str, Suite]
+    chain: Chain, seeds: Sequence[str], suites: dict[str, MeasuredSuite]
 ) -> tuple[dict[str, np.ndarray], dict[str, Figure]]:
     """Return suite -> scores at the end, and forgetting and backward transfer; empty where not measured."""
     # The runs of each step, one per seed.
@@ -239,7 +239,7 @@ def _figures(
 
 
 def _kept(
-    steps: list[Column], suites: dict[str, Suite], learned_by: dict[Column, str | None]
+    steps: list[Column], suites: dict[str, MeasuredSuite], learned_by: dict[Column, str | None]
 ) -> list[tuple[str, str, str, Estimate | None]]:
     """Return each step's share of each teacher's gain over base; each seed has its own teacher."""
     owners = {member.place: (step, member) for step in steps for member in step.members}
@@ -260,7 +260,7 @@ def _kept(
     return rows
 
 
-def _notes(steps: list[Column], chains: list[Chain], suites: dict[str, Suite]) -> list[str]:
+def _notes(steps: list[Column], chains: list[Chain], suites: dict[str, MeasuredSuite]) -> list[str]:
     notes = []
     for step in steps:
         if missing := [name for name in suites if name not in step.scores]:
