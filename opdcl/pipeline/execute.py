@@ -362,7 +362,7 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracking: Tracking) 
     for file in write(results):
         output.note(f"wrote {file}")
     report = run.reports[0].read_text(encoding="utf-8")
-    told = {**scores(run_document(summary)), "verdict": summary.verdict, "report": report}
+    told = {**scores(run_document(summary)), "verdict": summary.verdict.text, "report": report}
     tracking.send({f"eval/{key}": value for key, value in told.items()}, steps_done(run))
     tracking.close()
     for verdict in verdicts:
@@ -372,7 +372,7 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracking: Tracking) 
     except (GateError, InconclusiveError):
         # The result itself is not shown then, but what speaks against it must be.
         output.remarks(summary.faults, [note for note in summary.notes if note not in summary.faults])
-        output.note(summary.verdict)
+        output.note(summary.verdict.text)
         raise
     return summary
 

@@ -38,9 +38,9 @@ def run_document(summary: Summary) -> Document:
         ratios = {"recovery": found.recovery, "recovery_raw": found.recovery_raw}
         groups[name] = _scores(group) | _estimates(ratios)
     return {
-        "verdict": summary.verdict,
-        "further": summary.further,
-        "to_do": summary.to_do,
+        "verdict": summary.verdict.text,
+        "further": summary.verdict.further,
+        "to_do": summary.verdict.to_do,
         "name": summary.name,
         "alone": summary.alone,
         "headline": summary.headline,

@@ -54,7 +54,7 @@ def judge_gates(gates: Mapping[str, Any], results: Results) -> list[Record]:
     if gates.get("max_drop") is not None:
         found += _drops(gates["max_drop"], results)
     if summary.findings.status == FAULT:
-        found = [_undecided(record["gate"], f"{record['gate']}: {summary.verdict}") for record in found]
+        found = [_undecided(record["gate"], f"{record['gate']}: {summary.verdict.text}") for record in found]
     return found
 
 

@@ -14,7 +14,7 @@ from opdcl.results.board import Column
 from opdcl.results.summary import Results
 
 
-def learned(step: Column, start: Results | None = None) -> tuple[str | None, str]:
+def domain_suite(step: Column, start: Results | None = None) -> tuple[str | None, str]:
     """Return the suite of the domain that a step learned, and a note where its rows do not tell.
 
     `start` is the run that the step started from; without one, its gain counts from base.

@@ -41,7 +41,7 @@ class Page:
     """The sentences after the verdict, without what to do."""
     to_do: str = ""
     next: str = ""
-    tone: str = ""
+    severity: str = ""
     ratios: list[dict[str, str]] = field(default_factory=list)
     """R and D: name, meaning, value and bounds, or why there is none."""
     bars: list[dict[str, Any]] = field(default_factory=list)

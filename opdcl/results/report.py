@@ -18,7 +18,7 @@ from opdcl.results.samples import pick_examples, sort_samples, worst_samples
 from opdcl.results.scores import MeasuredSuite, section
 from opdcl.results.status import STATES
 from opdcl.results.summary import Results, further_teachers
-from opdcl.results.verdict import next_command, split, tone, why_no_domain_retention, why_no_ratio
+from opdcl.results.verdict import next_command, severity, why_no_domain_retention, why_no_ratio
 from opdcl.rundir.files import write_atomic
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.records import read_metrics
@@ -122,7 +122,7 @@ def run_page(results: Results, summary: Summary | None = None) -> Page:
     manifest = {"created": None, "device": None, "opdcl": None} | run.read_manifest()
     base = dict.fromkeys(("id", "revision", "license", "quantization")) | section(run, "model")
     base |= manifest.get("base") or {}
-    heading, sentence = split(summary.verdict)
+    said = summary.verdict
     answers = {suite.name: groups for suite in results.suites if (groups := sort_samples(suite))}
     headline = {suite.name: answers.get(suite.name, []) for suite in results.headline.values()}
     embedded, model = str(base["id"]) in HUB_IDS, _public(str(base["id"] or "unknown"))
@@ -131,17 +131,17 @@ def run_page(results: Results, summary: Summary | None = None) -> Page:
         about_base.append(QUANTIZED.format(model, base["quantization"]))
     return Page(
         name=summary.name,
-        heading=heading,
-        sentence=sentence,
+        heading=said.heading,
+        sentence=said.sentence[:1].upper() + said.sentence[1:],
         sections=report_tables.main_tables(summary),
         details=report_tables.detail_tables(summary),
         faults=summary.faults,
         notes=summary.notes,
-        verdict=summary.verdict,
-        further=[line for line in summary.further if line != summary.to_do],
-        to_do=summary.to_do,
+        verdict=said.text,
+        further=[line for line in said.further if line != said.to_do],
+        to_do=said.to_do,
         next=next_command(run, summary, "RUN"),
-        tone=tone(summary),
+        severity=severity(summary),
         ratios=_ratios(summary, results.headline.get("domain")),
         bars=report_tables.bars(summary),
         examples=pick_examples(headline),

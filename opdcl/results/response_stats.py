@@ -125,7 +125,7 @@ def equivalences(
 
 def alike(tests: ResponseTests) -> bool:
     """Return whether recovered is shown to write as base does, in all that was measured."""
-    return all(test.shown for test in tests.response_values() if test)
+    return all(test.shown for test in tests.values() if test)
 
 
 def script_of(text: str) -> str:

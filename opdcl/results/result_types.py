@@ -34,6 +34,22 @@ class Scores:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """What the results say, in words."""
+
+    heading: str
+    sentence: str
+    further: list[str] = field(default_factory=list)
+    """The sentences after it: distance to base, how the answers differ, what to do."""
+    to_do: str = ""
+    """What to do next, which is also the last of `further`; empty where nothing is missing."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.heading}: {self.sentence}"
+
+
+@dataclass(frozen=True)
 class Summary:
     """What was measured of a run, what follows from it by statistics, and the verdict."""
 
@@ -55,11 +71,7 @@ class Summary:
     faults: list[str]
     notes: list[str]
     """What to know when reading the results. It begins with the faults."""
-    verdict: str = ""
-    further: list[str] = field(default_factory=list)
-    """The sentences after the verdict: distance to base, how the answers differ, what to do."""
-    to_do: str = ""
-    """What to do next, which is also the last of `further`; empty where nothing is missing."""
+    verdict: Verdict = Verdict("", "")
 
     def headline_suite(self, role: str) -> Scores | None:
         name = self.headline[role]

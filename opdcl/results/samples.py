@@ -27,35 +27,37 @@ RULE = (
     f"and repeats nothing, then by the length of base's answer, from {FEWEST_WORDS} words on."
 )
 
-# What can become of a prompt: whether base, tuned and, if it is measured, recovered pass it (1) or not (0) ->
-# the title of its group. The groups of a page are in this order; those that the fine-tune changed come first.
+PASS, FAIL = True, False
+
+# What can become of a prompt: whether base, tuned and, if it is measured, recovered pass it -> the title of
+# its group. The groups of a page are in this order; those that the fine-tune changed come first.
 SKILL = {
-    "101": "Lost by the fine-tune, regained by recovery",
-    "100": "Lost by the fine-tune, not regained",
-    "10": "Lost by the fine-tune",
-    "110": "Newly lost in the recovery",
-    "111": "Never lost",
-    "11": "Never lost",
-    "001": "Passed by recovered, not by base",
-    "011": "Passed by recovered, not by base",
-    "01": "Passed by tuned, not by base",
-    "000": "Passed by neither base nor recovered",
-    "010": "Passed by neither base nor recovered",
-    "00": "Passed by neither base nor tuned",
+    (PASS, FAIL, PASS): "Lost by the fine-tune, regained by recovery",
+    (PASS, FAIL, FAIL): "Lost by the fine-tune, not regained",
+    (PASS, FAIL): "Lost by the fine-tune",
+    (PASS, PASS, FAIL): "Newly lost in the recovery",
+    (PASS, PASS, PASS): "Never lost",
+    (PASS, PASS): "Never lost",
+    (FAIL, FAIL, PASS): "Passed by recovered, not by base",
+    (FAIL, PASS, PASS): "Passed by recovered, not by base",
+    (FAIL, PASS): "Passed by tuned, not by base",
+    (FAIL, FAIL, FAIL): "Passed by neither base nor recovered",
+    (FAIL, PASS, FAIL): "Passed by neither base nor recovered",
+    (FAIL, FAIL): "Passed by neither base nor tuned",
 }
 DOMAIN = {
-    "011": "Learned by the fine-tune, kept by recovery",
-    "010": "Learned by the fine-tune, lost again",
-    "01": "Learned by the fine-tune",
-    "001": "Newly learned in the recovery",
-    "000": "Not learned",
-    "00": "Not learned",
-    "111": "Passed by base already",
-    "101": "Passed by base already",
-    "11": "Passed by base already",
-    "110": "Passed by base, not by recovered",
-    "100": "Passed by base, not by recovered",
-    "10": "Passed by base, not by tuned",
+    (FAIL, PASS, PASS): "Learned by the fine-tune, kept by recovery",
+    (FAIL, PASS, FAIL): "Learned by the fine-tune, lost again",
+    (FAIL, PASS): "Learned by the fine-tune",
+    (FAIL, FAIL, PASS): "Newly learned in the recovery",
+    (FAIL, FAIL, FAIL): "Not learned",
+    (FAIL, FAIL): "Not learned",
+    (PASS, PASS, PASS): "Passed by base already",
+    (PASS, FAIL, PASS): "Passed by base already",
+    (PASS, PASS): "Passed by base already",
+    (PASS, PASS, FAIL): "Passed by base, not by recovered",
+    (PASS, FAIL, FAIL): "Passed by base, not by recovered",
+    (PASS, FAIL): "Passed by base, not by tuned",
 }
 # The beginning of the titles of the prompts that the fine-tune changed.
 CHANGED = ("Lost by the fine-tune", "Learned by the fine-tune")
@@ -116,10 +118,10 @@ def sort_samples(suite: MeasuredSuite) -> list[Group]:
     """
     if not {"base", "tuned"} <= set(suite.rows):
         return []
-    titles = DOMAIN if suite.role == "domain" else SKILL
+    titles: Mapping[tuple[bool, ...], str] = DOMAIN if suite.role == "domain" else SKILL
 
     def title_of(passed: dict[str, bool]) -> str:
-        return titles["".join(str(int(passed[state])) for state in STATES if state in passed)]
+        return titles[tuple(passed[state] for state in STATES if state in passed)]
 
     return _grouped(suite, list(titles.values()), title_of)
 
@@ -153,7 +155,11 @@ def _grouped(
     """Group a suite's prompts by the title for which of its states pass; empty without written answers."""
     if all(row.get("response") is None for row in suite.rows["base"]):
         return []
-    shares, needed = _shares(suite), _needed(suite)
+    # Of several parts all must pass, one part may be a fraction.
+    needed = 1.0 if any(len(parts) != 1 for parts in suite.parts("base")) else 0.5
+    shares = {}  # of its score that each prompt reaches, by state
+    for state in suite.rows:
+        shares[state] = [sum(parts) / max(len(parts), 1) for parts in suite.parts(state)]
     groups = {title: Group(title) for title in titles}
     readability = _readability(suite)
     for i in sorted(range(len(readability)), key=readability.__getitem__):
@@ -165,19 +171,6 @@ def _grouped(
     return [group for group in groups.values() if group.samples]
 
 
-def _shares(suite: MeasuredSuite) -> dict[str, list[float]]:
-    """Return state -> the share of its score that each prompt reaches."""
-    found = {}
-    for state in suite.rows:
-        found[state] = [sum(parts) / max(len(parts), 1) for parts in suite.parts(state)]
-    return found
-
-
-def _needed(suite: MeasuredSuite) -> float:
-    """Return the share from which a prompt passes: several parts must all pass, one may be a fraction."""
-    return 1.0 if any(len(parts) != 1 for parts in suite.parts("base")) else 0.5
-
-
 def pick_examples(samples: Mapping[str, Sequence[Group]]) -> list[PickedExample]:
     """Return the most readable prompt of each suite's first group that the fine-tune changed."""
     examples = []
@@ -185,13 +178,12 @@ def pick_examples(samples: Mapping[str, Sequence[Group]]) -> list[PickedExample]
         changed = [group for group in groups if group.is_changed]
         if changed:
             first, of = changed[0], sum(group.count for group in changed)
-            examples.append(PickedExample(first.title, name, first.count, of, _shortened(first.samples[0])))
+            sample, short = first.samples[0], []
+            for answer in sample.answers:
+                short.append(replace(answer, text=format.shorten(answer.text, EXAMPLE_ANSWER)))
+            shown = replace(sample, answers=short)
+            examples.append(PickedExample(first.title, name, first.count, of, shown))
     return examples
-
-
-def _shortened(sample: Sample) -> Sample:
-    answers = [replace(answer, text=format.shorten(answer.text, EXAMPLE_ANSWER)) for answer in sample.answers]
-    return replace(sample, answers=answers)
 
 
 def worst_samples(suite: MeasuredSuite, count: int) -> dict[str, Any] | None:

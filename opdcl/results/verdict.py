@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from opdcl.results import response_stats
 from opdcl.results.format import POINTS, SCORE, SHARE, interval, is_few, percent, points
-from opdcl.results.result_types import Summary
+from opdcl.results.result_types import Summary, Verdict
 from opdcl.results.scores import PLAIN_WORDS
 from opdcl.results.status import (
     ALONE,
     FAULT,
-    FLOOR_REASONS,
     MOST_OF_THE_GAIN,
     SMALLEST_DROP,
     STATES,
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from opdcl.results.intervals import Estimate
     from opdcl.results.response_stats import ResponseTest, ResponseTests
     from opdcl.results.scores import MeasuredSuite
+    from opdcl.results.stats import Findings
     from opdcl.rundir.layout import RunDir
 
 # Fewer prompts hardly ever show that a model as good as base has recovered; the estimate says more.
@@ -45,6 +45,7 @@ FAULTS = {
 # The place of the run in a command. A page says RUN, since it may be moved.
 PLACE = re.compile(r"(opdcl [a-z]+ |-o )RUN\b")
 
+NOT_YET = "Not measured yet"
 NOTHING_COMPARED = "No other model is compared with it: opdcl eval OTHER --base MODEL does that."
 
 
@@ -61,25 +62,34 @@ def conclude(
     """
     for suite in filter(None, (retention, domain)):
         faults = [*faults, *suite.faults]
-    findings, closeness = summary.findings, summary.closeness
-    if findings.retention_status is Retention.NO_HEADROOM and closeness and closeness.status:
-        found = closeness.status
+    summary = replace(summary, findings=_settled(summary, faults))
+    findings = summary.findings
+    if findings.status == FAULT:
+        more = f"; {len(faults) - 1} more of this kind" if len(faults) > 1 else ""
+        verdict = Verdict("Fault", f"{faults[0]}{more}. So there is no R, no D and no verdict.")
+    elif findings.status == ALONE:
+        verdict = Verdict("Base alone", f"{_scores_of_base(summary)}.", [NOTHING_COMPARED])
+    else:
+        to_do, written = _advice(summary, settings), writing_sentence(summary.writing_tests)
+        further = [_distance(summary.closeness), _neighbours(summary), written, to_do]
+        heading, sentence = _outcome(summary, retention, domain)
+        verdict = Verdict(heading, f"{sentence}.", [*filter(None, further)], to_do)
+    return replace(summary, verdict=verdict)
+
+
+def _settled(summary: Summary, faults: Sequence[str]) -> Findings:
+    """Return the findings after closeness, which counts where the suite has no headroom, and faults."""
+    findings, near = summary.findings, summary.closeness
+    if findings.retention_status is Retention.NO_HEADROOM and near and near.status:
+        found = near.status
         if found is Retention.RECOVERED and not response_stats.alike(summary.writing_tests):
             found = Retention.PARTLY
         status = both_halves(found, findings.domain_status)
         findings = replace(findings, retention_status=found, status=status)
-        summary = replace(summary, findings=findings)
-    status, further, to_do = findings.status, [""], ""
     if faults:
-        status, text = FAULT, _fault(faults)
-    elif summary.alone and any(suite.n for suite in summary.suites.values()):
-        status, text, further = ALONE, _scores_of_base(summary), [NOTHING_COMPARED]
-    else:
-        text, to_do = _verdict(summary, retention, domain), _advice(summary, settings)
-        tests = summary.writing_tests
-        further = [_distance(closeness), _neighbours(summary), writing_sentence(tests), to_do]
-    findings, further = replace(findings, status=status), [*filter(None, further)]
-    return replace(summary, findings=findings, verdict=text, further=further, to_do=to_do)
+        return replace(findings, status=FAULT)
+    is_alone = summary.alone and any(suite.n for suite in summary.suites.values())
+    return replace(findings, status=ALONE) if is_alone else findings
 
 
 def at_place(summary: Summary, place: str) -> Summary:
@@ -88,7 +98,9 @@ def at_place(summary: Summary, place: str) -> Summary:
     def placed(text: str) -> str:
         return PLACE.sub(lambda found: f"{found[1]}{place}", text)
 
-    return replace(summary, to_do=placed(summary.to_do), further=[placed(text) for text in summary.further])
+    said = summary.verdict
+    further = [placed(text) for text in said.further]
+    return replace(summary, verdict=replace(said, to_do=placed(said.to_do), further=further))
 
 
 def _scores_of_base(summary: Summary) -> str:
@@ -96,33 +108,29 @@ def _scores_of_base(summary: Summary) -> str:
     for name, suite in summary.suites.items():
         if base := suite.states.get("base"):
             scores.append(f"{PLAIN_WORDS.get(name, name)} {interval(base, SCORE)} on {suite.n} prompts")
-    return f"Base alone: {', '.join(scores)}."
+    return ", ".join(scores)
 
 
-def _fault(faults: Sequence[str]) -> str:
-    more = f"; {len(faults) - 1} more of this kind" if len(faults) > 1 else ""
-    return f"Fault: {faults[0]}{more}. So there is no R, no D and no verdict."
-
-
-def _verdict(summary: Summary, retention: MeasuredSuite | None, domain: MeasuredSuite | None) -> str:
+def _outcome(
+    summary: Summary, retention: MeasuredSuite | None, domain: MeasuredSuite | None
+) -> tuple[str, str]:
     """Return the first words, and the outcome in one sentence."""
     if retention is None or not retention.rows:
         if not summary.suites:
-            return "Not measured yet: nothing was evaluated."
+            return NOT_YET, "nothing was evaluated"
         missing = f"suite {retention.name} has no results" if retention else "there is no retention suite"
-        return f"Not measured yet: {missing}."
+        return NOT_YET, missing
     states = summary.suites[retention.name].states
     scores = {state: percent(score.value) for state, score in states.items()}
     change, prompts = summary.changes["tuned_minus_base"], len(retention.measured)
     if change and not retention.complete:
-        head = "Not recovered yet" if change.high < 0 else "No forgetting measured"
         changed = f"the fine-tune changed {retention.plain} by {interval(change, POINTS, n=prompts)}"
         shown = f"from {scores['base']} to {scores['tuned']}{_learned(summary, domain)}"
-        return f"{head}: {changed}, {shown}."
+        return "Not recovered yet" if change.high < 0 else "No forgetting measured", f"{changed}, {shown}"
     if not retention.complete:
         missing = " and ".join(retention.missing)
         known = ", ".join(f"{state} {score}" for state, score in scores.items())
-        return f"Not measured yet: {retention.plain} has no result for {missing} (so far: {known})."
+        return NOT_YET, f"{retention.plain} has no result for {missing} (so far: {known})"
     recovery, kept = summary.findings.recovery, summary.findings.domain_retention
     is_back = summary.findings.retention_status in (Retention.RECOVERED, Retention.PARTLY)
     if is_back and recovery and not _deciding_closeness(summary):
@@ -135,7 +143,7 @@ def _verdict(summary: Summary, retention: MeasuredSuite | None, domain: Measured
         domain_outcome = f"{_share(kept)} of the domain gain is kept (D = {bounded})"
     else:
         domain_outcome = f"no D, because {why_no_domain_retention(domain)}"
-    return f"{_heading(summary)}: {outcome}; {domain_outcome}."
+    return _heading(summary), f"{outcome}; {domain_outcome}"
 
 
 def _learned(summary: Summary, domain: MeasuredSuite | None) -> str:
@@ -266,7 +274,8 @@ def _more_prompts(summary: Summary, settings: Mapping[str, Any]) -> str:
     detectable, unfit = summary.detectable_drop, summary.findings.no_recovery_because
     # Four times as many prompts have intervals half as wide.
     enough = 4 * measured
-    if summary.findings.retention_status is Retention.TOO_FEW and unfit not in FLOOR_REASONS.values():
+    is_floor_too_near = unfit is NoRatio.FLOOR_TOO_NEAR
+    if summary.findings.retention_status is Retention.TOO_FEW and not is_floor_too_near:
         enough = _prompts_to_tell(measured, detectable or 0.0)
     return f"measure on more prompts: opdcl eval RUN --limit {enough}"
 
@@ -277,7 +286,7 @@ def _prompts_to_tell(prompts: int, detectable: float) -> int:
 
 
 def next_command(run: RunDir, summary: Summary, place: str) -> str:
-    """Return the command that leads on: what the run lacks, else its answers.
+    """Return the next command to suggest: the missing stage, or chat.
 
     `place` stands for the run directory in it.
     """
@@ -334,8 +343,8 @@ def why_no_ratio(summary: Summary) -> str:
     if findings.retention_status is Retention.NOT_MEASURED:
         return "recovered is not measured"
     reason = findings.no_recovery_because
-    if reason in FLOOR_REASONS.values():
-        return str(reason)
+    if reason in (NoRatio.FLOOR_TOO_HIGH, NoRatio.FLOOR_TOO_NEAR):
+        return reason.value
     if change.low > 0:
         return f"tuned is {points(change.value).lstrip('+')} points above base"
     # + 0.0 turns -0.0 into 0.0.
@@ -374,16 +383,10 @@ def why_no_domain_retention(domain: MeasuredSuite | None) -> str:
     return "tuned's score on the domain is not measurably above base's and the floor"
 
 
-def tone(summary: Summary) -> str:
+def severity(summary: Summary) -> str:
     """Return whether the outcome is `good` in both halves, `mixed`, `bad` in one, or open: an empty text."""
     findings = summary.findings
     found, kept = findings.retention_status, findings.domain_status
     if findings.status == FAULT or kept is Domain.LOST:
         return "bad"
-    return "good" if (found, kept) == (Retention.RECOVERED, Domain.KEPT) else found.tone
-
-
-def split(text: str) -> tuple[str, str]:
-    """Split a verdict into its first words and the sentence after them."""
-    heading, _, rest = text.partition(": ")
-    return (heading, rest[:1].upper() + rest[1:]) if rest else ("Verdict", text)
+    return "good" if (found, kept) == (Retention.RECOVERED, Domain.KEPT) else found.severity
