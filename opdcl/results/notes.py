@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from opdcl.config.recover import NO_WORSE
 from opdcl.errors import UsageError
@@ -161,11 +161,24 @@ def _reward_note(rows: Rows, suite: str) -> str:
     return f"Recovery also used the reward of {suite}: its mean was {means}."
 
 
-def validations_of(rows: Rows) -> tuple[dict[int, dict[str, Any]], int | None]:
-    """Return step -> held-out numbers, and the step whose adapter was kept; None without one."""
-    validations = {row["step"]: of_the_student(row) for row in rows if row.get("validation")}
-    kept = [step for step, validation in validations.items() if validation.get("best")]
-    return validations, max(kept, default=None)
+class Validations(NamedTuple):
+    """What the metrics of a recovery tell of held-out prompts."""
+
+    by_step: dict[int, dict[str, Any]]
+    """Step -> the student's numbers."""
+    kept: int | None
+    """The step whose adapter was kept; None without one."""
+    tuned: dict[str, Any]
+    """Tuned's numbers; empty if the student started as tuned."""
+
+
+def validations_of(rows: Rows) -> Validations:
+    """Return the validations in the rows of a recovery's metrics."""
+    held_out = [row for row in rows if row.get("validation")]
+    by_step = {row["step"]: of_the_student(row) for row in held_out}
+    kept = [step for step, found in by_step.items() if found.get("best")]
+    tuned: dict[str, Any] = next((row["validation"] for row in held_out if started_elsewhere(row)), {})
+    return Validations(by_step, max(kept, default=None), tuned)
 
 
 def of_the_student(row: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +195,7 @@ def started_elsewhere(row: dict[str, Any]) -> bool:
 def _validation_notes(rows: Rows) -> list[str]:
     """Describe the held-out KL to further teachers, and answers that run on."""
     notes: list[str] = []
-    validations, kept = validations_of(rows)
+    validations, kept, _ = validations_of(rows)
     if kept is None:
         return notes
     first, best = validations[min(validations)], validations[kept]
@@ -201,16 +214,15 @@ def _validation_notes(rows: Rows) -> list[str]:
 def start_notes(rows: Rows) -> list[str]:
     """Say where a recovery started, and what that start did for it, from the rows of its metrics."""
     chosen = next((row["start"] for row in rows if "start" in row), None)
-    validations, kept = validations_of(rows)
-    is_scaled = any(map(started_elsewhere, rows))
-    scaled = f"the tuned adapter times {chosen['alpha']:g}" if is_scaled else "the tuned adapter"
+    validations, kept, tuned = validations_of(rows)
+    scaled = f"the tuned adapter times {chosen['alpha']:g}" if tuned else "the tuned adapter"
     if kept == 0:
         return [f"Recovered is {scaled}: no training step came nearer to the teachers on held-out prompts."]
     if chosen is None or kept is None:
         return []
     if not any("loss" in row for row in rows):
         return [f"Recovered is {scaled}: no training was done."]
-    if not is_scaled:
+    if not tuned:
         return []
     notes = [f"The recovery started from {scaled}."]
     # Earlier versions called this share `domain_kept`.

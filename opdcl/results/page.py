@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,11 +79,7 @@ def _environment(is_html: bool) -> jinja2.Environment:
         lstrip_blocks=True,
     )
     for filter in FILTERS:
-        environment.filters[filter.__name__] = _marked_up(filter)
+        environment.filters[filter.__name__] = lambda value, format=filter: Markup(format(value))
     environment.filters["unbroken"] = format.unbroken
     environment.globals |= {"states": STATES, "missing": MISSING, "sample_rule": RULE}
     return environment
-
-
-def _marked_up(filter: Callable[[Any], str]) -> Callable[[Any], Markup]:
-    return lambda value: Markup(filter(value))

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from opdcl.results.intervals import Estimate
-from opdcl.results.notes import of_the_student, started_elsewhere
+from opdcl.results.notes import validations_of
 from opdcl.results.result_types import Summary
 
 STYLE = Path(__file__).parent / "templates" / "figure.mplstyle"
@@ -83,11 +83,8 @@ def recovery_kl(rows: list[dict], teachers: dict[str, str]) -> list[Markup]:
 
     `teachers` maps each stream to the name of its teacher.
     """
-    held_out = [row for row in rows if row.get("validation")]
     trained = [row for row in rows if row.get("kl") is not None]
-    best = max((row["step"] for row in held_out if row["validation"].get("best")), default=None)
-    measured = [(row["step"], of_the_student(row)) for row in held_out]
-    tuned: dict[str, float] = next((row["validation"] for row in held_out if started_elsewhere(row)), {})
+    measured, best, tuned = validations_of(rows)
     figures = []
     for stream, teacher in teachers.items():
         curves = Curves(
@@ -160,8 +157,8 @@ def _line(axes: Axes, points: list[tuple[float, float]], label: str, **style: An
         axes.plot([x for x, _ in points], [y for _, y in points], label=label, **style)
 
 
-def _held_out_points(measured: list[tuple[int, dict[str, float]]], key: str) -> list[tuple[float, float]]:
-    return [(step, values[key]) for step, values in measured if values.get(key) is not None]
+def _held_out_points(measured: dict[int, dict[str, float]], key: str) -> list[tuple[float, float]]:
+    return [(step, found[key]) for step, found in measured.items() if found.get(key) is not None]
 
 
 def tradeoff(summary: Summary) -> Markup | None:

@@ -11,7 +11,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from opdcl.hub import HUB_IDS
 from opdcl.results import format, report_tables
-from opdcl.results.notes import of_the_student, started_elsewhere, validations_of
+from opdcl.results.notes import validations_of
 from opdcl.results.page import Page, render_page
 from opdcl.results.result_types import Summary
 from opdcl.results.samples import pick_examples, sort_samples, worst_samples
@@ -48,10 +48,11 @@ def write(results: Results) -> list[Path]:
     from opdcl.results import plots
 
     page, rows = run_page(results), _metrics(results.run, "recover")
-    numbers, kept = _validations(rows), validations_of(rows)[1]
+    measured = validations_of(rows)
+    told = ({"tuned": measured.tuned} if measured.tuned else {}) | measured.by_step
     tradeoff, kl = plots.tradeoff(results.summary), plots.recovery_kl(rows, _teachers(results.run))
     texts = [
-        render_page("report.md", page, recovery=rows, validations=numbers, best_step=kept),
+        render_page("report.md", page, recovery=rows, validations=told, best_step=measured.kept),
         render_page("report.html", page, tradeoff=tradeoff, kl=kl),
         _render_card(page, results.summary, []),
     ]
@@ -165,17 +166,6 @@ def _model(results: Results, manifest: dict, name: str, base: dict) -> dict[str,
     # The adapters of a model that was tuned as a whole are for that one.
     tuned = results.run.stage_record("finetune").get("tuned_model")
     return about | ({"base": _public(tuned["id"]), "of": name} if tuned else {"base": name, "of": ""})
-
-
-def _validations(recovery: list[dict]) -> list[dict[str, Any]]:
-    """Return the held-out numbers of the student by step; before them tuned's, if it started elsewhere."""
-    rows: list[dict[str, Any]] = []
-    for row in recovery:
-        if row.get("validation"):
-            if started_elsewhere(row):
-                rows.append({"step": "tuned", "validation": row["validation"]})
-            rows.append({"step": row["step"], "validation": of_the_student(row)})
-    return rows
 
 
 def _public(model: str) -> str:

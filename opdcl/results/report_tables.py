@@ -163,8 +163,10 @@ def detail_tables(summary: Summary) -> list[Table]:
     metrics = Table("All metrics", ["metric", *STATES], rows, caption)
     rows = [[stage, *_cost_cells(spent)] for stage, spent in summary.cost.items()]
     cost = Table("Cost", ["stage", "time, min:s", "tokens", "peak memory"], rows)
-    tables = [_differences_table(summary), metrics, cost]
-    tables += [_dose_table(summary.cost), _parts_table(summary.cost)]
+    spent = summary.cost.get("recover", {}).get("parts", {})
+    rows = [[part, format.clock(seconds)] for part, seconds in spent.items()]
+    parts = Table("Time of the recovery", ["part", "min:s"], rows)
+    tables = [_differences_table(summary), metrics, cost, _dose_table(summary.cost), parts]
     return _of_its_states(summary, with_rows(tables))
 
 
@@ -214,13 +216,6 @@ def _dose_table(cost: Mapping[str, Mapping[str, Any]]) -> Table:
                 rows.append([stage, stream, author, f"{graded['answers']:,}", f"{graded['tokens']:,}"])
     caption = "What was learned from: an answer counts each time that a step learns from it."
     return Table("Dose", ["stage", "prompts", "answers by", "answers", "tokens"], rows, caption)
-
-
-def _parts_table(cost: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return how long the parts of a recovery took."""
-    parts = cost.get("recover", {}).get("parts", {})
-    rows = [[part, format.clock(seconds)] for part, seconds in parts.items()]
-    return Table("Time of the recovery", ["part", "min:s"], rows, "")
 
 
 def _cost_cells(spent: Mapping[str, Any]) -> list[str]:

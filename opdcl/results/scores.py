@@ -256,7 +256,7 @@ def _wrong_scores(rows: list[Row], metric: str) -> str:
     for row in rows:
         scores = [*_as_list(row.get("scores", {}).get(metric)), *_as_list(row.get("floor", 0))]
         for score in scores:
-            if not _is_number(score):
+            if not isinstance(score, int | float) or not math.isfinite(score):
                 wrong[row["doc_id"]] = "missing" if score is None else f"{score}, not a number"
                 break
     if not wrong:
@@ -264,10 +264,6 @@ def _wrong_scores(rows: list[Row], metric: str) -> str:
     prompt, fault = next(iter(wrong.items()))
     others = f" (and those of {len(wrong) - 1} more prompts)" if len(wrong) > 1 else ""
     return f"the score of prompt {prompt} is {fault}{others}"
-
-
-def _is_number(score: Any) -> bool:
-    return isinstance(score, int | float) and math.isfinite(score)
 
 
 def _mismatch(rows: list[Row], result: Row) -> str:

@@ -34,7 +34,9 @@ class Results:
             self.near = closeness.load_closeness(run)
         self.headline = headline_of(self.suites)
         self.named = {suite.name: suite for suite in self.suites}
-        self.alone = _is_alone(run)
+        planned = any(run.settings().get(key) for key in ("start", "finetune", "recover"))
+        self.alone = not planned and not run.adapters()
+        """Whether the run measures base alone: it has no fine-tune, and is not to have one."""
         self.path, self.place = str(run.path), run.path.resolve()
 
     @cached_property
@@ -145,12 +147,6 @@ def _measured(results: Results) -> Summary:
         faults=faults,
         notes=remarks + notes.recovery_notes(run),
     )
-
-
-def _is_alone(run: RunDir) -> bool:
-    """Return whether a run measures base alone: it has no fine-tune, and is not to have one."""
-    planned = [key for key in ("start", "finetune", "recover") if run.settings().get(key)]
-    return not planned and not run.adapters()
 
 
 def _scores(suite: MeasuredSuite) -> Scores:

@@ -28,7 +28,7 @@ from opdcl.results.status import (
 if TYPE_CHECKING:
     from opdcl.results.closeness import Closeness
     from opdcl.results.intervals import Estimate
-    from opdcl.results.response_stats import ResponseTest, ResponseTests
+    from opdcl.results.response_stats import ResponseTests
     from opdcl.results.scores import MeasuredSuite
     from opdcl.results.stats import Findings
     from opdcl.rundir.layout import RunDir
@@ -321,15 +321,13 @@ def writing_sentence(tests: ResponseTests) -> str:
     for key, test in tests.items():
         if test and test.different and not test.shown:
             name, _, where = key.partition(" ")
-            fault = _writing_fault(name, test)
+            if name == "tokens":
+                longer = "shorter" if test.value < 0 else "longer"
+                fault = f"they are {100 * abs(test.value):.0f} % {longer}"
+            else:
+                fault = FAULTS[name].format(percent(test.recovered), percent(test.base))
             faults.append(f"{where}, {fault}" if where else fault)
     return f"Its answers still differ from base's: {'; '.join(faults)}." if faults else ""
-
-
-def _writing_fault(name: str, test: ResponseTest) -> str:
-    if name == "tokens":
-        return f"they are {100 * abs(test.value):.0f} % {'shorter' if test.value < 0 else 'longer'}"
-    return FAULTS[name].format(percent(test.recovered), percent(test.base))
 
 
 def why_no_ratio(summary: Summary) -> str:

@@ -28,7 +28,7 @@ from opdcl.model.backbone import Backbone, State
 from opdcl.rundir.environment import machine_of, versions
 from opdcl.rundir.files import UNFINISHED, cache_home, write_atomic
 from opdcl.rundir.hashes import hash_files, hash_value
-from opdcl.train.teachers import Completions, Teacher
+from opdcl.train.teachers import Completions, OnFinished, Teacher
 from opdcl.types import Prompt, Rollout
 
 logger = logging.getLogger(__name__)
@@ -50,8 +50,6 @@ MARKED = (
 
 # More than a token and its log-probability take in a file, in bytes, and more than what is around a row.
 BYTES_OF_TOKEN, BYTES_OF_ROW = 64, 1024
-
-OnFinished = Callable[[list[Rollout]], None]
 
 
 def texts_folder() -> Path:

@@ -130,15 +130,12 @@ class Health:
         sign = response_sign(own, base, tuned)
         if sign is None:
             return
-        if self._rate_was_halved():
+        rows = read_metrics(self.log.out.metrics)
+        if any(row.get("health", {}).get("action") == RATE_HALVED for row in rows):
             self._record(step, sign, "halted")
             raise self._halt(step, str(sign), sign.hint)
         optimizer.halve_rate()
         self._record(step, sign, RATE_HALVED)
-
-    def _rate_was_halved(self) -> bool:
-        rows = read_metrics(self.log.out.metrics)
-        return any(row.get("health", {}).get("action") == RATE_HALVED for row in rows)
 
     def _record(self, step: int, sign: Sign, action: str) -> None:
         health = {"sign": sign.name, "value": sign.value, "bound": sign.bound, "action": action}

@@ -25,7 +25,7 @@ from opdcl.rundir.hashes import SEAL, damage, seal
 from opdcl.rundir.layout import StageDir
 from opdcl.rundir.records import read_metrics
 from opdcl.sampling.sample import pick_engine
-from opdcl.train.alpha_search import Point, choose_start
+from opdcl.train.alpha_search import choose_start
 from opdcl.train.checkpoints import Checkpoints, StudentOptimizer
 from opdcl.train.health import Health
 from opdcl.train.learner import Learner, Sums, kl_by_teacher, mean_loss
@@ -66,22 +66,6 @@ class Recovery:
     learner: Learner
     held_out: HeldOut
     log: StageLog
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where the student starts: at a scale of the tuned adapter, and what was measured to find it."""
-
-    alpha: float
-    curve: list[Point]
-    tuned: Measurement
-    base: Measurement
-    student: Measurement
-
-    def row(self, **score: float) -> dict[str, Any]:
-        """Return it as metrics.jsonl has it."""
-        curve = [point._asdict() for point in self.curve]
-        return {"alpha": self.alpha, "validation": self.student.row(), **score, "curve": curve}
 
 
 def recover(
@@ -178,15 +162,16 @@ def begin(recovery: Recovery, is_new: bool) -> Milestones:
             "answers; --set recover.lmbda=0.5 lets the student write the last half"
         )
     if is_new:
-        start = find_start(recovery)
-        before = None if start.alpha == 1 else start.tuned
-        place = "tuned" if start.alpha == 1 else f"the tuned adapter times {start.alpha:g}"
-        log.report.note(f"start: {place}, {describe_distances(config, start.student, start.base, before)}")
+        alpha, curve, found = find_start(recovery)
+        place = "tuned" if alpha == 1 else f"the tuned adapter times {alpha:g}"
+        before = None if alpha == 1 else found.tuned
+        log.report.note(f"start: {place}, {describe_distances(config, found.start, found.base, before)}")
         held_out.show_answers()
-        score = start.student.score(config.method)
+        score = found.start.score(config.method)
         keep_adapter(recovery, 0, score)
-        tuned, base = {**start.tuned.row(), "best": True}, start.base.row()
-        log.write({"step": 0, "validation": tuned, "base": base, "start": start.row(score=score)})
+        tuned, base = {**found.tuned.row(), "best": True}, found.base.row()
+        chosen = {"alpha": alpha, "validation": found.start.row(), "score": score, "curve": curve}
+        log.write({"step": 0, "validation": tuned, "base": base, "start": chosen})
     rows = read_metrics(log.out.metrics)
     milestones = Milestones.restore(rows, config.method)
     for row in rows:
@@ -196,8 +181,11 @@ def begin(recovery: Recovery, is_new: bool) -> Milestones:
     return milestones
 
 
-def find_start(recovery: Recovery) -> Start:
-    """Measure base and tuned, and put the student where it starts: at tuned, or between the two."""
+def find_start(recovery: Recovery) -> tuple[float, list[dict[str, float]], Milestones]:
+    """Measure base and tuned, and put the student where it starts: at tuned, or between the two.
+
+    Return the scale of the adapter there, the curve that it was chosen from, and what was measured.
+    """
     held_out, learner = recovery.held_out, recovery.learner
     base, tuned = held_out.measure_base(), held_out.measure_tuned()
 
@@ -205,13 +193,14 @@ def find_start(recovery: Recovery) -> Start:
         return held_out.on_teachers_answers(doing).kl
 
     config, prompts = recovery.queue.config, held_out.prompts
-    alpha, curve = choose_start(config, learner, prompts, measure_kl, tuned.kl, base.kl)
+    alpha, points = choose_start(config, learner, prompts, measure_kl, tuned.kl, base.kl)
+    curve = [point._asdict() for point in points]
     if alpha == 1:
-        return Start(alpha, curve, tuned, base, tuned)
+        return alpha, curve, Milestones(tuned, base, tuned)
     averages = [t.state for t in learner.all_teachers if isinstance(t, EmaTeacher)]
     for state in ["student", *averages]:  # an average begins where the student does
         learner.backbone.shrink(alpha, state)
-    return Start(alpha, curve, tuned, base, held_out.measure_student())
+    return alpha, curve, Milestones(tuned, base, held_out.measure_student())
 
 
 def take_step(recovery: Recovery, optimizer: StudentOptimizer, step: int) -> tuple[dict[str, Any], int]:
@@ -325,15 +314,18 @@ def keep_start(recovery: Recovery) -> None:
     """Keep the start as the recovered adapter, without training: the rival that costs nothing."""
     log = recovery.log
     recovery.held_out.let_teachers_answer()
-    start = find_start(recovery)
+    alpha, curve, found = find_start(recovery)
     save_adapter(recovery.learner.backbone, log.out.best)
     seal(log.out.best)
-    tuned, kept = Measurement(start.tuned.kl).row(), Measurement(start.student.kl).row()
-    rows: list[dict[str, Any]] = [{"step": 0, "validation": tuned, "start": start.row()}]
-    rows.append({"step": 1, "validation": {**kept, "best": True}})
+    tuned, kept = Measurement(found.tuned.kl).row(), Measurement(found.start.kl).row()
+    chosen = {"alpha": alpha, "validation": found.start.row(), "curve": curve}
+    rows = [
+        {"step": 0, "validation": tuned, "start": chosen},
+        {"step": 1, "validation": {**kept, "best": True}},
+    ]
     write_atomic(log.out.metrics, "".join(json.dumps(row) + "\n" for row in rows))
-    described = describe_distances(recovery.queue.config, start.student, start.base, start.tuned)
-    log.report.note(f"the adapter times {start.alpha:g}: {described}")
+    described = describe_distances(recovery.queue.config, found.start, found.base, found.tuned)
+    log.report.note(f"the adapter times {alpha:g}: {described}")
 
 
 def _describe_given(prompts: list[Prompt], limit: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,12 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
 from opdcl.train.schedule import sampled_together
-from opdcl.train.teachers import SAMPLED, Completions, Teacher, Teachers, by_teacher
+from opdcl.train.teachers import SAMPLED, Completions, OnFinished, Teacher, Teachers, by_teacher
 from opdcl.training import StageReport, counted
 from opdcl.types import STREAMS, Author, Batch, Judge, Prompt, Rollout, Step, StreamName
 
 # The file of a checkpoint with the teachers' states over texts that come again.
 STATES = "states.safetensors"
-
-OnFinished = Callable[[list[Rollout]], None]
 
 
 class RolloutQueue:

@@ -36,6 +36,9 @@ from opdcl.model.lora import parts
 from opdcl.sampling.sample import sample
 from opdcl.types import Example, Prompt, Rollout
 
+# Receives the completions that have ended since its last call.
+OnFinished = Callable[[list[Rollout]], None]
+
 
 class Teacher:
     """An adapter state of the backbone: frozen for `base` and `tuned`, the current weights for `student`.
@@ -167,7 +170,7 @@ class Completions:
         self,
         teacher: Teacher,
         prompts: Sequence[Prompt],
-        on_finished: Callable[[list[Rollout]], None] | None = None,
+        on_finished: OnFinished | None = None,
         **options: Any,
     ) -> list[Rollout]:
         """Let a teacher complete prompts, as `Teacher.complete`."""
