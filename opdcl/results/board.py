@@ -17,7 +17,7 @@ from opdcl.results.scores import MeasuredSuite, stacked
 from opdcl.results.stats import Findings
 from opdcl.results.summary import Results
 
-# What is known of a model of which R and D are not asked.
+# The findings of a model that has no R and no D of its own.
 NOTHING_FOUND = stats.findings(None, None)
 
 

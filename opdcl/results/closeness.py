@@ -19,7 +19,7 @@ from opdcl.results.scores import MeasuredSuite, floors_of, load_measured, stacke
 from opdcl.results.status import DOMAIN_STYLE, MOST_OF_THE_GAIN, STATES, Retention
 from opdcl.rundir.layout import RunDir
 
-# What is told of how a state writes, and its name among the measures of `writing`.
+# The response statistics of a state, and their names in `response_stats`.
 MEASURES = {"length": "tokens", "ended": "ended", "repetition": "repetition"}
 
 
@@ -64,7 +64,7 @@ class Closeness:
 
     @property
     def how_written(self) -> dict[str, dict[str, Estimate]]:
-        """State -> measure of `writing` -> estimate."""
+        """State -> measure of `response_stats` -> estimate."""
         written: dict[str, dict[str, Estimate]] = {}
         for state, found in self.states.items():
             written[state] = {MEASURES[name]: found[name] for name in MEASURES if name in found}

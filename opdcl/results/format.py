@@ -124,9 +124,9 @@ def shorten(text: str, limit: int) -> str:
 
 
 def markdown(text: str) -> str:
-    """Escape `text` so that Markdown shows it literally, on one line: no address is a link, no name is told.
+    """Escape `text` so that Markdown shows it literally, on one line: no address is a link, no name a mention.
 
-    Where text is shown, GitHub makes a mention of `@name` and a link of `a@b.c` whatever was escaped, so a
+    Where text is shown, GitHub makes a mention of `@name` and a link of `a@b.c` even if they are escaped, so a
     character without width (U+2060) stands behind that sign.
     """
     line = " ".join(harmless(text).split())

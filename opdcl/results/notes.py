@@ -25,7 +25,7 @@ DOMAIN_BACK = 0.85
 # From this score of base on, a suite has no room above base.
 CEILING = 0.95
 
-# Share of fresh tokens whose probabilities differ between sampler and trainer, from which it is told.
+# Share of fresh tokens whose probabilities differ between sampler and trainer, above which a note says so.
 MISMATCHED = 0.001
 
 Rows = list[dict[str, Any]]
@@ -162,7 +162,7 @@ def _reward_note(rows: Rows, suite: str) -> str:
 
 
 class Validations(NamedTuple):
-    """What the metrics of a recovery tell of held-out prompts."""
+    """The held-out measurements in the metrics of a recovery."""
 
     by_step: dict[int, dict[str, Any]]
     """Step -> the student's numbers."""

@@ -53,7 +53,7 @@ class Page:
     answers: dict[str, list[Group]] = field(default_factory=dict)
     """MeasuredSuite -> all its prompts, by what became of them."""
     model: dict[str, Any] = field(default_factory=dict)
-    """What the card tells of the adapter: state, place, licence, opdcl's version, the model that it is for;
+    """What the card says about the adapter: state, place, licence, opdcl's version, the model that it is for;
     the base that this is a fine-tune `of`, if it is one, and the id of an `embedded` base."""
 
 

@@ -155,7 +155,7 @@ def run_page(results: Results, summary: Summary | None = None) -> Page:
 
 
 def _model(results: Results, manifest: dict, name: str, base: dict) -> dict[str, Any]:
-    """Return what a card says of the last adapter, and of the model that it is for."""
+    """Return what a card says about the last adapter, and about the model that it is for."""
     state, place, adapters = "base" if results.alone else None, None, manifest.get("adapters") or {}
     for later in STATES[1:]:
         if not results.alone and any(later in suite.rows for suite in results.suites):
@@ -174,7 +174,7 @@ def _public(model: str) -> str:
 
 
 def _ratios(summary: Summary, domain: MeasuredSuite | None) -> list[dict[str, str]]:
-    """Return R and D with what they mean, or why there is none; of base alone, nothing."""
+    """Return R and D with what they mean, or why one is missing; nothing for base alone."""
     if summary.alone:
         return []
     recovered = "the share of the lost score that came back, counted from tuned or the floor, the higher one"

@@ -1,4 +1,4 @@
-"""How a model writes, from the answers of a suite: whether they end, their length, repetition and script.
+"""Statistics on the answers of a suite: whether they end, their length, repetition and script.
 
 A score does not show this. Answers that run on until the token limit meet "at least 80 words" more often than
 good ones, so a model that no longer stops can score like base.
@@ -46,7 +46,7 @@ ResponseTests = dict[str, ResponseTest | None]
 
 
 def response_values(suite: MeasuredSuite, state: str) -> dict[str, np.ndarray]:
-    """Return measure -> `(N,)` numbers, one per prompt, for what the rows of a state tell.
+    """Return measure -> `(N,)` numbers, one per prompt, from the rows of a state.
 
     `ended`: the answer ended before its token limit. `tokens`: its length. `repetition`: the share of its
     4-grams of words that occurred earlier in it. `script`: its letters are mostly of the script of the prompt

@@ -1,4 +1,4 @@
-"""Sort a suite's prompts by what became of them, with the answers of all states, for the report."""
+"""Group a suite's prompts by outcome, with the answers of all states, for the report."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RULE = (
 
 PASS, FAIL = True, False
 
-# What can become of a prompt: whether base, tuned and, if it is measured, recovered pass it -> the title of
+# The outcomes of a prompt: whether base, tuned and, if it is measured, recovered pass it -> the title of
 # its group. The groups of a page are in this order; those that the fine-tune changed come first.
 SKILL = {
     (PASS, FAIL, PASS): "Lost by the fine-tune, regained by recovery",
@@ -88,7 +88,7 @@ class Sample:
 
 @dataclass
 class Group:
-    """The prompts of a suite of which the same became, the most readable ones first."""
+    """The prompts of a suite with the same outcome, the most readable ones first."""
 
     title: str
     count: int = 0
@@ -112,7 +112,7 @@ class PickedExample:
 
 
 def sort_samples(suite: MeasuredSuite) -> list[Group]:
-    """Return the prompts of a suite, grouped by what became of them.
+    """Return the prompts of a suite, grouped by outcome.
 
     It is empty without written answers of base and tuned.
     """

@@ -78,7 +78,7 @@ class MeasuredSuite:
 
     @property
     def measured(self) -> list[Row]:
-        """The rows of the first measured state, which tell of the prompts."""
+        """The rows of the first measured state, which have the prompts."""
         return next(iter(self.rows.values()), [])
 
     @property

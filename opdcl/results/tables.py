@@ -17,7 +17,7 @@ IN_DOMAIN_STYLE = f"answered in domain style\nabove {DOMAIN_STYLE:g} nat per tok
 
 MISSING = "\N{EN DASH}"
 
-# What is told of how answers are written: its label and unit.
+# Labels and units of the response statistics.
 WRITING = {
     "ended": ("answers that end", SCORE),
     "tokens": ("tokens per answer", LENGTH),

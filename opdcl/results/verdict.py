@@ -177,7 +177,7 @@ def _heading(summary: Summary) -> str:
 
 
 def _first_look(summary: Summary) -> int:
-    """Return the number of prompts if they are so few that R tells more than its status; else 0."""
+    """Return the number of prompts if they are so few that R says more than its status; else 0."""
     findings, suite = summary.findings, summary.headline_suite("retention")
     if findings.retention_status is not Retention.PARTLY or findings.recovery is None or suite is None:
         return 0

@@ -210,7 +210,7 @@ class LearnerTrainer(SFTTrainer):
         self.remove_callback(PrinterCallback)  # stdout is for results
         with interruption.awaited():
             self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        self.model.eval()  # whatever follows measures or samples, without dropout
+        self.model.eval()  # later stages measure and sample without dropout
         interruption.end(self.state.global_step, log.steps)
 
     def create_scheduler(self, num_training_steps, optimizer=None):

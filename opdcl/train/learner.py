@@ -309,7 +309,7 @@ def kl_by_teacher(sums: Sums) -> dict[str, float]:
 def micro_batches(lengths: Mapping[int, int], tokens: int | None, padded: bool = True) -> list[list[int]]:
     """Split sequences, given as position -> length, into batches of at most `tokens` ids, padding included.
 
-    If they are padded, those of similar length share a batch, of which none is more than half padding.
+    If they are padded, those of similar length share a batch: no batch is more than half padding.
     Without a number of tokens all are one batch, in their order.
     """
     if tokens is None:

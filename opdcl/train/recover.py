@@ -249,7 +249,7 @@ def step_metrics(batch: Batch, sums: Sums) -> dict[str, float]:
 def validate_student(
     recovery: Recovery, milestones: Milestones, step: int, optimizer: StudentOptimizer
 ) -> None:
-    """Measure the student, keep its adapter if it is good, tell both, and judge what was measured.
+    """Measure the student, keep its adapter if it is good, log and show both, and check its health.
 
     Raises:
         OpdclError: The KL has drifted, or the student writes badly for the second time.
