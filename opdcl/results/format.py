@@ -124,10 +124,10 @@ def shorten(text: str, limit: int) -> str:
 
 
 def markdown(text: str) -> str:
-    """Escape `text` so that Markdown shows it literally, on one line: no address is a link, no name a mention.
+    """Escape `text` so that Markdown shows it literally, on one line, without links and mentions.
 
-    Where text is shown, GitHub makes a mention of `@name` and a link of `a@b.c` even if they are escaped, so a
-    character without width (U+2060) stands behind that sign.
+    Where text is shown, GitHub makes a mention of `@name` and a link of `a@b.c` even if they are escaped,
+    so a character without width (U+2060) follows that sign.
     """
     line = " ".join(harmless(text).split())
     line = re.sub(r"([\\`*_<>|~#$&!]|\](?=[(\[:])|:(?=//)|(?<=www)\.)", r"\\\1", line, flags=re.IGNORECASE)

@@ -251,7 +251,8 @@ def made(run: RunDir, manifest: dict[str, Any], base_model: str) -> dict[str, st
             facts["Recovered with prompts of"] = " and ".join(prompts)
     if manifest["created"]:
         where = _where(manifest)
-        facts["Made"] = _date(manifest["created"]) + (f", {where}" if where else "")
+        day = datetime.fromisoformat(manifest["created"].replace("Z", "+00:00"))
+        facts["Made"] = f"{day.day} {day:%B %Y}" + (f", {where}" if where else "")
     return {label: value for label, value in facts.items() if value}
 
 
@@ -275,9 +276,3 @@ def _short_name(source: str) -> str:
 def _count(parameters: int) -> str:
     size, unit = (parameters / 1e9, "B") if parameters >= 1e9 else (parameters / 1e6, "M")
     return f"{size:.0f} {unit}" if size >= 10 else f"{size:.1f} {unit}"
-
-
-def _date(created: str) -> str:
-    """Format `2026-11-23T01:35:24Z` as `23 November 2026`."""
-    day = datetime.fromisoformat(created.replace("Z", "+00:00"))
-    return f"{day.day} {day:%B %Y}"

@@ -34,7 +34,7 @@ from opdcl.train.schedule import plan_steps
 from opdcl.train.teachers import SAMPLED, Completions, EmaTeacher, Teacher, Teachers, teacher_here
 from opdcl.train.validation import HeldOut, Measurement, Milestones, describe_distances, is_kept, teacher_name
 from opdcl.training import Interruption, StageLog, StageReport, last_checkpoint, save_adapter, step_of
-from opdcl.types import Batch, Judge, Prompt, Prompts, Stream, StreamName
+from opdcl.types import Batch, Judge, Prompts, Stream, StreamName
 
 SAMPLES_PER_MEASUREMENT = 8
 
@@ -88,12 +88,15 @@ def recover(
     train = {stream: of_stream.train for stream, of_stream in prompts.items()}
     held_out = {stream: of_stream.held_out for stream, of_stream in prompts.items()}
     if config.given_answers:
-        report.note(_describe_given(train["general"] + held_out["general"], config.limit("general")))
+        given, limit = train["general"] + held_out["general"], config.limit("general")
+        cut = sum(len(prompt.answer or []) > limit for prompt in given)
+        ends = f"; {cut} of them are cut at recover.max_new_tokens, {limit}" if cut else ""
+        report.note(f"the answers of {len(given)} general rows are graded as they are{ends}")
     teachers: dict[StreamName, Teachers] = {}
     for name, stream in config.streams().items():
         own = [prompt.teacher for prompt in train[name] + held_out[name]]
         teachers[name] = _teachers(config, stream, own, backbone, tuned, provided)
-    student = provided.student or _student(backbone, report)
+    student = provided.student or student_here(backbone, report)
     if config.method == "general":
         train["domain"] = []
     steps = plan_steps(config, len(train["general"]), len(train["domain"]))
@@ -328,14 +331,7 @@ def keep_start(recovery: Recovery) -> None:
     log.report.note(f"the adapter times {alpha:g}: {described}")
 
 
-def _describe_given(prompts: list[Prompt], limit: int) -> str:
-    """Say how many answers are given, and how many of them are cut."""
-    cut = sum(len(prompt.answer or []) > limit for prompt in prompts)
-    ends = f"; {cut} of them are cut at recover.max_new_tokens, {limit}" if cut else ""
-    return f"the answers of {len(prompts)} general rows are graded as they are{ends}"
-
-
-def _student(backbone: Backbone, report: StageReport) -> Teacher:
+def student_here(backbone: Backbone, report: StageReport) -> Teacher:
     """Return the sampler of on-policy steps in this process."""
     engine = pick_engine(backbone.causal_lm)
     if engine == "generate":
