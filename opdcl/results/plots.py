@@ -49,6 +49,15 @@ NARROW = (3.6, 2.9)
 # The main plot has half a desktop page.
 WIDE, TALL = 4.1, 3.1
 LEGEND_LINE = 0.2
+# The curves of one stream's KL, and their styles.
+TRAINING, HELD_OUT, OWN = "training batches", "held-out answers", "the student's own"
+CURVES: dict[str, dict[str, Any]] = {
+    TRAINING: {"alpha": 0.35, "linewidth": 1.1, "marker": ".", "markersize": 4},
+    HELD_OUT: {"marker": "o", "markersize": 4},
+    OWN: {"linestyle": ":"},
+}
+# Step and KL of each point.
+Points = list[tuple[float, float]]
 # In nats. A smaller KL, such as tuned's to itself, lies on the lower edge of the logarithmic axis.
 SMALLEST_KL = 0.001
 
@@ -87,17 +96,16 @@ def recovery_kl(rows: list[dict], teachers: dict[str, str]) -> list[Markup]:
     measured, best, tuned = validations_of(rows)
     figures = []
     for stream, teacher in teachers.items():
-        curves = Curves(
-            training=[(row["step"], row["kl"]) for row in trained if row.get("stream") == stream],
-            held_out=_held_out_points(measured, f"{stream}_kl"),
-            own=_held_out_points(measured, "own_kl") if stream == "general" else [],
-            tuned=tuned.get(f"{stream}_kl"),
-        )
-        if not curves.points:
+        curves = {
+            TRAINING: [(row["step"], row["kl"]) for row in trained if row.get("stream") == stream],
+            HELD_OUT: _held_out_points(measured, f"{stream}_kl"),
+            OWN: _held_out_points(measured, "own_kl") if stream == "general" else [],
+        }
+        if not any(curves.values()):
             continue
         with _figure(*NARROW) as figure:
             axes = figure.subplots()
-            _plot_curves(axes, PAINT[stream], curves, best)
+            _plot_curves(axes, PAINT[stream], curves, tuned.get(f"{stream}_kl"), best)
             axes.set_title(f"{stream.capitalize()} prompts: KL to {_plain(teacher)} (nats)")
             axes.set_xlabel("optimizer step")
             figure.legend(loc="outside lower left", ncols=2, frameon=False)
@@ -105,44 +113,28 @@ def recovery_kl(rows: list[dict], teachers: dict[str, str]) -> list[Markup]:
     return figures
 
 
-@dataclass(frozen=True)
-class Curves:
-    """What one stream's plot shows: step and KL of each point."""
-
-    training: list[tuple[float, float]]
-    held_out: list[tuple[float, float]]
-    own: list[tuple[float, float]]
-    tuned: float | None
-    """The KL of the tuned adapter; None if the student started as tuned."""
-
-    @property
-    def points(self) -> list[tuple[float, float]]:
-        return [*self.training, *self.held_out, *self.own]
-
-
-def _plot_curves(axes: Axes, colour: str, curves: Curves, best: int | None) -> None:
-    values = [value for _, value in curves.points]
-    if curves.tuned is not None:
-        values.append(curves.tuned)
+def _plot_curves(
+    axes: Axes, colour: str, curves: dict[str, Points], tuned: float | None, best: int | None
+) -> None:
+    """Draw one stream's curves; `tuned` is the KL of tuned, None if the student started there."""
+    values = [value for points in curves.values() for _, value in points]
+    if tuned is not None:
+        values.append(tuned)
     lowest = max(min(values), SMALLEST_KL)
     highest = max(*values, 2 * lowest)
-    raised = []  # no KL is below the lower edge of the axis
-    for line in (curves.training, curves.held_out, curves.own):
-        raised.append([(step, max(value, lowest)) for step, value in line])
-    training, held_out, own = raised
-    faint = {"alpha": 0.35, "linewidth": 1.1, "marker": ".", "markersize": 4}
-    _line(axes, training, "training batches", color=colour, **faint)
-    _line(axes, held_out, "held-out answers", color=colour, marker="o", markersize=4)
-    _line(axes, own, "the student's own", color=colour, linestyle=":")
-    if curves.tuned is not None:
-        level = max(curves.tuned, lowest)
+    raised = {}  # no KL is below the lower edge of the axis
+    for label, points in curves.items():
+        raised[label] = [(step, max(value, lowest)) for step, value in points]
+        _line(axes, raised[label], label, color=colour, **CURVES[label])
+    if tuned is not None:
+        level = max(tuned, lowest)
         axes.axhline(level, label="tuned", color=PAINT["muted"], linestyle="--", linewidth=0.9)
-    kept = [(step, value) for step, value in held_out if step == best]
+    kept = [(step, value) for step, value in raised[HELD_OUT] if step == best]
     ring = {"linestyle": "none", "marker": "o", "markersize": 10, "markerfacecolor": "none"}
     _line(axes, kept, "adapter kept", color=PAINT["ink"], **ring)
-    if held_out:
-        text = f"{curves.held_out[-1][1]:.2f}"
-        _label(axes, text, held_out[-1], (0, 9), ha="right", va="bottom", color=colour)
+    if curves[HELD_OUT]:
+        text = f"{curves[HELD_OUT][-1][1]:.2f}"
+        _label(axes, text, raised[HELD_OUT][-1], (0, 9), ha="right", va="bottom", color=colour)
     axes.set_yscale("log")
     axes.set_ylim(lowest / 1.4, 1.4 * highest)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if highest < 100 * lowest else (1,)))
@@ -151,13 +143,13 @@ def _plot_curves(axes: Axes, colour: str, curves: Curves, best: int | None) -> N
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
-def _line(axes: Axes, points: list[tuple[float, float]], label: str, **style: Any) -> None:
+def _line(axes: Axes, points: Points, label: str, **style: Any) -> None:
     """Draw a line with its name in the legend; without points, neither."""
     if points:
         axes.plot([x for x, _ in points], [y for _, y in points], label=label, **style)
 
 
-def _held_out_points(measured: dict[int, dict[str, float]], key: str) -> list[tuple[float, float]]:
+def _held_out_points(measured: dict[int, dict[str, float]], key: str) -> Points:
     return [(step, found[key]) for step, found in measured.items() if found.get(key) is not None]
 
 

@@ -47,7 +47,12 @@ def write(results: Results) -> list[Path]:
     """
     from opdcl.results import plots
 
-    page, rows = run_page(results), _metrics(results.run, "recover")
+    page, stage = run_page(results), results.run.find_stage("recover")
+    # If a resumed run repeated a step, its last row counts.
+    last = {}
+    for row in read_metrics(stage.metrics) if stage else []:
+        last[row.get("step", 0), "validation" in row, "loss" in row] = row
+    rows = [last[key] for key in sorted(last)]
     measured = validations_of(rows)
     told = ({"tuned": measured.tuned} if measured.tuned else {}) | measured.by_step
     tradeoff, kl = plots.tradeoff(results.summary), plots.recovery_kl(rows, _teachers(results.run))
@@ -231,11 +236,3 @@ def _teachers(run: RunDir) -> dict[str, str]:
         "general": config.get("general_teacher", "base"),
         "domain": " and ".join(map(str, [*own, *further])),
     }
-
-
-def _metrics(run: RunDir, stage: str) -> list[dict]:
-    """Return a stage's metric rows by step; if a resumed run repeated a step, its last row counts."""
-    folder = run.find_stage(stage)
-    rows = read_metrics(folder.metrics) if folder else []
-    last = {(row.get("step", 0), "validation" in row, "loss" in row): row for row in rows}
-    return [last[key] for key in sorted(last)]

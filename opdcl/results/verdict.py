@@ -281,8 +281,13 @@ def _more_prompts(summary: Summary, settings: Mapping[str, Any]) -> str:
 
 
 def _prompts_to_tell(prompts: int, detectable: float) -> int:
-    """Estimate how many prompts would detect the smallest relevant drop, given what this many detect."""
-    return _rounded_up(prompts * (detectable / SMALLEST_DROP) ** 2)
+    """Estimate how many prompts would detect the smallest relevant drop, given what this many detect.
+
+    It is rounded up to two significant digits: an estimate is not more exact.
+    """
+    enough = prompts * (detectable / SMALLEST_DROP) ** 2
+    unit = 10 ** max(0, math.floor(math.log10(enough)) - 1)
+    return math.ceil(enough / unit) * unit
 
 
 def next_command(run: RunDir, summary: Summary, place: str) -> str:
@@ -362,12 +367,6 @@ def why_no_ratio(summary: Summary) -> str:
     if reason is NoRatio.NO_DROP:
         return f"because {drop} may be chance"
     return f"because base is less than {needed:.0f} points above the floor"
-
-
-def _rounded_up(number: float) -> int:
-    """Round up to two significant digits: an estimate is not more exact."""
-    unit = 10 ** max(0, math.floor(math.log10(number)) - 1)
-    return math.ceil(number / unit) * unit
 
 
 def why_no_domain_retention(domain: MeasuredSuite | None) -> str:
