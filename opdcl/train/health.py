@@ -77,15 +77,15 @@ class Sign:
         return f"{self.name} is {self.value:.3g}, past its limit of {self.bound:.3g}"
 
 
-def response_sign(own: ResponseStats, base: ResponseStats, tuned: ResponseStats) -> Sign | None:
-    """Return what is wrong with the student's answers, given how both teachers write; None if nothing is."""
-    looped = max(base.repetition, tuned.repetition) + REPETITION_EXCESS
+def response_sign(own: ResponseStats, teachers: Sequence[ResponseStats]) -> Sign | None:
+    """Return what is wrong with the student's answers, given how base and tuned write; None if nothing is."""
+    looped = max(teacher.repetition for teacher in teachers) + REPETITION_EXCESS
     if own.repetition > looped:
         return Sign("repetition", own.repetition, looped, LOWER_RATE)
-    longest = LENGTH_GROWTH * max(base.length, tuned.length)
+    longest = LENGTH_GROWTH * max(teacher.length for teacher in teachers)
     if own.length > longest:
         return Sign("answer length", own.length, longest, CHECK_ENDS)
-    truncated, most = 1 - own.ended, 1 - min(base.ended, tuned.ended) + TRUNCATED_EXCESS
+    truncated, most = 1 - own.ended, 1 - min(teacher.ended for teacher in teachers) + TRUNCATED_EXCESS
     if truncated > most:
         return Sign("share of truncated answers", truncated, most, CHECK_ENDS)
     return None
@@ -115,19 +115,14 @@ class Health:
             raise self._halt(step, reason, LOWER_RATE)
 
     def on_writing(
-        self,
-        step: int,
-        own: ResponseStats,
-        base: ResponseStats,
-        tuned: ResponseStats,
-        optimizer: StudentOptimizer,
+        self, step: int, own: ResponseStats, teachers: Sequence[ResponseStats], optimizer: StudentOptimizer
     ) -> None:
         """Judge how the student writes, and halve the learning rate for the first bad sign of the run.
 
         Raises:
             OpdclError: There is a bad sign, and the rate has been halved before.
         """
-        sign = response_sign(own, base, tuned)
+        sign = response_sign(own, teachers)
         if sign is None:
             return
         rows = read_metrics(self.log.out.metrics)

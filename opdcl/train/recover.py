@@ -32,7 +32,7 @@ from opdcl.train.learner import Learner, Sums, kl_by_teacher, mean_loss
 from opdcl.train.rollout_queue import RolloutQueue
 from opdcl.train.schedule import plan_steps
 from opdcl.train.teachers import SAMPLED, Completions, EmaTeacher, Teacher, Teachers, teacher_here
-from opdcl.train.validation import HeldOut, Measurement, Milestones, describe_distances, is_kept, teacher_name
+from opdcl.train.validation import HeldOut, Measurement, Milestones, describe_kl, is_kept, teacher_name
 from opdcl.training import Interruption, StageLog, StageReport, last_checkpoint, save_adapter, step_of
 from opdcl.types import Batch, Judge, Prompts, Stream, StreamName
 
@@ -86,15 +86,14 @@ def recover(
     backbone.load_adapter(tuned, "tuned")
     backbone.causal_lm.eval()
     train = {stream: of_stream.train for stream, of_stream in prompts.items()}
-    held_out = {stream: of_stream.held_out for stream, of_stream in prompts.items()}
     if config.given_answers:
-        given, limit = train["general"] + held_out["general"], config.limit("general")
+        given, limit = train["general"] + prompts["general"].held_out, config.limit("general")
         cut = sum(len(prompt.answer or []) > limit for prompt in given)
         ends = f"; {cut} of them are cut at recover.max_new_tokens, {limit}" if cut else ""
         report.note(f"the answers of {len(given)} general rows are graded as they are{ends}")
     teachers: dict[StreamName, Teachers] = {}
     for name, stream in config.streams().items():
-        own = [prompt.teacher for prompt in train[name] + held_out[name]]
+        own = [prompt.teacher for prompt in train[name] + prompts[name].held_out]
         teachers[name] = _teachers(config, stream, own, backbone, tuned, provided)
     student = provided.student or student_here(backbone, report)
     if config.method == "general":
@@ -103,8 +102,8 @@ def recover(
     more = provided.reward, provided.completions
     queue = RolloutQueue(config, steps, train, student, teachers, report, *more)
     learner = Learner(backbone, teachers, "recover.max_new_tokens", int(config.micro_batch_tokens))
-    measured = HeldOut(learner, queue, held_out, report, prompts["general"].question)
-    recovery = Recovery(queue, learner, measured, StageLog(report, out, config.steps))
+    held_out = HeldOut(learner, queue, prompts, report)
+    recovery = Recovery(queue, learner, held_out, StageLog(report, out, config.steps))
     if config.method == "interpolate":
         keep_start(recovery)
     else:
@@ -145,7 +144,7 @@ def learn(recovery: Recovery) -> None:
             is_measured = step % config.validate_every == 0 or step == config.steps
             if is_measured:
                 with clock.part("validation"):
-                    validate_student(recovery, milestones, step, optimizer)
+                    validate_step(recovery, milestones, step, optimizer)
             if values:  # those of a skipped step are counted with the next one's
                 values["parts"] = clock.take()
                 log.step(step, values, tokens, time.perf_counter() - started)
@@ -168,7 +167,7 @@ def begin(recovery: Recovery, is_new: bool) -> Milestones:
         alpha, curve, found = find_start(recovery)
         place = "tuned" if alpha == 1 else f"the tuned adapter times {alpha:g}"
         before = None if alpha == 1 else found.tuned
-        log.report.note(f"start: {place}, {describe_distances(config, found.start, found.base, before)}")
+        log.report.note(f"start: {place}, {describe_kl(config, found.start, found.base, before)}")
         held_out.show_answers()
         score = found.start.score(config.method)
         keep_adapter(recovery, 0, score)
@@ -249,9 +248,7 @@ def step_metrics(batch: Batch, sums: Sums) -> dict[str, float]:
     return metrics
 
 
-def validate_student(
-    recovery: Recovery, milestones: Milestones, step: int, optimizer: StudentOptimizer
-) -> None:
+def validate_step(recovery: Recovery, milestones: Milestones, step: int, optimizer: StudentOptimizer) -> None:
     """Measure the student, keep its adapter if it is good, log and show both, and check its health.
 
     Raises:
@@ -267,14 +264,15 @@ def validate_student(
     hand_over(recovery, milestones, step, now)
     values = now.row() | milestones.gaps_closed(now)
     log.write({"step": step, "validation": {**values, "score": score, "best": is_best}})
-    described = describe_distances(config, now, milestones.base, milestones.tuned)
+    described = describe_kl(config, now, milestones.base, milestones.tuned)
     log.report.note(f"step {step}: {described}{', adapter kept' if is_best else ''}")
     held_out.show_answers()
     if config.health:
         health = Health(log)
         health.on_kl(step, milestones.start.teachers_score(config.method), now.teachers_score(config.method))
         if now.own:
-            health.on_writing(step, now.own, milestones.base.own, milestones.tuned.own, optimizer)
+            teachers = [model.own for model in (milestones.base, milestones.tuned) if model.own]
+            health.on_writing(step, now.own, teachers, optimizer)
     keep_samples(recovery, step)
 
 
@@ -327,7 +325,7 @@ def keep_start(recovery: Recovery) -> None:
         {"step": 1, "validation": {**kept, "best": True}},
     ]
     write_atomic(log.out.metrics, "".join(json.dumps(row) + "\n" for row in rows))
-    described = describe_distances(recovery.queue.config, found.start, found.base, found.tuned)
+    described = describe_kl(recovery.queue.config, found.start, found.base, found.tuned)
     log.report.note(f"the adapter times {alpha:g}: {described}")
 
 

@@ -20,7 +20,7 @@ from opdcl.train.learner import Graded, Learner, kl_by_teacher
 from opdcl.train.rollout_queue import RolloutQueue
 from opdcl.train.teachers import Teacher, Teachers
 from opdcl.training import StageReport, counted
-from opdcl.types import STREAMS, Prompt, Rollout, StreamName
+from opdcl.types import STREAMS, Prompts, Rollout, StreamName
 
 # Measures a stream's progress where its own teacher changes from step to step.
 FROZEN: dict[StreamName, State] = {"general": "base", "domain": "tuned"}
@@ -128,17 +128,12 @@ class HeldOut:
     """
 
     def __init__(
-        self,
-        learner: Learner,
-        queue: RolloutQueue,
-        prompts: dict[StreamName, list[Prompt]],
-        report: StageReport,
-        question: str = "",
+        self, learner: Learner, queue: RolloutQueue, prompts: dict[StreamName, Prompts], report: StageReport
     ):
-        """Take the prompts by stream; `question` is the text of the first general one, for people."""
-        self.learner, self.queue, self.prompts, self.report = learner, queue, prompts, report
-        self.config, self.question = queue.config, question
-        self.asked = prompts["general"] if self.config.method != "interpolate" else []
+        self.learner, self.queue, self.report, self.config = learner, queue, report, queue.config
+        self.prompts = {stream: of_stream.held_out for stream, of_stream in prompts.items()}
+        self.question = prompts["general"].question
+        self.asked = self.prompts["general"] if self.config.method != "interpolate" else []
         """The prompts that each model answers itself: none where none is trained."""
         self.answers: dict[StreamName, Graded] = {}
         self._shown: dict[str, Rollout] = {}
@@ -256,7 +251,7 @@ def is_kept(config: RecoverConfig, score: float, lowest: float) -> bool:
     return config.keep == "last" or score <= NO_WORSE * lowest
 
 
-def describe_distances(
+def describe_kl(
     config: RecoverConfig, now: Measurement, base: Measurement, before: Measurement | None = None
 ) -> str:
     """Say how far the student is from base, and was `before`, and on the domain from tuned, beside base."""

@@ -30,15 +30,15 @@ LOOPING = dataclasses.replace(BASE, repetition=0.9)
 def test_writing_is_judged_by_how_base_and_tuned_write(field):
     value, name = GONE_WRONG[field]
     worse = dataclasses.replace(BASE, **{field: value})
-    sign = response_sign(worse, BASE, TUNED)
+    sign = response_sign(worse, [BASE, TUNED])
     assert (sign.name, sign.value) == (name, pytest.approx(1 - value if field == "ended" else value))
     assert sign.hint
     # What base or tuned does is no fault of the recovery.
-    assert response_sign(worse, BASE, ResponseStats(121.0, 0.29, 0.36)) is None
+    assert response_sign(worse, [BASE, ResponseStats(121.0, 0.29, 0.36)]) is None
 
 
 def test_base_and_tuned_write_well():
-    assert response_sign(BASE, BASE, TUNED) is response_sign(TUNED, BASE, TUNED) is None
+    assert response_sign(BASE, [BASE, TUNED]) is response_sign(TUNED, [BASE, TUNED]) is None
 
 
 def test_writing_is_counted_by_hand():
@@ -60,7 +60,7 @@ def watch(tmp_path, answers):
     out, optimizer = StageDir(tmp_path / "stage"), Rate()
     out.path.mkdir(parents=True, exist_ok=True)
     for step, own in enumerate(answers, 1):
-        Health(StageLog(Silent(), out, 9)).on_writing(step, own, BASE, TUNED, optimizer)
+        Health(StageLog(Silent(), out, 9)).on_writing(step, own, [BASE, TUNED], optimizer)
     return optimizer.rate, [row for row in read_jsonl(out.metrics) if "health" in row]
 
 

@@ -11,7 +11,7 @@ from opdcl.model.forward import answer_ids, answer_states
 from opdcl.sampling import decode
 from opdcl.train.learner import micro_batches
 from opdcl.train.validation import HeldOut
-from opdcl.types import Loss, Prompt, Rollout
+from opdcl.types import Loss, Prompt, Prompts, Rollout
 
 ROLLOUTS = [
     Rollout(Prompt([*PROMPT, 7 * i + 3]), list(range(50 + i, 53 + 3 * i)), [], True) for i in range(6)
@@ -274,7 +274,7 @@ def test_the_seed_chooses_the_completions_and_the_held_out_texts(backbone, tuned
 
     def texts(seed):
         trainer = make_trainer(backbone, tuned, seed=seed)
-        prompts = {"general": [Prompt([*PROMPT, 9])] * 3}
+        prompts = {"general": Prompts([], [Prompt([*PROMPT, 9])] * 3)}
         held_out = HeldOut(trainer.learner, trainer.queue, prompts, Silent())
         held_out.let_teachers_answer()
         both = (trainer.queue.take(0).examples, held_out.answers["general"].rollouts)
