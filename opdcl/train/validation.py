@@ -103,8 +103,8 @@ class Milestones:
         measured = [first["start"]["validation"]]
         measured += [row["validation"] for row in rows if "validation" in row and row is not first]
         scores = [Measurement.of_row(values).score(method) for values in measured]
-        ends = (first["validation"], first["base"], first["start"]["validation"])
-        return cls(*map(Measurement.of_row, ends), min(scores))
+        tuned, base = Measurement.of_row(first["validation"]), Measurement.of_row(first["base"])
+        return cls(tuned, base, Measurement.of_row(first["start"]["validation"]), min(scores))
 
     def gaps_closed(self, now: Measurement) -> dict[str, float]:
         """Return what share of each stream's gap in KL is closed, where there is one.
