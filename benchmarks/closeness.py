@@ -277,19 +277,19 @@ def copy_of_base(base: RunDir, run: RunDir) -> None:
 def numbers(run: RunDir, tuned: RunDir) -> dict:
     """Return the distance of a state with both directions, its writing, and C counted from tuned."""
     state = "base" if run is tuned else "recovered"
-    suite, reference = results.load(run), results.load(tuned)
-    summary = results.summarise([suite])
+    suite, reference = results.load_closeness(run), results.load_closeness(tuned)
+    summary = results.closeness_of([suite])
     row = {name: vars(estimate) for name, estimate in summary.states[state].items()}
     if state == "base":
         return row | {"floor": summary.floor}
-    near, far = (results.values([s], state) for s in (suite, reference))
+    near, far = (results.distances_of([s], state) for s in (suite, reference))
     floor = suite.floor_values()
     starts = {"C": far if floor is None or floor.mean() >= far.mean() else floor, "C from tuned": far}
     for name, start in starts.items():
         c = ratio(start - near, start, suite.clusters)
         row[name] = c and vars(c.rounded())
     for name in ("forward_own", "reverse_base"):
-        row[name] = {"value": float(results.values([suite], state, name).mean())}
+        row[name] = {"value": float(results.distances_of([suite], state, name).mean())}
     return row
 
 

@@ -238,14 +238,14 @@ def compare(
     Example: opdcl.compare(["runs/mine", "runs/other"], out="comparison").data["arms"]
     """
     from opdcl.outcomes import Comparison
-    from opdcl.results.compare import compare, refuse_folder, write
+    from opdcl.results.compare import compare_runs, refuse_folder, write_comparison
     from opdcl.rundir.layout import open_run
 
     folder = as_folder(out) if out else None
     if folder:
         refuse_folder(folder)
-    comparison = compare([open_run(Path(path)) for path in strings(paths)])
-    for file in write(comparison, folder) if folder else ():
+    comparison = compare_runs([open_run(Path(path)) for path in strings(paths)])
+    for file in write_comparison(comparison, folder) if folder else ():
         _output(quiet).note(f"wrote {file}")
     return Comparison(comparison, folder)
 

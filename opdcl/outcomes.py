@@ -111,7 +111,7 @@ class Result(Outcome):
         lead_on = next_command(RunDir(path), results, place)
         notes = [f"report: {self.report}", f"next: {lead_on}"]
         super().__init__(
-            sentence="\n".join([results.verdict, *results.further]),
+            sentence="\n".join([results.verdict.text, *results.verdict.further]),
             tables=terminal_tables(results),
             data=self.summary,
             notes=notes,

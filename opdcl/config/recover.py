@@ -302,7 +302,7 @@ class RecoverConfig(Section):
         longer = self.limit("general") / self.limit("domain")
         return round(rollouts * min(max(longer, 1), MOST_DOMAIN_ROWS))
 
-    def students_share(self, stream: StreamName) -> float:
+    def on_policy_share(self, stream: StreamName) -> float:
         """Return the share of a stream's steps that are the student's to write from the beginning."""
         return float(self.lmbda) if self._may_write(stream) and self.lmbda != "auto" else 0.0
 

@@ -283,6 +283,7 @@ class Session:
     def _learn(self, task: Task, stage: StageDir, line: StageLine) -> None:
         """Recover or fine-tune, by one of two methods; the adapter is in the stage's folder then."""
         from opdcl.model.adapters import find_adapter
+        from opdcl.train.completion_cache import CompletionCache
         from opdcl.train.finetune import finetune
         from opdcl.train.provide import provided
         from opdcl.train.recover import recover
@@ -298,8 +299,8 @@ class Session:
         if workflow.finetune.method == "self-distill":
             self_distill(workflow.finetune, *job.self_distillation, backbone, start, stage, line)
         else:
-            examples = job.examples
-            finetune(workflow.finetune, examples.encoded, examples.replay, backbone, start, stage, line)
+            rows, general, cache = job.examples.encoded, job.examples.replay, CompletionCache(backbone)
+            finetune(workflow.finetune, rows, general, backbone, start, stage, line, cache)
 
     def _measure(self, task: Task) -> None:
         """Measure one state on one suite, or its closeness to base."""
@@ -356,12 +357,12 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracking: Tracking) 
 
     results = Results(run)
     summary = results.summary
-    verdicts = gates.judge(workflow.gates.model_dump(), results)
+    verdicts = gates.judge_gates(workflow.gates.model_dump(), results)
     seals.seal_new(run)
     for file in write(results):
         output.note(f"wrote {file}")
     report = run.reports[0].read_text(encoding="utf-8")
-    told = {**scores(run_document(summary)), "verdict": summary.verdict, "report": report}
+    told = {**scores(run_document(summary)), "verdict": summary.verdict.text, "report": report}
     tracking.send({f"eval/{key}": value for key, value in told.items()}, steps_done(run))
     tracking.close()
     for verdict in verdicts:
@@ -371,7 +372,7 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracking: Tracking) 
     except (GateError, InconclusiveError):
         # The result itself is not shown then, but what speaks against it must be.
         output.remarks(summary.faults, [note for note in summary.notes if note not in summary.faults])
-        output.note(summary.verdict)
+        output.note(summary.verdict.text)
         raise
     return summary
 

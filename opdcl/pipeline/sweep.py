@@ -174,7 +174,7 @@ def execute_all(
 
 def _compared(runs: list[RunDir], out: Path) -> tuple[Compared, list[Path]]:
     """Compare runs; return the comparison and the files that it was written to."""
-    from opdcl.results.compare import compare, write
+    from opdcl.results.compare import compare_runs, write_comparison
 
-    comparison = compare(runs)
-    return comparison, list(write(comparison, out))
+    comparison = compare_runs(runs)
+    return comparison, list(write_comparison(comparison, out))

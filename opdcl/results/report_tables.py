@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 from opdcl.config.shipped import SHIPPED_DATA
 from opdcl.results import format
 from opdcl.results.format import CHANGE, Unit, cell, metric_words
+from opdcl.results.response_stats import MARGINS
 from opdcl.results.scores import section
 from opdcl.results.status import HEADLINE_ROLES, NON_INFERIORITY_MARGIN, STATES
 from opdcl.results.tables import (
     WRITING,
     Table,
     by_state,
+    distance_cells,
     distance_rows,
-    distances,
     of_base_alone,
     with_rows,
     writing_rows,
 )
-from opdcl.results.writing import MARGINS
 from opdcl.rundir.layout import RunDir
 
 if TYPE_CHECKING:
@@ -135,8 +135,8 @@ def closeness_table(near: Closeness) -> Table:
     """Return the distances of the states from base, and how their sampled answers are written."""
     rows = [
         *distance_rows(near),
-        ["forward KL\non base's answers", *distances(near, "forward")],
-        ["reverse KL\non the state's own answers", *distances(near, "reverse")],
+        ["forward KL\non base's answers", *distance_cells(near, "forward")],
+        ["reverse KL\non the state's own answers", *distance_cells(near, "reverse")],
         *writing_rows(near.how_written, near.n),
     ]
     if near.c:
@@ -163,8 +163,10 @@ def detail_tables(summary: Summary) -> list[Table]:
     metrics = Table("All metrics", ["metric", *STATES], rows, caption)
     rows = [[stage, *_cost_cells(spent)] for stage, spent in summary.cost.items()]
     cost = Table("Cost", ["stage", "time, min:s", "tokens", "peak memory"], rows)
-    tables = [_differences_table(summary), metrics, cost]
-    tables += [_dose_table(summary.cost), _parts_table(summary.cost)]
+    spent = summary.cost.get("recover", {}).get("parts", {})
+    rows = [[part, format.clock(seconds)] for part, seconds in spent.items()]
+    parts = Table("Time of the recovery", ["part", "min:s"], rows)
+    tables = [_differences_table(summary), metrics, cost, _dose_table(summary.cost), parts]
     return _of_its_states(summary, with_rows(tables))
 
 
@@ -216,13 +218,6 @@ def _dose_table(cost: Mapping[str, Mapping[str, Any]]) -> Table:
     return Table("Dose", ["stage", "prompts", "answers by", "answers", "tokens"], rows, caption)
 
 
-def _parts_table(cost: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return how long the parts of a recovery took."""
-    parts = cost.get("recover", {}).get("parts", {})
-    rows = [[part, format.clock(seconds)] for part, seconds in parts.items()]
-    return Table("Time of the recovery", ["part", "min:s"], rows, "")
-
-
 def _cost_cells(spent: Mapping[str, Any]) -> list[str]:
     if not spent:
         return ["not run", "", ""]
@@ -256,7 +251,8 @@ def made(run: RunDir, manifest: dict[str, Any], base_model: str) -> dict[str, st
             facts["Recovered with prompts of"] = " and ".join(prompts)
     if manifest["created"]:
         where = _where(manifest)
-        facts["Made"] = _date(manifest["created"]) + (f", {where}" if where else "")
+        day = datetime.fromisoformat(manifest["created"].replace("Z", "+00:00"))
+        facts["Made"] = f"{day.day} {day:%B %Y}" + (f", {where}" if where else "")
     return {label: value for label, value in facts.items() if value}
 
 
@@ -280,9 +276,3 @@ def _short_name(source: str) -> str:
 def _count(parameters: int) -> str:
     size, unit = (parameters / 1e9, "B") if parameters >= 1e9 else (parameters / 1e6, "M")
     return f"{size:.0f} {unit}" if size >= 10 else f"{size:.1f} {unit}"
-
-
-def _date(created: str) -> str:
-    """Format `2026-11-23T01:35:24Z` as `23 November 2026`."""
-    day = datetime.fromisoformat(created.replace("Z", "+00:00"))
-    return f"{day.day} {day:%B %Y}"

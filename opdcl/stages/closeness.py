@@ -35,10 +35,10 @@ from opdcl.model.forward import answer_states
 from opdcl.rundir.files import RESTORE, read_jsonl
 from opdcl.rundir.layout import RunDir
 from opdcl.stages.answers import SEED, KeptRows, Question, answer, made_by, partial_file, store
+from opdcl.train.completion_cache import CompletionCache
 from opdcl.train.cost import reset_peak_memory
-from opdcl.train.kept_texts import KeptTexts
 from opdcl.train.learner import micro_batches
-from opdcl.train.losses import cut, forward_kl, reverse_kl
+from opdcl.train.losses import chunks, forward_kl, reverse_kl
 from opdcl.train.teachers import Teacher
 from opdcl.training import StageReport, counted
 from opdcl.types import Prompt, Rollout
@@ -82,7 +82,7 @@ def measure_closeness(
     else:
         rows_of = partial(_base_rows, backbone, report, prompts)
 
-    texts = KeptTexts(backbone)
+    texts = CompletionCache(backbone)
     writer = Teacher(backbone, "student" if adapter else "base")
 
     def decode(
@@ -98,7 +98,7 @@ def measure_closeness(
     questions = [Question(prompt, limit, f"{origin} {i}") for i, prompt in enumerate(prompts)]
     kept = KeptRows(partial_file(run, state, CLOSENESS), [question.key for question in questions])
     answer(questions, kept, decode, rows_of, report, batch_size=None)
-    texts.tell(report.note)
+    texts.log_hits(report.note)
     samples = _samples(asked, [kept.rows[question.key] for question in questions], is_base=not adapter)
     return store(run, record, state, CLOSENESS, samples, _means(samples), floor={}, started=started)
 
@@ -267,7 +267,7 @@ def both_divergences(student: HiddenStates, teacher: HiddenStates) -> tuple[torc
     """Return forward KL(teacher, student) and reverse KL(student, teacher) per position, both `(N,)`."""
     rows = shared_rows(student.head_VH, teacher)
     forward, reverse = [], []
-    for part in cut(student.states_NH):
+    for part in chunks(student.states_NH):
         log_p, log_q = student.log_probs(part, rows), teacher.log_probs(part, rows)
         block = rows_at_once(log_p)
         for p, q in zip(log_p.split(block), log_q.split(block), strict=True):

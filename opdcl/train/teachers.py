@@ -22,7 +22,7 @@ A prompt may name a teacher of its own, so that several specialists can teach on
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,9 @@ from opdcl.model.forward import answer_states
 from opdcl.model.lora import parts
 from opdcl.sampling.sample import sample
 from opdcl.types import Example, Prompt, Rollout
+
+# Receives the completions that have ended since its last call.
+OnFinished = Callable[[list[Rollout]], None]
 
 
 class Teacher:
@@ -158,6 +161,26 @@ def teacher_here(config: TeacherSection, backbone: Backbone, state: State = "gen
             return TrustRegionTeacher(backbone, config.mix)
         case frozen:
             return Teacher(backbone, frozen)
+
+
+class Completions:
+    """Where the completions of teachers come from: all are sampled, unless there is a cache."""
+
+    def complete(
+        self,
+        teacher: Teacher,
+        prompts: Sequence[Prompt],
+        on_finished: OnFinished | None = None,
+        **options: Any,
+    ) -> list[Rollout]:
+        """Let a teacher complete prompts, as `Teacher.complete`."""
+        return teacher.complete(prompts, on_finished=on_finished, **options)
+
+    def log_hits(self, note: Callable[[str], None]) -> None:
+        """Note how many answers were not sampled, if any."""
+
+
+SAMPLED = Completions()
 
 
 # The teachers of a stream by the names that its prompts give; "" is the stream's own.

@@ -11,7 +11,7 @@ from opdcl.data.prompts import encode_prompts, read_recovery_source
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.train.kept_texts import texts_folder
+from opdcl.train.completion_cache import texts_folder
 from opdcl.train.learner import Learner
 from opdcl.train.provide import provided
 from opdcl.train.recover import recover

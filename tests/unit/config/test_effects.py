@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[3] / "opdcl"
 READ_BY_A_METHOD = {
     "recover.domain_rollouts": "completions",
     **dict.fromkeys(("eval.retention", "eval.domain", "eval.control"), "suites"),
-    "recover.lmbda": "students_share",
+    "recover.lmbda": "on_policy_share",
     "recover.general": "general_sources",
     "finetune.replay.most": "replayed",
     **dict.fromkeys(("recover.general_teacher", "recover.domain_teacher"), "teacher_of"),

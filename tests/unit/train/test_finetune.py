@@ -494,7 +494,6 @@ def test_a_resumed_run_with_replay_ends_with_the_same_bits(learn, replay, tmp_pa
 def test_an_interrupt_while_base_writes_loses_one_piece_at_most(learn, replay, tmp_path, monkeypatch):
     monkeypatch.setattr("opdcl.train.replay.REPLAYED_AT_ONCE", 3)
     learn("whole", replay=replay)
-    monkeypatch.setattr("opdcl.train.kept_texts.texts_folder", lambda: tmp_path / "no texts of other runs")
     file = StageDir(tmp_path / "resumed").replay
     learn("resumed", report=StopAt(answers=8), replay=replay)
     assert len(read_jsonl(file)) == 6

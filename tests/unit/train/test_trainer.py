@@ -8,12 +8,10 @@ from helpers.recovering import PROMPT, Silent, make_trainer, write_tuned
 from opdcl.config.finetune import LoraSection
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.forward import answer_ids, answer_states
-from opdcl.rundir.layout import StageDir
 from opdcl.sampling import decode
 from opdcl.train.learner import micro_batches
-from opdcl.train.validation import Validation
-from opdcl.training import StageLog
-from opdcl.types import Loss, Prompt, Rollout
+from opdcl.train.validation import HeldOut
+from opdcl.types import Loss, Prompt, Prompts, Rollout
 
 ROLLOUTS = [
     Rollout(Prompt([*PROMPT, 7 * i + 3]), list(range(50 + i, 53 + 3 * i)), [], True) for i in range(6)
@@ -276,12 +274,10 @@ def test_the_seed_chooses_the_completions_and_the_held_out_texts(backbone, tuned
 
     def texts(seed):
         trainer = make_trainer(backbone, tuned, seed=seed)
-        stage = StageDir(tuned)
-        log = StageLog(Silent(), stage, 4)
-        config, prompts = trainer.queue.config, {"general": [Prompt([*PROMPT, 9])] * 3}
-        validation = Validation(config, trainer.learner, trainer.queue, prompts, stage, log)
-        validation.write_held_out()
-        both = (trainer.queue.take(0).examples, validation._held_out["general"].rollouts)
+        prompts = {"general": Prompts([], [Prompt([*PROMPT, 9])] * 3)}
+        held_out = HeldOut(trainer.learner, trainer.queue, prompts, Silent())
+        held_out.let_teachers_answer()
+        both = (trainer.queue.take(0).examples, held_out.answers["general"].rollouts)
         return [[r.completion_ids for r in rollouts] for rollouts in both]
 
     (sampled_0, held_out_0), again, (sampled_1, held_out_1) = texts(0), texts(0), texts(1)
