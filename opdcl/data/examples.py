@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
 from opdcl.data.chat import check_rendered, encode_prompt, has_thought, render, same_length, templated
 from opdcl.data.control import control_tokens, find_control, markup
-from opdcl.data.formats import Row, did_you_mean
+from opdcl.data.formats import BadRow, Row, did_you_mean
 from opdcl.data.messages import Message
 from opdcl.data.rows import Tell, check_prompts, telling
 from opdcl.errors import UsageError
@@ -46,28 +46,34 @@ class Examples:
 class TrainingRows:
     """The rows of a fine-tune that hold something to learn, and what is known of the others.
 
-    `count` is the number of all rows. `notes` tell of rows without an answer, `errors` of rows that cannot be
-    read.
+    `count` is the number of all rows. `notes` tell of rows without an answer, `errors` are the messages on
+    those that cannot be used.
     """
 
     usable: list[Row]
     count: int
     notes: list[str]
-    errors: Sequence[UsageError] = ()
+    errors: list[str]
 
 
-def with_answers(rows: list[Row], config: FinetuneConfig, errors: Sequence[UsageError] = ()) -> TrainingRows:
-    """Return the rows that have something to learn; `errors` are those of rows that cannot be read.
+def with_answers(rows: list[Row], config: FinetuneConfig, bad: Sequence[BadRow] = ()) -> TrainingRows:
+    """Return the rows that have something to learn, of those that can be used and the `bad` ones.
 
     Raises:
-        UsageError: Some have no answer and `bad_rows` is `refuse`, or none has one.
+        UsageError: Some are bad or have no answer and `bad_rows` is `refuse`, or none is left.
     """
+    errors = [row.message for row in bad]
+    if bad and config.bad_rows == "refuse":
+        raise UsageError(errors[0], f"{bad[0].hint}; --set finetune.bad_rows=skip leaves such rows out")
+    if not rows:
+        message = f"{config.data} has no row that can be used; the first: {errors[0]}"
+        raise UsageError(message, bad[0].hint)
     usable: list[Row] = []
     empty: list[Row] = []
     for row in rows:
         has_answer = row.text is not None or row.answer or row.reply
         (usable if has_answer else empty).append(row)
-    count = len(rows) + len(errors)
+    count = len(rows) + len(bad)
     if not empty:
         return TrainingRows(rows, count, [], errors)
     found = _counted([row.where for row in empty], "have", "no answer to learn")
@@ -77,12 +83,9 @@ def with_answers(rows: list[Row], config: FinetuneConfig, errors: Sequence[Usage
     return TrainingRows(usable, count, [f"{found}; left out"], errors)
 
 
-def bad_rows(errors: Sequence[UsageError]) -> list[str]:
+def bad_rows(errors: Sequence[str]) -> list[str]:
     """Return a note on rows that are left out because of an error of their own; none without any."""
-    if not errors:
-        return []
-    found = _counted([error.message for error in errors], "cannot", "be used")
-    return [f"{found}; left out"]
+    return [f"{_counted(errors, 'cannot', 'be used')}; left out"] if errors else []
 
 
 def read_examples(
@@ -112,7 +115,7 @@ def read_examples(
         except UsageError as fault:
             if config.bad_rows == "refuse":
                 raise
-            errors.append(fault)
+            errors.append(fault.message)
             continue
         if not whole:
             unasked.append(row.where)

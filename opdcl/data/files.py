@@ -1,7 +1,7 @@
 """Read files of rows: JSON, JSONL, CSV, Parquet, Arrow or documents, compressed or not.
 
-Readers yield each row with its file and line. In place of a row that cannot be read they yield its error, so
-that the rows after it can be read; what makes a whole file unreadable is raised.
+Readers yield each row with its file and line. In place of one that cannot be read they yield a `BadRow`, and
+go on; what makes a whole file unreadable is raised.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from opdcl.data.formats import COLUMNS, CONVERSATIONS
+from opdcl.data.formats import COLUMNS, CONVERSATIONS, BadRow
 from opdcl.data.messages import MAX_ROW_CHARS, are_messages
 from opdcl.errors import UsageError, listed
 
@@ -138,7 +138,7 @@ def _json(path: Path) -> Rows:
     except (ValueError, RecursionError) as fault:  # valid JSON may be too deep, or a number too long
         if ending(path) == ".json":
             line = getattr(fault, "lineno", _line(text, start))
-            raise _not_json(f"{path}:{line}", fault) from fault
+            raise _not_json(f"{path}:{line}", fault).error() from fault
         end = start
     if not text[start:end] or text[end:].strip():
         yield from _lines(text, path)
@@ -238,11 +238,9 @@ def _as_row(value: Any) -> Any:
     return {"messages" if "role" in value[0] else "conversations": value}
 
 
-def _not_json(where: str, fault: Exception) -> UsageError:
+def _not_json(where: str, fault: Exception) -> BadRow:
     reason = f"{fault.msg} at column {fault.colno}" if isinstance(fault, json.JSONDecodeError) else fault
-    return UsageError(
-        f"{where} is not valid JSON: {reason}", "one JSON object per line, or one list of objects"
-    )
+    return BadRow(where, f"not valid JSON: {reason}", "one JSON object per line, or one list of objects")
 
 
 def _line(text: str, position: int) -> int:
@@ -264,7 +262,7 @@ def _csv(path: Path) -> Rows:
             where = f"{path}:{reader.line_num + bool(named)}"
             if None in row:
                 hint = f"quote fields that hold a {separator!r}"
-                yield UsageError(f"{where} has more fields than the header", hint), where
+                yield BadRow(where, "the row has more fields than the header", hint), where
             else:
                 yield row, where
     except csv.Error as fault:
