@@ -57,11 +57,10 @@ def all_answers(suite: Suite, docs: list[dict], own: list[str]) -> dict[str, lis
 def measure(suite: Suite, backbone: Any, answers: list[str]) -> dict[str, Any]:
     """Return the record of a suite: a model's own answers to its first prompts, and each cheat on them."""
     docs, metric = suite.documents(len(answers)), suite.metrics[0]
-    judge = content.judge(backbone, suite)
     played = {}
     for name, texts in all_answers(suite, docs, answers).items():
         rules = suite.scores(docs, texts)
-        read = judge(docs, texts, rules) if judge else rules
+        read = content.grade(backbone, suite, docs, texts)
         played[name] = {"rules": mean(rules, metric), "score": mean(read, metric)}
         print(suite.name, name, played[name], flush=True)
     return {"n": len(docs), "own": played.pop("own"), "cheats": played}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
-from opdcl.data.chat import check_rendered, encode_prompt, has_thought, render, same_length, templated
+from opdcl.data.chat import encode_prompt, has_thought, render, render_whole, same_length, text_ids
 from opdcl.data.control import control_tokens, find_control, markup
 from opdcl.data.formats import BadRow, Row, did_you_mean
 from opdcl.data.messages import Message
@@ -257,12 +257,22 @@ def learned_turns(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[Turn | N
         UsageError: No prompt leads to any, the template leaves out something, or an answer ends itself.
     """
     messages = [*row.prompt, {"role": "assistant", "content": row.answer or "", **row.reply}]
-    check_rendered(row, tokenizer, messages)
+    whole = render_whole(row, tokenizer, messages)
     turns: list[Turn | None] = []
     for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            # Nothing is asked before the first message.
-            turns.append(_turn(row, tokenizer, messages[: index + 1]) if index else None)
+        if message["role"] != "assistant":
+            continue
+        if not index:  # nothing is asked before the first message
+            turns.append(None)
+            continue
+        said = messages[: index + 1]
+        if message is messages[-1]:
+            written = whole
+        elif has_thought(message):
+            written = render_whole(row, tokenizer, said)
+        else:
+            written = render(tokenizer, said, False, row)
+        turns.append(_turn(row, tokenizer, said, written))
     if not any(turns):
         hint = "name a template that writes answers as its prompts open them: --set model.chat_template=FILE"
         if any(map(has_thought, messages)):
@@ -291,15 +301,17 @@ def in_sequences(turns: list[Turn | None]) -> list[Example]:
     return [last, *reversed(others)]
 
 
-def _turn(row: Row, tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> Turn | None:
-    """Return the last of the messages as it is learned, or None if no prompt leads to it."""
-    if has_thought(messages[-1]):
-        check_rendered(row, tokenizer, messages)
-    prompt = templated(tokenizer, row, messages[:-1], generation=True)
-    whole = templated(tokenizer, row, messages)
+def _turn(row: Row, tokenizer: PreTrainedTokenizerBase, messages: list[Message], written: str) -> Turn | None:
+    """Return the last of the messages as it is learned, or None if no prompt leads to it.
+
+    `written` is the text of all messages.
+    """
+    asked = render(tokenizer, messages[:-1], True, row)
+    prompt, whole = text_ids(tokenizer, asked), text_ids(tokenizer, written)
     answer = whole[len(prompt) :]
     if whole[: len(prompt)] != prompt:
-        answer = _answer_apart(row, tokenizer, messages, prompt)
+        text = _text_after(asked, written, has_thought(messages[-1]))
+        answer = _ids_after(prompt, text, tokenizer) if text else []
     if not answer:
         return None
     control = markup(tokenizer)
@@ -327,23 +339,17 @@ def _words(answer: list[int], control: frozenset[int], tokenizer: PreTrainedToke
     return words
 
 
-def _answer_apart(
-    row: Row, tokenizer: PreTrainedTokenizerBase, messages: list[Message], prompt: list[int]
-) -> list[int]:
-    """Return the ids of the last message where those of its prompt do not begin the conversation; or none.
+def _ids_after(prompt: list[int], answer: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids of an answer's text that read well after those of its prompt; none if there are none.
 
-    Either a token spans the end of the prompt and the beginning of the answer, or the prompt opens a thought
-    that the template does not write before an answer: then the thought is empty.
+    They are needed where those of the prompt do not begin the conversation. Either a token spans the end of
+    the prompt and the beginning of the answer, or the prompt opens a thought that the template does not write
+    before an answer: then the thought is empty.
     """
-    asked = render(tokenizer, messages[:-1], True, False, row)
-    written = render(tokenizer, messages, False, False, row)
-    answer = _text_after(asked, written, has_thought(messages[-1]))
-    if not answer:
-        return []
     before_it = tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
     # Also behind a token that no text joins, since some tokenizers put a blank before the first word.
     for before in ("", tokenizer.eos_token or ""):
-        ids = list(tokenizer(before + answer, add_special_tokens=False)["input_ids"])
+        ids = text_ids(tokenizer, before + answer)
         if before:
             del ids[0]
         if tokenizer.decode(prompt + ids, clean_up_tokenization_spaces=False) == before_it + answer:
@@ -398,7 +404,7 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, max_length: int) 
     Where the tokenizer begins every text with a token of its own, so does each piece: the model never reads a
     sequence without it. That token is not learned.
     """
-    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    ids = text_ids(tokenizer, text)
     begins = tokenizer("finis")["input_ids"][:1] == [tokenizer.bos_token_id]
     start = [tokenizer.bos_token_id] if begins else []
     if start and ids[:1] == start:

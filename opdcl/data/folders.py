@@ -5,7 +5,6 @@ A part is what `datasets` calls a split: the rows to train on, for validation, o
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import Counter
@@ -49,12 +48,10 @@ def list_folder(source: str) -> Folder:
     """
     name, part = split_part(source)
     folder = Path(name)
-    if (folder / "state.json").is_file() and not part:
-        return Folder(_saved_files(folder), [])
-    if (folder / "dataset_dict.json").is_file():
-        saved = {file.parent.name: [file] for file in sorted(folder.glob("*/state.json"))}
-        chosen = _chosen(folder, saved, part)
-        return Folder(_saved_files(folder / chosen), [f"{other}/" for other in saved if other != chosen])
+    for file, one in (("state.json", ""), ("dataset_dict.json", "['train']")):
+        if (folder / file).is_file():
+            hint = f"in Python: datasets.load_from_disk('{folder}'){one}.to_json('rows.jsonl')"
+            raise UsageError(f"{folder} is what save_to_disk wrote, which is not read", hint)
     files, left_out = _walk(folder)
     parts = _parts_of_card(folder, files)
     if parts:
@@ -168,19 +165,6 @@ def _walk(folder: Path) -> tuple[list[Path], list[str]]:
             else:
                 files.append(file)
     return sorted(files), left_out
-
-
-def _saved_files(folder: Path) -> list[Path]:
-    """Return the files of a folder that `datasets` wrote with `save_to_disk`, in the order of their rows."""
-    try:
-        entries = json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]
-        files = [folder / Path(entry["filename"]).name for entry in entries]
-    except (OSError, ValueError, KeyError, TypeError) as fault:
-        message = f"{folder}/state.json does not list the files of a saved data set"
-        raise UsageError(message, "save it again with save_to_disk, or give its .arrow file") from fault
-    if missing := [file for file in files if not is_regular(file)]:
-        raise UsageError(f"{missing[0]} is missing", "save the data set again with save_to_disk")
-    return files
 
 
 def _refuse_mixture(folder: Path, files: list[Path]) -> None:

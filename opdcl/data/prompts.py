@@ -191,7 +191,7 @@ def encode_stream(
     """Encode a stream's prompts, and split off the held-out ones; `context_length` is the model's, in tokens.
 
     Raises:
-        UsageError: A prompt leaves no room for an answer, or there is only one prompt.
+        UsageError: A prompt leaves no room for an answer, or there is none to hold out.
     """
     room = context_length - config.limit(stream)
 
@@ -211,11 +211,20 @@ def encode_stream(
             if stream == "general" and config.given_answers:
                 answer = _own_answer(row, tokenizer)
             prompts.append(Prompt(ids, row.teacher, shown, number=number, answer=answer))
+        if rows and not prompts:
+            message = (
+                f"no prompt of the {stream} stream leaves room for an answer of {config.limit(stream)} tokens"
+            )
+            hint = "lower recover.max_new_tokens, or name shorter prompts of your own"
+            raise UsageError(f"{message} in the context of {context_length}", hint)
         return prompts
 
     train = encode(source.rows[stream])
     if stream in source.held_out:
         measured = encode(source.held_out[stream])
+        if not measured:
+            message = f"no prompt of the {stream} stream can be held out: each of its sources has only one"
+            raise UsageError(message, "add prompts")
         held_out = [measured[i] for i in _spread(len(measured), config.validation_prompts)]
     else:
         train, held_out = _split(train, stream, config.validation_prompts)

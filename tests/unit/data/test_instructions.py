@@ -223,8 +223,7 @@ def test_base_and_every_cheat_are_scored_by_rules_and_by_base(backbone):
 def test_a_sample_keeps_the_constraints_that_its_scores_are_of():
     suite = load_suite("instructions_quick")
     for doc in suite.documents(20):
-        row = {"doc": doc, "resps": [["An answer."]], "target": ""}
-        stored = suite.record(row)
+        stored = suite.record(doc, ["An answer."])
         assert all(text in stored["prompt"] for text in stored["constraints"])
         assert len(stored["constraints"]) == len(UTILS.process_results(doc, ["An answer."])[PER_CONSTRAINT])
 

@@ -35,7 +35,7 @@ def reference(backbone, number: int, text: str) -> float:
     tokenizer, doc = backbone.tokenizer, DOCS[number]
 
     def likelihood(prompt: str) -> float:
-        asked = render(tokenizer, [{"role": "user", "content": prompt}], True, tokenize=False)
+        asked = render(tokenizer, [{"role": "user", "content": prompt}], True)
         ids, own = (
             tokenizer(t, add_special_tokens=False)["input_ids"]
             for t in (asked, own_text(doc["prompt"], text))
@@ -92,6 +92,9 @@ class Asked:
     metrics = ("passed",)
     content, ordered = True, False
 
+    def __init__(self, scores):
+        self.scores = lambda docs, texts: [*scores]
+
     def documents(self, limit):
         assert limit is None, "what takes a request's place must not depend on the limit"
         return DOCS
@@ -109,7 +112,7 @@ def test_only_answers_that_pass_so_far_are_read_and_the_others_are_failed_by_the
         {"passed": True, "kept": 1},
         {"passed": True},
     ]
-    read = content.judge(backbone, Asked())(DOCS, TEXTS, scores)
+    read = content.grade(backbone, Asked(scores), DOCS, TEXTS)
     assert read[1] == {"passed": False, "kept": 0}
     expected = [True, False, found[2] >= found[0], found[3] >= found[0]]
     assert [row["passed"] for row in read] == expected
@@ -122,7 +125,7 @@ def test_only_answers_that_pass_so_far_are_read_and_the_others_are_failed_by_the
 def per_token(backbone, prompt: str, text: str) -> float:
     """The mean log-probability of an answer's tokens, with no cache and no padding."""
     tokenizer = backbone.tokenizer
-    asked = render(tokenizer, [{"role": "user", "content": prompt}], True, tokenize=False)
+    asked = render(tokenizer, [{"role": "user", "content": prompt}], True)
     ids, own = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in (asked, text))
     with backbone.state("base") as model:
         logprobs = model(input_ids=torch.tensor([ids + own])).logits[0].double().log_softmax(-1)
@@ -145,13 +148,12 @@ def test_an_answer_that_is_no_likelier_than_its_words_in_random_order_fails(back
     assert (suite.content, suite.ordered) == (False, True)
     docs = suite.documents(2)
     texts = ["A spider has eight legs in all.", "yellow"]
-    scores = [{"contains": score}, {"contains": score}]
+    monkeypatch.setattr(suite, "scores", lambda docs, texts: [{"contains": score}, {"contains": score}])
     for least, passed in ((-100.0, True), (100.0, False)):
         monkeypatch.setattr(content, "ORDERED", least)
-        read = content.judge(backbone, suite)(docs, texts, scores)
+        read = content.grade(backbone, suite, docs, texts)
         assert [row["contains"] for row in read] == [passed, True]
         assert isinstance(read[0]["contains"], type(score))
-    assert content.judge(backbone, load_suite("handbook_quick")) is None
 
 
 def test_the_evaluation_asks_for_content_where_the_suite_does(backbone, tmp_path, monkeypatch):
