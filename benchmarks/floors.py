@@ -21,7 +21,7 @@ from opdcl.config.shipped import shipped_suites
 from opdcl.data.suites import Suite, cut_at, load_suite
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import RunDir
-from opdcl.stages import content
+from opdcl.stages import relevance
 
 RECORD = Path(__file__).with_name("instructions.json")
 KEPT = "prompt_level_strict_acc"
@@ -60,7 +60,7 @@ def measure(suite: Suite, backbone: Any, answers: list[str]) -> dict[str, Any]:
     played = {}
     for name, texts in all_answers(suite, docs, answers).items():
         rules = suite.scores(docs, texts)
-        read = content.grade(backbone, suite, docs, texts)
+        read = relevance.grade(backbone, suite, docs, texts)
         played[name] = {"rules": mean(rules, metric), "score": mean(read, metric)}
         print(suite.name, name, played[name], flush=True)
     return {"n": len(docs), "own": played.pop("own"), "cheats": played}

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
 from opdcl.data.chat import encode_prompt, has_thought, render, render_whole, same_length, text_ids
-from opdcl.data.control import control_tokens, find_control, markup
 from opdcl.data.formats import BadRow, Row, did_you_mean
 from opdcl.data.messages import Message
 from opdcl.data.rows import Tell, check_prompts, telling
+from opdcl.data.special_tokens import control_tokens, find_control, markup
 from opdcl.errors import UsageError
 from opdcl.types import Example
 

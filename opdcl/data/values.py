@@ -27,7 +27,7 @@ def is_missing(value: Any) -> bool:
 class Fields:
     """The fields of a row or a message but null and NaN; it remembers which of them were read.
 
-    A blank text stays: it may be an answer that is to be complained of.
+    Blank text is kept, so that an empty answer can be reported.
     """
 
     def __init__(self, row: dict):

@@ -31,7 +31,7 @@ from opdcl.types import Example, Prompt, Rollout
 # The number of prompts whose answers are drawn together, in the order of the questions. A sample depends on a
 # prompt's place among them, so the number is fixed: batch size and interrupts change nothing. All states use
 # the same random numbers, so that a model that is base gives base's answers.
-DRAWN_TOGETHER, SEED = 100, 39
+SAMPLING_BATCH, SEED = 100, 39
 # The seed of base's second answers to a suite that is sampled.
 SECOND_SEED = 1_000_039
 # Tokens of a forward pass that reads answers; padding counts.
@@ -59,7 +59,7 @@ class Question:
     key: str
 
 
-class KeptRows:
+class AnswerCache:
     """Rows by key, which are kept in a file as well."""
 
     def __init__(self, file: Path, keys: Iterable[str]):
@@ -81,7 +81,7 @@ class KeptRows:
             file.write(_lines(rows))
 
 
-def keep_earlier(file: Path, samples: Path) -> None:
+def reuse_samples(file: Path, samples: Path) -> None:
     """Add the answers of finished samples to the kept rows.
 
     So a suite that scores otherwise than before, or asks more, needs no answer again.
@@ -102,7 +102,7 @@ def json_lines(rows: Iterable[Record]) -> str:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def made_by(backbone: Backbone, adapter: Path | None, decoding: list[Any]) -> str:
+def provenance(backbone: Backbone, adapter: Path | None, decoding: list[Any]) -> str:
     """Return a hash of what makes an answer, apart from the question."""
     parts = {
         "base": backbone.known_fingerprint(),
@@ -132,11 +132,11 @@ def ask(
         decode: Completes prompts.
         file: Keeps the answers; what it holds is not asked again.
         report: Receives the number of answers.
-        batch_size: How many answers are decoded together; None if they are drawn, `DRAWN_TOGETHER`.
+        batch_size: How many answers are decoded together; None if they are drawn, `SAMPLING_BATCH`.
         seed: Of the draws.
         read: Returns what is kept of completions besides.
     """
-    kept = KeptRows(file, [question.key for question in questions])
+    kept = AnswerCache(file, [question.key for question in questions])
     if kept.rows:
         report.note(f"{len(kept.rows)} answers are kept from before")
     for batch in _batches(questions, kept.rows, batch_size):
@@ -179,7 +179,7 @@ def _batches(questions: Sequence[Question], answered: dict[str, Record], size: i
     """
     numbers = list({question.key: i for i, question in enumerate(questions)}.values())
     if size is None:
-        batches = _cut(questions, numbers, DRAWN_TOGETHER)
+        batches = _cut(questions, numbers, SAMPLING_BATCH)
         return [batch for batch in batches if any(questions[i].key not in answered for i in batch)]
     missing = [i for i in numbers if questions[i].key not in answered]
     missing.sort(key=lambda i: len(questions[i].prompt))  # prompts of similar length share a batch

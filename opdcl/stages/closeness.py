@@ -39,8 +39,8 @@ from opdcl.stages.answers import (
     Record,
     States,
     ask,
-    made_by,
     partial_file,
+    provenance,
     read_states,
     store,
 )
@@ -53,7 +53,7 @@ from opdcl.types import Prompt, Rollout
 
 # Base's answers that were drawn together, by their first prompt, with base's states of them: later states
 # need both.
-BASE_READ: WeakKeyDictionary[Backbone, dict[int, tuple[list[Rollout], States]]] = WeakKeyDictionary()
+BASE_HIDDEN_STATES: WeakKeyDictionary[Backbone, dict[int, tuple[list[Rollout], States]]] = WeakKeyDictionary()
 
 
 def measure_closeness(
@@ -95,7 +95,7 @@ def measure_closeness(
             writer, asked, on_finished, max_new_tokens=limit, seed=seed, batch_size=batch_size
         )
 
-    origin = made_by(backbone, adapter, [config.batch_size, limit, prompts, base_answers])
+    origin = provenance(backbone, adapter, [config.batch_size, limit, prompts, base_answers])
     # By number: a prompt that comes twice has two answers.
     questions = [Question(prompt, limit, f"{origin} {i}") for i, prompt in enumerate(prompts)]
     partial_rows = partial_file(run, state, CLOSENESS)
@@ -111,7 +111,7 @@ def _base_rows(
     """Compare base with itself a little off, on its answers, and with itself after other prompts."""
     after_others = []
     for i, rollout in zip(numbers, own, strict=True):
-        prompt = prompts[other(i, len(prompts))]
+        prompt = prompts[paired_prompt(i, len(prompts))]
         after_others.append(Rollout(Prompt(prompt), rollout.completion_ids))
     count = counted(report, "read answers", 3 * len(own))
     with backbone.merged("base") as model:
@@ -121,7 +121,7 @@ def _base_rows(
             states_a_little_off = read_states(model, own, count)
     if parallel.worker_count() == 1:  # later states are compared on these texts
         texts = [Rollout(rollout.prompt, rollout.completion_ids) for rollout in own]
-        BASE_READ.setdefault(backbone, {})[numbers[0]] = texts, states
+        BASE_HIDDEN_STATES.setdefault(backbone, {})[numbers[0]] = texts, states
     noise = _divergences(backbone, "base", states, states_a_little_off)
     unrelated = _divergences(backbone, "base", states, states_after_others)
     rows = []
@@ -140,7 +140,7 @@ def _state_rows(
     """Compare a state with base, on its answers and on base's."""
     of_base = [Rollout(r.prompt, base_answers[i]) for i, r in zip(numbers, own, strict=True)]
     texts = own + of_base
-    known_texts, known_states = BASE_READ.get(backbone, {}).get(numbers[0], ([], {}))
+    known_texts, known_states = BASE_HIDDEN_STATES.get(backbone, {}).get(numbers[0], ([], {}))
     is_known = known_texts == of_base
     read_by_base = own if is_known else texts
     count = counted(report, "read answers", len(texts) + len(read_by_base))
@@ -193,7 +193,7 @@ def _samples(asked: Sequence[Row], rows: list[Record], is_base: bool) -> list[Re
         if not is_base:
             del sample["completion_ids"]
         elif len(rows) > 1:
-            sample["floor"] = max(row["unrelated"], rows[other(i, len(rows))]["unrelated"])
+            sample["floor"] = max(row["unrelated"], rows[paired_prompt(i, len(rows))]["unrelated"])
         sample.pop("unrelated", None)
         for name in ("cluster", "group"):
             if getattr(prompt, name):
@@ -202,7 +202,7 @@ def _samples(asked: Sequence[Row], rows: list[Record], is_base: bool) -> list[Re
     return samples
 
 
-def other(number: int, total: int) -> int:
+def paired_prompt(number: int, total: int) -> int:
     """Return the number of another prompt: half of all further on, where those of one text are far away.
 
     The prompts form pairs. So base's answer to one, read after the other, gives the forward direction of the

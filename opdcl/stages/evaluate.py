@@ -26,18 +26,18 @@ from opdcl.model.backbone import Backbone, State
 from opdcl.rundir.identity import Identity
 from opdcl.rundir.layout import RunDir
 from opdcl.sampling.sample import sample
-from opdcl.stages import content
+from opdcl.stages import relevance
 from opdcl.stages.answers import (
     SECOND_SEED,
     SEED,
+    AnswerCache,
     Decode,
-    KeptRows,
     Question,
     Record,
     ask,
-    keep_earlier,
-    made_by,
     partial_file,
+    provenance,
+    reuse_samples,
     store,
 )
 from opdcl.train.cost import reset_peak_memory
@@ -76,7 +76,7 @@ class Asking:
         """A hash of what makes an answer, apart from the question."""
         # Wherever it is. It had a model in an earlier version, whose answers are kept.
         server = {"model": None} if self.config.server else None
-        return made_by(self.backbone, self.adapter, [self.config.batch_size, server])
+        return provenance(self.backbone, self.adapter, [self.config.batch_size, server])
 
 
 def write_answers(asking: Asking, requests: Sequence[Instance], seed: int = SEED) -> list[Record]:
@@ -153,7 +153,7 @@ def compare_likelihoods(asking: Asking, requests: Sequence[Instance]) -> list[tu
         return Identity([asking.origin, "loglikelihood", *texts]).key
 
     by_key = {key_of(request.args): request for request in requests}
-    kept = KeptRows(asking.file, by_key)
+    kept = AnswerCache(asking.file, by_key)
     done = len(kept.rows)
 
     def keep(batch: list[Likelihood]) -> None:
@@ -246,7 +246,7 @@ def evaluate(
     started = time.perf_counter()
     reset_peak_memory()
     asking = Asking(backbone, adapter, config, partial_file(run, state, suite.name), report)
-    keep_earlier(asking.file, run.eval_samples(state, suite.name))
+    reuse_samples(asking.file, run.eval_samples(state, suite.name))
     samples = _answered(suite, asking)
     metric = suite.metrics[0]
     if state == "base" and suite.generative and suite.answering.temperature:
@@ -255,7 +255,7 @@ def evaluate(
             row["again"] = again["scores"][metric]
         second.file.unlink()
     responses = [row["response"] for row in samples]
-    floors = suite.floors(len(samples), responses, partial(content.grade, backbone, suite))
+    floors = suite.floors(len(samples), responses, partial(relevance.grade, backbone, suite))
     means = {name: suite.means(scores) for name, scores in floors.items()}
     best = max(means, key=lambda name: means[name][metric])
     for row, scores in zip(samples, floors[best], strict=True):
@@ -278,7 +278,7 @@ def _answered(suite: Suite, asking: Asking, seed: int = SEED) -> list[Record]:
     if suite.generative:
         answers = write_answers(asking, requests, seed)
         docs, texts = suite.documents(limit), [answer["response"] for answer in answers]
-        scores = content.grade(backbone, suite, docs, texts)
+        scores = relevance.grade(backbone, suite, docs, texts)
         graded = [Graded(*one) for one in zip(docs, ([text] for text in texts), scores, strict=True)]
     else:
         graded = grade_requests(suite.task, requests, compare_likelihoods(asking, requests))

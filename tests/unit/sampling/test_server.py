@@ -631,7 +631,7 @@ def test_an_evaluation_on_a_server_gives_the_local_answers(backbone, tuned, else
 def test_a_sampled_evaluation_on_a_server_draws_the_same_again_also_after_an_interrupt(
     backbone, tuned, elsewhere, monkeypatch
 ):
-    monkeypatch.setattr("opdcl.stages.answers.DRAWN_TOGETHER", 2)
+    monkeypatch.setattr("opdcl.stages.answers.SAMPLING_BATCH", 2)
     drawn, greedy = (load_suite(name) for name in ("instructions_sampled", "instructions"))
     answers = []
 

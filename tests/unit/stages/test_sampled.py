@@ -33,7 +33,7 @@ class Interrupted(Silent):
 @pytest.fixture
 def ask(backbone, tmp_path, monkeypatch):
     """Return a function that answers questions with base, three at a time."""
-    monkeypatch.setattr("opdcl.stages.answers.DRAWN_TOGETHER", 3)
+    monkeypatch.setattr("opdcl.stages.answers.SAMPLING_BATCH", 3)
 
     def run(options=SAMPLED, name="kept", questions=QUESTIONS, stop=None, batch_size=2):
         partial = tmp_path / name

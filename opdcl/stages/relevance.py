@@ -31,14 +31,14 @@ OTHERS = (17, 71, 113)
 """Offsets, in prompts, of three of the requests that replace a prompt's own."""
 NEAREST = 3
 """How many more of them are those that are most like it."""
-LEAST = 0.0
+LEAST_RELEVANCE = 0.0
 """An answer is likelier after its own request by more than this, in nats."""
-ORDERED = 2.0
+LEAST_COHERENCE = 2.0
 """An answer is likelier than its words in random order by more than this, in nats per token.
 
 Answers of the embedded model are so by 4 to 7, its answers with shuffled words by -0.6 to 1.2.
 """
-FEW = 4
+FEWEST_WORDS = 4
 """An answer of fewer words than this is not asked for its order."""
 
 
@@ -52,21 +52,21 @@ def grade(backbone: Backbone, suite: Suite, docs: list[dict], texts: list[str]) 
     passed = {i: texts[i] for i, row in enumerate(scores) if row[metric]}
     if suite.ordered:  # first: it takes two readings, and the gain up to seven
         prompts = {i: str(suite.task.doc_to_text(docs[i])) for i in passed}
-        for i, order in orders(backbone, prompts, passed).items():
-            if order <= ORDERED:
+        for i, order in coherence_of(backbone, prompts, passed).items():
+            if order <= LEAST_COHERENCE:
                 scores[i] = scores[i] | {metric: type(scores[i][metric])(False)}
                 del passed[i]
     if suite.content:
         requests = [doc["request"] for doc in suite.documents(None)]
-        for i, gain in gains(backbone, docs, requests, passed).items():
-            scores[i] = scores[i] | {metric: gain > LEAST, "gain": round(gain, 4)}
+        for i, gain in relevance_of(backbone, docs, requests, passed).items():
+            scores[i] = scores[i] | {metric: gain > LEAST_RELEVANCE, "gain": round(gain, 4)}
     return scores
 
 
-def gains(
+def relevance_of(
     backbone: Backbone, docs: Sequence[dict], requests: list[str], texts: dict[int, str]
 ) -> dict[int, float]:
-    """Return by how much each answer is likelier after its own request, by its document's number (`LEAST`).
+    """Return by how many nats each answer is likelier after its own request, by its document's number.
 
     Where one request is enough to fail an answer, the others are not tried.
     """
@@ -76,7 +76,7 @@ def gains(
     found = dict.fromkeys(own, float("inf"))
     others = stand_ins(requests, list(own))
     for number in range(NEAREST + len(OTHERS)):
-        open_ones = [i for i in own if found[i] > LEAST]
+        open_ones = [i for i in own if found[i] > LEAST_RELEVANCE]
         pairs = []
         for i in open_ones:
             other = requests[others[i][number]]
@@ -86,12 +86,12 @@ def gains(
     return found
 
 
-def orders(backbone: Backbone, prompts: dict[int, str], texts: dict[int, str]) -> dict[int, float]:
+def coherence_of(backbone: Backbone, prompts: dict[int, str], texts: dict[int, str]) -> dict[int, float]:
     """Return by how much each answer is likelier than its words in random order, in nats per token.
 
-    An answer of fewer words than `FEW` is left out.
+    An answer of fewer words than `FEWEST_WORDS` is left out.
     """
-    texts = {i: text for i, text in texts.items() if len(text.split()) >= FEW}
+    texts = {i: text for i, text in texts.items() if len(text.split()) >= FEWEST_WORDS}
     shuffled = {}
     for i, text in texts.items():
         words = text.split()
