@@ -103,7 +103,7 @@ def render(
 
     Unless `model.chat_template_kwargs` or the row says otherwise, thinking is switched off where there is a
     switch: base would spend its tokens on thoughts that the fine-tune's rows do not have, and the two would
-    not be comparable. For the same reason, a template that asks for the date is told one that never changes.
+    not be comparable. For the same reason, a template that asks for the date always gets the same one.
 
     Raises:
         UsageError: The template is malformed or refuses the conversation.
@@ -153,19 +153,17 @@ def on_one_day(template: str) -> str:
 
 
 def note_on_clock(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Say which date a chat template is told that asks for today's; "" if it asks for none."""
+    """Return a note on the date that a chat template gets as today's; "" if it asks for none."""
     if CLOCK not in str(tokenizer.chat_template):
         return ""
     day = TODAY.strftime("%d %B %Y")
-    return (
-        f"the chat template asks for today's date: it is told {day} on every day, so that prompts are equal"
-    )
+    return f"the chat template asks for today's date: it gets {day} on every day, so that prompts are equal"
 
 
 def with_variables(template: str, variables: Mapping[str, Any]) -> str:
     """Return a chat template with other defaults of its variables, which a caller can still override.
 
-    Written into the template, they hold wherever it goes: the tokenizer of an exported model, GGUF, a server.
+    They are written into the template, so every copy has them: an exported tokenizer, GGUF, a server.
 
     Raises:
         UsageError: The template has no such variable.

@@ -126,7 +126,11 @@ def read_examples(
         longest = max(longest, (size, row.where), key=lambda pair: pair[0])
         if row.text is None and size > limit:
             long.append((size, row.where))
-            examples = _cut(examples, limit) if config.long_rows == "cut" else []
+            cut = [Example(example.ids[:limit], example.learned[:limit]) for example in examples]
+            # A prompt that fills a sequence leaves nothing to learn.
+            examples = [example for example in cut if any(example.learned)]
+            if config.long_rows != "cut":
+                examples = []
             cut_to_nothing += not examples
         if examples:
             used.append(row)
@@ -174,12 +178,6 @@ def _loses_blanks(row: Row, examples: list[Example], tokenizer: PreTrainedTokeni
         return False
     learned = [i for i, is_learned in zip(examples[0].ids, examples[0].learned, strict=True) if is_learned]
     return answer not in tokenizer.decode(learned)
-
-
-def _cut(examples: list[Example], limit: int) -> list[Example]:
-    """Return the beginnings of sequences; a prompt that fills one leaves nothing to learn of it."""
-    cut = [Example(example.ids[:limit], example.learned[:limit]) for example in examples]
-    return [example for example in cut if any(example.learned)]
 
 
 def _control_notes(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -238,10 +236,10 @@ def encode_example(
 
 @dataclass(frozen=True)
 class Turn:
-    """An assistant turn as it is learned.
+    """An assistant turn, and what of it is learned.
 
     `prompt` holds the very ids that ask for it in use, `answer` its own ids up to the end of the turn, and
-    `learned` says of each whether it is learned. `words` of them come before what ends the turn.
+    `learned` has a flag for each of them. `words` of them come before what ends the turn.
     """
 
     prompt: list[int]

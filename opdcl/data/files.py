@@ -44,7 +44,7 @@ CONVERTED = {
 
 
 def ending(path: Path) -> str:
-    """Return the ending that tells a file's format, in lower case and without that of its compression."""
+    """Return the ending that names a file's format, in lower case, without that of its compression."""
     return Path(path.stem).suffix.lower() if is_compressed(path) else path.suffix.lower()
 
 
@@ -65,7 +65,7 @@ def read_file(path: Path) -> Rows:
     """Yield the rows of a file with their places.
 
     Raises:
-        UsageError: The file is no regular file, has an unknown format, or is damaged.
+        UsageError: The file is not a regular one, has an unknown format, or is damaged.
     """
     if not is_regular(path):
         message = f"{path} is not a regular file"
@@ -180,7 +180,7 @@ def _refuse_table(value: Any, where: str) -> None:
 
 
 def _as_row(value: Any) -> Any:
-    """Return a list of messages as the row that they are; any other value as it is."""
+    """Return a list of messages as a row, and any other value unchanged."""
     if not are_messages(value):
         return value
     return {"messages" if "role" in value[0] else "conversations": value}

@@ -43,7 +43,7 @@ class Row:
     `where` names its file and line, `teacher` the teacher of completions on it ("": the stream's own),
     `cluster` the fact or person that it is about, if several rows are, `group` the kind of prompt, and
     `format` how it was written.
-    `reply` is what the answer's message holds besides its text: a thought, tool calls. `tools` are the tools
+    `reply` is the rest of the answer's message: a thought, tool calls. `tools` are the tools
     that the model may call, `variables` those that the row sets in the chat template, `columns` its fields,
     and `unread` those fields, of the row and of its messages, that hold something and are not read.
     """
@@ -349,7 +349,7 @@ def _history(fields: Fields) -> list[Message]:
 
 
 def _messages_in(value: Any) -> Any:
-    """Return the messages, or the one message, that a text holds as JSON, and any other value as it is."""
+    """Return the messages, or the one message, that a text holds as JSON, and any other value unchanged."""
     decoded = from_json_text(value)
     return decoded if are_messages(decoded) or are_messages([decoded]) else value
 

@@ -201,7 +201,7 @@ def source_files(source: str) -> list[Path]:
 
 
 def left_out(source: str) -> str:
-    """Name what lies in a folder of rows or documents and is not read; "" without anything."""
+    """Name what a folder of rows or documents holds and is not read; "" if nothing."""
     if source in SHIPPED_DATA or not os.path.isdir(split_part(source)[0]):
         return ""
     names = list_folder(source).left_out

@@ -78,12 +78,12 @@ class Suite:
         self.name, self.task = name, task
         self.metrics = _headline_first(name, self.task)
         self.lines: list[str] = []
-        """Where each document stands in a local file, if all of its rows are documents."""
+        """The file and line of each document, if all rows of a local file are documents."""
         metadata = self.task.config.metadata or {}
         self.content = bool(metadata.get("content"))
         """Whether an answer counts only if base finds it to be about its prompt."""
         self.ordered = bool(metadata.get("ordered"))
-        """Whether an answer counts only if base finds it likelier than its words in random order."""
+        """Whether an answer counts only if base finds it more likely than its words in random order."""
         if self.generative:
             _ = self.answering  # which refuses what we do not support
 
@@ -98,7 +98,7 @@ class Suite:
         return {"apply_chat_template": True, "fewshot_as_multiturn": True, "system_instruction": self.system}
 
     def place(self, number: int) -> str:
-        """Return where a document stands: its file and line, where we know them."""
+        """Return the place of a document: its file and line, if they are known."""
         doc = self.task.eval_docs[number]
         if PACKED_ROW in doc:
             return Row.unpacked(doc[PACKED_ROW]).where
@@ -135,7 +135,7 @@ class Suite:
     def record(self, doc: dict, answers: list[Any]) -> dict[str, Any]:
         """Return prompt, response and target of a document as they are stored.
 
-        A conversation has its last question besides, by which a reader knows it from others; a prompt with
+        A conversation also has its last question, by which a reader knows it from others; a prompt with
         constraints has these, so that a reader sees which one an answer violates.
         """
         prompt, question = self.prompt_of(doc), self.task.doc_to_text(doc)
@@ -187,7 +187,7 @@ class Suite:
                 self._refuse_lacking(doc)
                 self._render(doc, with_examples=number == 1)
                 scores = self.blank(doc)
-            except Exception as fault:  # whatever lm-eval's templates and functions raise on other columns
+            except Exception as fault:  # on other columns, lm-eval's templates and functions raise anything
                 row = self.lines[number - 1] if self.lines else f"row {number}"
                 message = f"{row} of suite {self.name!r} cannot be scored: {_reason(fault)}"
                 raise UsageError(message, hint) from fault

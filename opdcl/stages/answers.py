@@ -45,7 +45,7 @@ States = dict[int, torch.Tensor]
 # Prompts, maximum tokens of each completion, seed, callback for finished completions -> completions.
 Decode = Callable[[list[Prompt], int, int, Callable[[list[Rollout]], None]], list[Rollout]]
 
-# Numbers of questions, their completions -> what is kept of each besides its text.
+# Numbers of questions, their completions -> what is kept of each in addition to its text.
 Read = Callable[[list[int], list[Rollout]], list[Record]]
 
 
@@ -134,7 +134,7 @@ def ask(
         report: Receives the number of answers.
         batch_size: How many answers are decoded together; None if they are drawn, `SAMPLING_BATCH`.
         seed: Of the draws.
-        read: Returns what is kept of completions besides.
+        read: Returns what else is kept of completions.
     """
     kept = AnswerCache(file, [question.key for question in questions])
     if kept.rows:

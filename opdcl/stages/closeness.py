@@ -215,7 +215,7 @@ def paired_prompt(number: int, total: int) -> int:
 def _jitter(model: Any) -> Iterator[None]:
     """Change half of the input embeddings' dimensions by one digit of bfloat16 in the block.
 
-    What the model computes is then off as it is between a run in 32 bits and one in 16, or between two
+    What the model computes then differs as between a run in 32 bits and one in 16, or between two
     kernels in 16: every later rounding falls differently.
     """
 

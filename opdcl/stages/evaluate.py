@@ -189,7 +189,7 @@ class _BatchwiseHFLM(HFLM):
         super().__init__(model, backend="causal", tokenizer=tokenizer, batch_size=batch_size)
         self._keep = keep
         self._batch: list[Likelihood] = []
-        self.cache_hook = self  # HFLM tells it each answer
+        self.cache_hook = self  # HFLM reports each answer to it
 
     def add_partial(self, kind: str, texts: tuple[str, str], answer: tuple[float, bool]) -> None:
         self._batch.append((texts, answer))
@@ -202,7 +202,7 @@ class _BatchwiseHFLM(HFLM):
     def _model_call(self, *args, **kwargs):
         self.finish_batch()
         logits_BTV = super()._model_call(*args, **kwargs)
-        # Base gives no probability to the tokens that a tuned model has besides.
+        # Base gives no probability to tokens that only a tuned model has.
         lacking = len(self.tokenizer) - logits_BTV.shape[-1]
         return pad(logits_BTV, (0, lacking), value=UNLIKELY) if lacking > 0 else logits_BTV
 
@@ -213,7 +213,7 @@ def max_answer_tokens(
     """Return the maximum length of an answer, in tokens, to a prompt of `length` in a context of `room`.
 
     Raises:
-        UsageError: Both together exceed the context; `place` tells where the prompt stands.
+        UsageError: Both together exceed the context; `place` returns where the prompt is.
     """
     limit = min(suite_limit, config.max_new_tokens or suite_limit) + config.thought_tokens
     if length + limit > room:

@@ -1,11 +1,11 @@
 """Whether answers are about their prompts, and say something, as base sees it.
 
-An answer is about its prompt if base finds its own words likelier after the prompt than after the same prompt
-with any of six other requests: the three that are most like it, and three others. Words of the prompt do not
-count: base repeats them whatever the request, so an empty text would pass.
+An answer is about its prompt if base finds its own words more likely after the prompt than after the same
+prompt with any of six other requests: the three that are most like it, and three others. Words of the prompt do
+not count: base repeats them after every request, so an empty text would pass.
 
-It says something if base finds it likelier than the same words in random order: a bag of topical words is not
-an answer.
+It says something if base finds it more likely than the same words in random order: a bag of topical words is
+not an answer.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ OTHERS = (17, 71, 113)
 NEAREST = 3
 """How many more of them are those that are most like it."""
 LEAST_RELEVANCE = 0.0
-"""An answer is likelier after its own request by more than this, in nats."""
+"""An answer is more likely after its own request by more than this, in nats."""
 LEAST_COHERENCE = 2.0
-"""An answer is likelier than its words in random order by more than this, in nats per token.
+"""An answer is more likely than its words in random order by more than this, in nats per token.
 
 Answers of the embedded model are so by 4 to 7, its answers with shuffled words by -0.6 to 1.2.
 """
@@ -66,7 +66,7 @@ def grade(backbone: Backbone, suite: Suite, docs: list[dict], texts: list[str]) 
 def relevance_of(
     backbone: Backbone, docs: Sequence[dict], requests: list[str], texts: dict[int, str]
 ) -> dict[int, float]:
-    """Return by how many nats each answer is likelier after its own request, by its document's number.
+    """Return by how many nats each answer is more likely after its own request, by its document's number.
 
     Where one request is enough to fail an answer, the others are not tried.
     """
@@ -87,7 +87,7 @@ def relevance_of(
 
 
 def coherence_of(backbone: Backbone, prompts: dict[int, str], texts: dict[int, str]) -> dict[int, float]:
-    """Return by how much each answer is likelier than its words in random order, in nats per token.
+    """Return by how much each answer is more likely than its words in random order, in nats per token.
 
     An answer of fewer words than `FEWEST_WORDS` is left out.
     """
