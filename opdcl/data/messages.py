@@ -81,8 +81,8 @@ def role_of(turn: Any) -> Any:
 def split_thought(text: str) -> tuple[str | None, str, str]:
     """Return the thought that an answer's text begins with, what ends it, and the answer behind it.
 
-    The thought is None if there is none. If the prompt has opened it, only its end is there, at an edge of its
-    line. The end is "" for a thought that never ends; then there is no answer.
+    The thought is None if there is none. If the prompt has opened it, only its end is there, at an edge of
+    its line. The end is "" for a thought that never ends; then there is no answer.
     """
     for opening, end in THOUGHTS.items():
         mark = re.escape(end)
