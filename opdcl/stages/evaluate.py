@@ -284,14 +284,14 @@ def _answered(suite: Suite, asking: Asking, seed: int = SEED) -> list[Record]:
         graded = grade_requests(suite.task, requests, compare_likelihoods(asking, requests))
     samples = []
     for number, one in enumerate(graded):
-        sample = {"doc_id": number, **suite.record(one.doc, one.answers)}
-        sample["scores"] = {metric: one.scores[metric] for metric in suite.metrics}
+        row = {"doc_id": number, **suite.record(one.doc, one.answers)}
+        row["scores"] = {metric: one.scores[metric] for metric in suite.metrics}
         if suite.generative:
-            sample |= {name: answers[number][name] for name in ("tokens", "ended", "key")}
+            row |= {name: answers[number][name] for name in ("tokens", "ended", "key")}
         for name in ("cluster", "group"):
             if one.doc.get(name):
-                sample[name] = one.doc[name]
+                row[name] = one.doc[name]
         if suite.content or suite.ordered:
-            sample["gain"] = one.scores.get("gain")
-        samples.append(sample)
+            row["gain"] = one.scores.get("gain")
+        samples.append(row)
     return samples

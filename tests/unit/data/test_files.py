@@ -13,7 +13,7 @@ import pytest
 from opdcl.data import files
 from opdcl.data.files import READERS
 from opdcl.data.formats import Row
-from opdcl.data.rows import front_matter, left_out, load_rows, source_files
+from opdcl.data.rows import front_matter, left_out, load_rows, read_rows, source_files
 from opdcl.errors import UsageError
 
 ROWS = [
@@ -255,6 +255,18 @@ def test_a_readme_whose_parts_are_not_here_is_refused(tmp_path, entries, words):
     write(tmp_path, {"other.jsonl": lines(ROWS)})
     with pytest.raises(UsageError, match=words.replace("default", "one")):
         load_rows(str(tmp_path / "keys"))
+
+
+def test_bad_rows_are_values_in_the_order_of_the_file(tmp_path):
+    bad = [b'{"text": ', b"[1]", b'{"prompt": ""}', b'{"answers": "x"}']
+    write(tmp_path, {"rows.jsonl": b"\n".join([b'{"text": "a"}', *bad, b'{"text": "b"}'])})
+    read = read_rows(str(tmp_path / "rows.jsonl"))
+    assert [row.text for row in read.usable] == ["a", "b"]
+    assert [row.place for row in read.bad] == [f"{tmp_path}/rows.jsonl:{line}" for line in range(2, 6)]
+    assert all(row.problem and row.hint for row in read.bad)
+    with pytest.raises(UsageError) as caught:
+        read.all()
+    assert (caught.value.message, caught.value.hint) == (read.bad[0].message, read.bad[0].hint)
 
 
 TABLE = ":1 is one object, with rows or columns in it: "
