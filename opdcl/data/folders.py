@@ -48,8 +48,8 @@ def list_folder(source: str) -> Folder:
     """
     name, part = split_part(source)
     folder = Path(name)
-    for file, one in (("state.json", ""), ("dataset_dict.json", "['train']")):
-        if (folder / file).is_file():
+    for about, one in (("state.json", ""), ("dataset_dict.json", "['train']")):
+        if (folder / about).is_file():
             hint = f"in Python: datasets.load_from_disk('{folder}'){one}.to_json('rows.jsonl')"
             raise UsageError(f"{folder} is what save_to_disk wrote, which is not read", hint)
     files, left_out = _walk(folder)

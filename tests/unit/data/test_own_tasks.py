@@ -122,9 +122,9 @@ def test_the_command_resolves_a_path_where_it_is_given(folder, tiny_model):
     (folder / "mytasks" / "utils.py").write_text(CODE)
     for option in ("--retention", "--domain"):
         added = ["eval", "runs/tiny", option, "mytasks/scored.yml", "--dry-run"]
-        refused = opdcl(*added, cwd=folder)  # the run cannot consent
+        refused = opdcl(*added, cwd=folder)
         assert refused.returncode == 2
-        assert "and a task is code" in refused.stderr
+        assert "a run directory cannot allow this command to run it" in refused.stderr
         agreed = opdcl(*added, "--set", "model.trust_remote_code=true", cwd=folder)
         assert agreed.returncode == 0, agreed.stderr
         assert "scored" in agreed.stdout
