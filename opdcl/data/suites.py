@@ -351,7 +351,7 @@ def score_answers(task: Any, docs: list[dict], answers: list[str]) -> list[Score
     return [graded.scores for graded in grade_requests(task, requests, answers)]
 
 
-class Graded(NamedTuple):
+class GradedDocument(NamedTuple):
     """A document, the answers to what is asked of it, and its scores."""
 
     doc: dict
@@ -359,7 +359,7 @@ class Graded(NamedTuple):
     scores: Scores
 
 
-def grade_requests(task: Any, requests: list[Instance], answers: Sequence[Any]) -> list[Graded]:
+def grade_requests(task: Any, requests: list[Instance], answers: Sequence[Any]) -> list[GradedDocument]:
     """Return the documents of requests, scored by what lm-eval's first chain of filters leaves of answers.
 
     That is the part of an answer that counts, such as a number.
@@ -373,7 +373,7 @@ def grade_requests(task: Any, requests: list[Instance], answers: Sequence[Any]) 
     graded = []
     for asked in of_document.values():
         scores = task.process_results(asked[0].doc, [one.filtered_resps[first.name] for one in asked])
-        graded.append(Graded(asked[0].doc, [one.resps[0] for one in asked], scores))
+        graded.append(GradedDocument(asked[0].doc, [one.resps[0] for one in asked], scores))
     return graded
 
 

@@ -20,7 +20,7 @@ from opdcl import parallel
 from opdcl.config.evaluate import EvalConfig
 from opdcl.data.answering import answering_of
 from opdcl.data.chat import request_ids
-from opdcl.data.suites import Graded, Suite, cut_at, grade_requests, quiet_lm_eval
+from opdcl.data.suites import GradedDocument, Suite, cut_at, grade_requests, quiet_lm_eval
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone, State
 from opdcl.rundir.identity import Identity
@@ -279,7 +279,7 @@ def _answered(suite: Suite, asking: Asking, seed: int = SEED) -> list[Record]:
         answers = write_answers(asking, requests, seed)
         docs, texts = suite.documents(limit), [answer["response"] for answer in answers]
         scores = relevance.grade(backbone, suite, docs, texts)
-        graded = [Graded(*one) for one in zip(docs, ([text] for text in texts), scores, strict=True)]
+        graded = [GradedDocument(*one) for one in zip(docs, ([text] for text in texts), scores, strict=True)]
     else:
         graded = grade_requests(suite.task, requests, compare_likelihoods(asking, requests))
     samples = []
