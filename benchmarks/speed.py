@@ -455,7 +455,7 @@ def compare_engines(options: argparse.Namespace) -> None:
     task, tokenizer = load_suite("instructions").task, backbone.tokenizer
     docs = list(task.test_docs())[: options.prompts]
     messages = [[{"role": "user", "content": task.doc_to_text(doc)}] for doc in docs]
-    texts = [render(tokenizer, message, True, tokenize=False) for message in messages]
+    texts = [render(tokenizer, message, True) for message in messages]
     asked = [Prompt(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
     how = {"max_new_tokens": options.new_tokens, "eos_ids": backbone.eos_ids, "temperature": 0}
     first, rows = None, {}

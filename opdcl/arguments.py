@@ -105,7 +105,7 @@ def question_suites(domain: Any, data: Mapping[str, Data] | None) -> tuple[list[
         if _is_question_file(suite):
             file = Path(suite)
             name, place = file.stem, str(file.resolve())
-            if file.suffix.lower() in (".gz", ".zst"):
+            if file.suffix.lower() == ".gz":
                 name = Path(name).stem
             if name in given or sources.get(name, place) != place:
                 hint = "give one of them another name: --domain NAME --data NAME=PATH"

@@ -160,7 +160,7 @@ def _read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 def _try_template(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a chat template that fails on one short turn: it may come from anywhere."""
     try:
-        render(tokenizer, [{"role": "user", "content": "Hello."}], True, tokenize=False)
+        render(tokenizer, [{"role": "user", "content": "Hello."}], True)
     except UsageError:  # it refuses this turn; the rows' own may be others
         return
     except Exception as fault:

@@ -28,7 +28,7 @@ from opdcl.model.targets import lora_config
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task
-from opdcl.stages.answers import DRAWN_TOGETHER
+from opdcl.stages.answers import SAMPLING_BATCH
 from opdcl.stages.evaluate import LOGIT_BYTES, max_answer_tokens
 from opdcl.train.finetune import planned_steps
 from opdcl.train.losses import CHUNK, CUDA_CHUNK
@@ -219,7 +219,7 @@ def _eval_need(job: Job, suite: str, size: Size) -> int:
     config, asked = job.workflow.eval, job.prompt_ids[suite]
     if not asked:
         return size.merged + LOGIT_BYTES
-    batch, answer = DRAWN_TOGETHER, config.closeness_tokens
+    batch, answer = SAMPLING_BATCH, config.closeness_tokens
     if suite != CLOSENESS:
         if config.server:
             return 0

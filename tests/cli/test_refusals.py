@@ -80,7 +80,7 @@ def test_a_wrong_command_is_refused_with_a_helpful_message(refused, command):
         (
             "rows.jsonl",
             '{"question": "q", "answer": "a"}\n{"question": "q", "ans\n',
-            "rows.jsonl:2 is not valid JSON",
+            "rows.jsonl:2: not valid JSON",
         ),
         ("rows.jsonl", '{"question": "q", "answer": "a"}\n{"question": "q"}\n', "rows.jsonl:2)"),
         ("rows.csv", "id,name\n1,x\n", "rows.csv:2: the row has only id, name"),
