@@ -28,7 +28,7 @@ from opdcl.errors import OpdclError
 from opdcl.results.format import duration
 from opdcl.sanitize import harmless, harmless_json, redact
 
-# Where it is installed, PEFT imports it, and on a CPU it then warns of an optional kernel.
+# PEFT imports it if it is installed; on a CPU it warns about an optional kernel.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Outcome:
     """What a verb returns: a sentence, tables, notes, and plain data. A notebook shows it as HTML.
 
-    `faults` are reasons not to believe the result, `remarks` what to know when reading it; `notes` lead on.
+    `faults` invalidate the result, `remarks` qualify it, and `notes` suggest the next command.
     """
 
     sentence: str
@@ -75,7 +75,7 @@ def _html(text: str) -> str:
 
 
 def extracted(sentence: str, written: dict[str, Any]) -> Outcome:
-    """Return what an export says of a whole model that it has written as an adapter."""
+    """Return the outcome of exporting a whole model as an adapter."""
     kinds, distance = written["kinds"], written["distance"]
     rows = [[kind, f"{error:.3f}"] for kind, error in kinds.items()]
     rows.append(["all", f"{written['relative_error']:.3f}"])

@@ -73,7 +73,7 @@ def counted(report: StageReport, what: str, total: int, done: int = 0) -> Callab
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the learning rate goes in a stage: it rises, and then has a shape. Steps count from 0."""
+    """The learning rate over a stage's steps, which count from 0: it rises, and then has a shape."""
 
     steps: int
     warm_up: float

@@ -44,7 +44,7 @@ SYNONYMS = {
 
 
 def describe_commands(group: typer.Typer, prefix: str = "") -> None:
-    """Give each command its first sentence as its summary, whatever the width, and its example."""
+    """Give each command its first sentence as its summary, at any width, and its example."""
     for info in group.registered_commands:
         command: Any = info.callback
         name = prefix + (info.name or command.__name__)

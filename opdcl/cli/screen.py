@@ -41,9 +41,9 @@ def show(outcome: Outcome) -> None:
     for note in outcome.notes:
         output.note(note)
     if "--dry-run" in sys.argv:
-        lead(*(word for word in sys.argv[1:] if word != "--dry-run"))
+        suggest(*(word for word in sys.argv[1:] if word != "--dry-run"))
 
 
-def lead(*words: object) -> None:
+def suggest(*words: object) -> None:
     """Say which command comes next."""
     output.note(f"next: opdcl {shlex.join(map(str, words))}")

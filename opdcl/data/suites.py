@@ -29,7 +29,7 @@ from opdcl.data.stock_tasks import (
     with_local_data,
 )
 from opdcl.errors import UsageError, listed, nearest
-from opdcl.hub import fail_fast
+from opdcl.hub import go_offline_if_unreachable
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -426,7 +426,7 @@ def _load_stock(name: str, file: Path, path: str | None) -> Suite:
     """Load a task of lm-eval, with a local file in place of its dataset if one is given."""
     settings = stock_settings(name, file)
     if path is None:
-        fail_fast()
+        go_offline_if_unreachable()
         # lm-eval reads the cache of `datasets`, which `hf download` does not fill.
         data = f"dataset {settings['dataset_path']}" if "dataset_path" in settings else "its data"
         online = f"while online, a dry run of this command caches {data}"

@@ -173,7 +173,7 @@ def _size(model: ModelConfig, rank: int) -> Size:
 
 
 def _finetune_need(job: Job, size: Size) -> int:
-    """Return the bytes that a fine-tune takes, besides the base."""
+    """Return the bytes that a fine-tune takes on top of the base."""
     config, examples = job.workflow.finetune, job.examples
     if config.method == "self-distill":
         return _recovery_need(job, *job.self_distillation, size)
@@ -185,7 +185,7 @@ def _finetune_need(job: Job, size: Size) -> int:
 
 
 def _recovery_need(job: Job, config: RecoverConfig, prompts: dict[StreamName, Prompts], size: Size) -> int:
-    """Return the bytes that a recovery takes, besides the base, if all answers are as long as they may be."""
+    """Return the bytes that a recovery takes on top of the base, if all answers have their maximum length."""
     need = size.merged + size.adapter * 20
     named = {
         config.general_teacher,

@@ -29,7 +29,7 @@ class Inputs:
     def __init__(self, given: Mapping[str, str] | None = None, tell: Tell | None = None) -> None:
         """Take `given`, the contents of JSONL files by path, as files that `save` will write.
 
-        `tell` is told how many rows have been read, where that takes long.
+        `tell` reports how many rows have been read, where that takes long.
         """
         self.tell = tell
         self.given = dict(given or {})

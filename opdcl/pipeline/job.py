@@ -247,5 +247,5 @@ class Job:
                     raise UsageError(f"eval.data.{suite}: {path} does not exist", hint)
 
     def plan(self) -> list[Task]:
-        """Return what there is to do in the run directory, as it is now."""
+        """Return the plan for the present state of the run directory."""
         return make_plan(self.workflow, self.hashes, read_records(self.run))

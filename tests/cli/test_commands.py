@@ -196,9 +196,8 @@ def test_config_schema_may_be_asked_for_one_section_or_key(opdcl):
 def test_a_dry_run_is_one_json_document_and_writes_nothing(opdcl, tmp_path):
     plan = json.loads(opdcl("finetune", "handbook", "-o", "out", "--dry-run", "--json"))
     assert [(task["stage"], task["action"]) for task in plan["tasks"]] == [("finetune", "run")]
-    assert (
-        plan["steps"]["finetune"] == 877
-    )  # 263 of 840 rows, five times, 16 to a step, and 614 of replayed ones
+    # 263 of 840 rows, five times, 16 to a step, and 614 of replayed ones.
+    assert plan["steps"]["finetune"] == 877
     assert plan["memory_bytes"]["finetune"] > 135e6 * 2
     assert plan["disk_bytes"] > 0
     assert [*tmp_path.iterdir()] == []

@@ -65,4 +65,4 @@ def test_each_verb_continues_the_run_and_displays_itself(folder, tiny_model, mon
     assert "opdcl finetune" in refused.value.hint
     # The command line finds nothing left to do in the same run.
     done = opdcl("eval", "mine", cwd=folder)
-    assert "everything is done already" in done.stderr
+    assert "nothing to do: all stages are finished" in done.stderr

@@ -102,7 +102,7 @@ def test_force_makes_again_what_a_changed_file_belongs_to(run, project, finished
     flip_a_bit(run.path / name, 50)
     again = opdcl("run", "tiny.yaml", "-o", "damaged", "--force", cwd=project)
     assert again.returncode == 0, again.stderr
-    assert "finetune: skipped" in again.stderr or "everything is done already" in again.stderr
+    assert "finetune: skipped" in again.stderr or "nothing to do: all stages are finished" in again.stderr
     assert is_intact(run)
     for file in run.evals.rglob("*.samples.jsonl"):
         assert file.read_bytes() == (finished / file.relative_to(run.path)).read_bytes()

@@ -72,7 +72,7 @@ def test_the_report_has_intervals_and_floors_but_no_measure_of_writing(measured)
 def test_the_same_command_measures_nothing_again(measured, folder, files):
     again = opdcl("eval", "run", *OPTIONS, *files, cwd=folder)
     assert again.returncode == 0, again.stderr
-    assert "everything is done already" in again.stderr
+    assert "nothing to do: all stages are finished" in again.stderr
 
 
 def test_malformed_data_are_refused_and_change_nothing(measured, folder, files):

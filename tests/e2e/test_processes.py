@@ -108,7 +108,7 @@ def test_two_processes_with_half_of_the_base_each_give_the_result_of_one(alone, 
     check_same_result(tmp_path / "run", alone, tmp_path / "scratch")
     again = opdcl(*words, cwd=project)  # a single process finds nothing left to do
     assert again.returncode == 0
-    assert "everything is done already" in again.stderr
+    assert "nothing to do: all stages are finished" in again.stderr
 
 
 def scratch(folder: Path) -> Path:

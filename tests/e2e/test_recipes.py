@@ -80,7 +80,7 @@ def test_two_domains_in_a_row(folder):
     )
     again = opdcl("run", "continual-two-domains", "smoke.yaml", "-o", "two", "--json", cwd=folder)
     assert json.loads(again.stdout) == found
-    assert again.stderr.count("everything is done already") == 0  # --json prints no notes
+    assert again.stderr.count("nothing to do: all stages are finished") == 0  # --json prints no notes
     beside = opdcl(
         "compare", *(f"two/{s['name']}-{n}" for s in found["steps"] for n in (1, 2)), "--json", cwd=folder
     )

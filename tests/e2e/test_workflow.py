@@ -84,7 +84,7 @@ def test_a_second_run_skips_everything_and_changes_nothing(finished, project):
     before = {p: p.stat().st_mtime_ns for p in finished.rglob("*.safetensors")}
     again = opdcl("run", "tiny.yaml", "-o", "whole", cwd=project)
     assert again.returncode == 0, again.stderr
-    assert "finetune" not in again.stderr.replace("everything is done already", "")
+    assert "finetune" not in again.stderr.replace("nothing to do: all stages are finished", "")
     assert before == {p: p.stat().st_mtime_ns for p in finished.rglob("*.safetensors")}
 
 

@@ -190,12 +190,6 @@ def test_suites_that_would_have_the_same_name_are_refused(tmp_path, monkeypatch,
     assert "--data NAME=PATH" in fault.value.hint
 
 
-def test_a_setting_without_its_section_is_suggested_in_full(rows):
-    with pytest.raises(UsageError, match="unknown key epochs") as fault:
-        opdcl.finetune(rows, settings={"epochs": 1}, dry_run=True)
-    assert fault.value.hint == "did you mean finetune.epochs?"
-
-
 @pytest.mark.parametrize(
     ("workflow", "states", "measured", "command"),
     [

@@ -45,7 +45,7 @@ def test_a_run_measures_closeness_on_own_prompts_once(project):
     assert found["n"] == 5
     assert found["base"]["distance"]["value"] < found["recovered"]["distance"]["value"]
     assert "all " in opdcl("verify", "out").stdout
-    assert "everything is done already" in opdcl(*command).stderr
+    assert "nothing to do: all stages are finished" in opdcl(*command).stderr
 
     (project / "mine.jsonl").write_text('{"prompt": "Hallo!"}\n{"prompt": "Wer bist du?"}\n')
     again = opdcl(*command)

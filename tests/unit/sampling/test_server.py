@@ -485,11 +485,9 @@ def test_a_served_teacher_is_compared_with_base_at_the_start(
         assert "--dtype" in caught.value.hint
 
 
-def test_remote_needs_a_server_and_only_remote_takes_one():
+def test_remote_needs_a_server():
     with pytest.raises(ValueError, match="kind remote needs server"):
         TeacherSection(kind="remote")
-    with pytest.raises(ValueError, match="has no effect unless kind is remote"):
-        TeacherSection(kind="base", server={"url": "http://127.0.0.1:1/v1"})
 
 
 def test_its_completions_have_the_local_models_log_probabilities(backbone, elsewhere):
