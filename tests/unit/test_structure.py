@@ -20,11 +20,11 @@ CLOSURES = {"opdcl.train.recover": (44, 4_950), "opdcl.train.finetune": (37, 4_0
 
 # Public names of several classes or functions. Target: none.
 SEVERAL_MEANINGS = {
-    "cut": 3,
+    "cut": 2,
     "compare": 3,
     **dict.fromkeys(("Example", "Suite", "answer", "distances", "ending", "evaluate"), 2),
     **dict.fromkeys(("export", "finetune", "in_words", "join", "judge", "kind_of", "load"), 2),
-    **dict.fromkeys(("load_suite", "read_config", "read_text", "recover", "render", "side_by_side"), 2),
+    **dict.fromkeys(("load_suite", "read_config", "read_text", "recover", "render"), 2),
     **dict.fromkeys(("steps_done", "summarise", "to_user_error", "values", "verify"), 2),
     "write": 2,
 }
