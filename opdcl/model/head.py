@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from opdcl.errors import UsageError
-from opdcl.model.rules import HEAD, LOGITS, OTHER_MODEL, first_broken
+from opdcl.model.rules import HEAD, LOGITS, OTHER_MODEL, Probe, first_broken
 
 # Tokens that are read, and the largest logit that their states are scaled to: soft caps lie below it.
 TOKENS, LARGE = 8, 200.0
-# By how much of the largest logit two products may differ: bfloat16 rounds to 1/256.
-ROUNDING = 0.02
 
 
 @torch.no_grad()
@@ -33,26 +30,6 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise UsageError(f"{subject}: {fault}", OTHER_MODEL) from fault
     if broken := first_broken(LOGITS, probe):
         raise UsageError(f"{subject}: {broken.reason}", broken.way_out)
-
-
-@dataclass(frozen=True)
-class Probe:
-    """A model's logits of a few tokens, and their states times its head, up to a constant per position."""
-
-    logits_1TV: torch.Tensor
-    product_1TV: torch.Tensor
-
-    def difference(self) -> str:
-        """Say what the logits have besides; "" if nothing."""
-        logits, product = self.logits_1TV, self.product_1TV
-        if (logits - product).abs().max() <= ROUNDING * product.abs().max():
-            return ""
-        factor = float((logits * product).sum() / product.square().sum())
-        if logits[:, 0].abs().max() > 0:  # where the states are zero
-            return "have a bias"
-        if (logits - factor * product).abs().max() <= ROUNDING * logits.abs().max():
-            return f"are scaled by {factor:.3g}"
-        return "are capped, or changed in another way"
 
 
 def read_probe(model: PreTrainedModel) -> Probe:

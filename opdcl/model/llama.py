@@ -302,9 +302,12 @@ def _add_product(h_BH, x_BK, layer) -> None:
 
 def rms_norm(x: torch.Tensor, norm: Any, weighted: bool = True) -> torch.Tensor:
     """Return RMSNorm over the last dimension, without its weight if not `weighted`."""
-    with torch.autocast(x.device.type, enabled=False):  # which would make the result fp32
-        weight = norm.weight if weighted else None
-        return functional.rms_norm(x, x.shape[-1:], weight, norm.variance_epsilon)
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):  # which would make the result fp32
+            return rms_norm(x, norm, weighted)
+    weight = norm.weight if weighted else None
+    return functional.rms_norm(x, x.shape[-1:], weight, norm.variance_epsilon)
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from opdcl.model.head import Probe
-
 
 @dataclass(frozen=True)
 class Rule:
@@ -333,6 +331,29 @@ HEAD = (
     Rule("there is an output head", no_head, OTHER_MODEL),
     Rule("the head has no bias", head_with_bias, OTHER_MODEL),
 )
+
+# By how much of the largest logit two products may differ: bfloat16 rounds to 1/256.
+ROUNDING = 0.02
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A model's logits of a few tokens, and their states times its head, up to a constant per position."""
+
+    logits_1TV: torch.Tensor
+    product_1TV: torch.Tensor
+
+    def difference(self) -> str:
+        """Say what the logits have besides; "" if nothing."""
+        logits, product = self.logits_1TV, self.product_1TV
+        if (logits - product).abs().max() <= ROUNDING * product.abs().max():
+            return ""
+        factor = float((logits * product).sum() / product.square().sum())
+        if logits[:, 0].abs().max() > 0:  # where the states are zero
+            return "have a bias"
+        if (logits - factor * product).abs().max() <= ROUNDING * logits.abs().max():
+            return f"are scaled by {factor:.3g}"
+        return "are capped, or changed in another way"
 
 
 def more_than_product(probe: Probe) -> str:

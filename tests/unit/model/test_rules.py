@@ -7,8 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from opdcl.model import rules
-from opdcl.model.head import Probe
-from opdcl.model.rules import AdapterFiles, first_broken
+from opdcl.model.rules import AdapterFiles, Probe, first_broken
 from opdcl.model.tensors import Found
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
