@@ -46,7 +46,7 @@ from opdcl.data.suites import load_suite
 from opdcl.model.accept import load_backbone
 from opdcl.model.architecture import architecture
 from opdcl.model.backbone import Backbone
-from opdcl.model.llama_pass import attends_within_rows
+from opdcl.model.llama import attends_within_rows
 from opdcl.model.load import EMBEDDED, load_base, model_source, pick_device, pick_dtype
 from opdcl.sampling.sample import sample
 from opdcl.train.checkpoints import StudentOptimizer
@@ -329,7 +329,7 @@ class OwnLoop:
 def our_trainer(arm, options, folder, clock, lengths):
     model, tokenizer = load_model(options.shape)
     backbone = Backbone(model, tokenizer)
-    backbone.sums = [] if model.device.type == "cuda" else None
+    backbone.merged_weights = [] if model.device.type == "cuda" else None
     start_adapter(backbone.new_adapter(LoraSection(), 0))
     config = RecoverConfig(
         steps=options.steps,

@@ -32,7 +32,7 @@ def differences(
 ) -> list[str]:
     """Describe the differences between two tokenizers that matter to distillation.
 
-    With `may_have_more`, tokens that only the second one has are none.
+    With `may_have_more`, the second one may have further tokens.
     """
     pair = student, teacher
     reasons = []

@@ -167,7 +167,7 @@ def _check_tuned_model(job: Job) -> None:
     """Refuse a whole model with another base, and settings that need an adapter on base."""
     from opdcl.model.adapters import tuned_model
     from opdcl.model.compatibility import check_same_tokenizer
-    from opdcl.model.more_tokens import has_tokenizer
+    from opdcl.model.extended_vocabulary import has_tokenizer
 
     workflow, base = job.workflow, job.workflow.model
     tuned = tuned_model(workflow.start, base)

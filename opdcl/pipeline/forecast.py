@@ -21,7 +21,7 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.model.adapter_files import read_lora_config
 from opdcl.model.adapters import tuned_model
 from opdcl.model.architecture import architecture
-from opdcl.model.llama_pass import FAMILY, WIDE, attends_within_rows
+from opdcl.model.llama import FAMILY, WIDE, attends_within_rows
 from opdcl.model.load import pick_device, pick_dtype, skeleton
 from opdcl.model.lora import base_weight
 from opdcl.model.targets import lora_config

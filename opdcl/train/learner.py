@@ -18,8 +18,7 @@ from opdcl import parallel
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, join
-from opdcl.model.forward import answer_ids, answer_states
-from opdcl.model.llama_pass import packs
+from opdcl.model.forward import Pass, answer_ids, answer_states, pick_pass
 from opdcl.model.memory import is_out_of_memory, release
 from opdcl.sampling.rollout import MISMATCH_RATIO
 from opdcl.train.losses import TokenLosses, missed_ends, token_losses
@@ -252,7 +251,7 @@ class Learner:
     def _micro_batches(self, texts: list[Any]) -> Iterator[MicroBatch]:
         """Yield this worker's micro-batches; if the base is sharded, then fillers up to the busiest's."""
         # A CPU's batches are cut as if rows were padded: so they attend with rows of their own length.
-        padded = self.backbone.device.type == "cpu" or not packs(self.backbone.causal_lm, 0)
+        padded = pick_pass(self.backbone.causal_lm) != Pass.IN_ONE_KERNEL
         for teacher, ordered in by_teacher(texts).items():
             if self.micro_batch_tokens:
                 # Dealt out longest first, so that all shares cost about the same.

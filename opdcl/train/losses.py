@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, rows_at_once, shared_rows
-from opdcl.model.side_by_side import side_by_side
+from opdcl.model.thread_parallel import run_in_threads
 from opdcl.types import Loss
 
 # How far a token's probability ratio may move before the reward stops pushing it (PPO, arXiv 1707.06347).
@@ -175,7 +175,7 @@ def for_each_part(x_N: torch.Tensor, compute: Callable[[slice], None]) -> None:
         for part in share:
             compute(part)
 
-    side_by_side([partial(run, parts[i::threads]) for i in range(threads)])
+    run_in_threads([partial(run, parts[i::threads]) for i in range(threads)])
 
 
 class _TokenLoss(torch.autograd.Function):

@@ -335,7 +335,7 @@ def student_here(backbone: Backbone, report: StageReport) -> Teacher:
     if engine == "generate":
         report.note(f"the slower sampler `{engine}` is used: some layers are not attention")
     if engine == "graph":
-        backbone.sums = []
+        backbone.merged_weights = []
     return Teacher(backbone, "student")
 
 

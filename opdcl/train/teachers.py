@@ -32,7 +32,7 @@ from opdcl.config.teacher import EMA_RATE, TeacherSection
 from opdcl.model.backbone import Backbone, State
 from opdcl.model.distributions import HiddenStates, TeacherDistribution
 from opdcl.model.forward import answer_states
-from opdcl.model.lora import parts
+from opdcl.model.lora import adapter_weights
 from opdcl.sampling.sample import sample
 from opdcl.types import Example, Prompt, Rollout
 
@@ -118,7 +118,8 @@ class EmaTeacher(Teacher):
     @torch.no_grad()
     def after_step(self) -> None:
         for layer in self.backbone.adapted_layers(self.state):
-            for average, student in zip(parts(layer, self.state), parts(layer, "student"), strict=True):
+            averages, students = adapter_weights(layer, self.state), adapter_weights(layer, "student")
+            for average, student in zip(averages, students, strict=True):
                 average.lerp_(student, self.rate)
 
 

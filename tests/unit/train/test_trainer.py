@@ -7,7 +7,7 @@ from helpers.recovering import PROMPT, Silent, make_trainer, write_tuned
 
 from opdcl.config.finetune import LoraSection
 from opdcl.errors import OpdclError, UsageError
-from opdcl.model.forward import answer_ids, answer_states
+from opdcl.model.forward import Pass, answer_ids, answer_states
 from opdcl.sampling import decode
 from opdcl.train.learner import micro_batches
 from opdcl.train.validation import HeldOut
@@ -202,13 +202,14 @@ def test_one_long_sequence_makes_no_padding_of_the_others():
     assert [[lengths[i] for i in batch] for batch in batches] == [[100, 55], [35, 25, 25, 24]]
 
 
-def test_the_shared_prefix_changes_neither_states_nor_gradient(backbone, monkeypatch):
+@pytest.mark.parametrize("way", [Pass.BY_LENGTH, Pass.BEHIND_PREFIX])
+def test_the_shared_prefix_changes_neither_states_nor_gradient(way, backbone, monkeypatch):
     model = backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
     examples = [rollout.example for rollout in ROLLOUTS]
     results = []
-    for share in (True, False):
+    for one in (way, Pass.PADDED):
         model.zero_grad()
-        monkeypatch.setattr("opdcl.model.forward._shares_prefix", lambda model, share=share: share)
+        monkeypatch.setattr("opdcl.model.forward.pick_pass", lambda *given, one=one: one)
         states = answer_states(backbone.causal_lm, examples)
         # The final norm makes a sum of squares constant, whose gradient is only rounding.
         (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum().backward()
