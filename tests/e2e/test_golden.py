@@ -8,14 +8,13 @@ import golden
 def test_a_run_interrupted_in_each_stage_has_the_files_of_one_that_was_not(finished, project):
     golden.make_resumed(project, ["run", "tiny.yaml", "-o", "resumed"])
     whole, resumed = (
-        dict(line.partition("/")[2].split("\t") for line in golden.hashes(project, name))
+        # Of its checkpoints a run keeps the last ones, and an interrupt makes one of its own.
+        {line.partition("/")[2] for line in golden.hashes(project, name) if "/trainer/" not in line}
         for name in (finished.name, "resumed")
     )
-    assert {"stages/02-recover/adapter/adapter_model.safetensors", "evals/recovered/questions.json"} <= {
-        *whole
-    }
-    assert {name for name, digest in whole.items() if resumed.get(name) != digest} == {"manifest.json"}
-    assert whole.keys() == resumed.keys()
+    assert len(whole) == len(resumed) > 20
+    # The commands that it took.
+    assert {line.split("\t")[0] for line in whole ^ resumed} == {"manifest.json"}
 
 
 def test_a_hash_does_not_depend_on_the_order_in_which_peft_writes_a_set(tmp_path):
