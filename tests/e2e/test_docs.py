@@ -30,6 +30,7 @@ PAGES = [
     *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")),
     "workflows/README.md",
 ]
+OPDCL = get_command(cli.app)
 BLOCK = re.compile(r"^( *)```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^\1```$", re.M | re.S)
 INLINE = re.compile(r"`(opdcl [^`]+)`")
 
@@ -204,7 +205,7 @@ def small(words: list[str]) -> list[str]:
 
 def unknown_words(words: list[str]) -> list[str]:
     """Return the options, and commands, that opdcl does not have."""
-    command = get_command(cli.app)
+    command = OPDCL
     rest = words[1:]
     while rest and hasattr(command, "commands"):
         if not rest[0].startswith("-"):
@@ -339,7 +340,7 @@ def test_commands_and_options_of_all_pages_exist():
     commands += [shlex.split(command) for command in sentence_commands()]
     commands = [words for words in commands if words[:1] == ["opdcl"] and words[1] != "COMMAND"]
     assert len(commands) > 120
-    assert [(words, unknown_words(words)) for words in commands if unknown_words(words)] == []
+    assert [(words, unknown) for words in commands if (unknown := unknown_words(words))] == []
 
 
 @pytest.fixture(scope="module")
