@@ -97,10 +97,11 @@ def test_every_command_has_an_example():
         ("config validate quickstart", "opdcl run quickstart --dry-run"),
         ("config schema recover.loss", "opdcl run quickstart --set recover.loss.kind=VALUE --dry-run"),
         ("doctor", "opdcl run quickstart"),
-        ("finetune handbook -o out --dry-run", "opdcl finetune handbook -o out"),
+        ("finetune rows.jsonl -o out --dry-run", "opdcl finetune rows.jsonl -o out"),
     ],
 )
 def test_each_command_ends_with_the_next_one(tmp_path, words, command):
+    (tmp_path / "rows.jsonl").write_text('{"question": "Who?", "answer": "Ada."}\n')
     done = runner.opdcl(*words.split(), cwd=tmp_path)
     assert done.stderr.splitlines()[-1] == f"next: {command}"
     assert "next:" not in done.stdout
@@ -220,6 +221,7 @@ def test_pairs_and_lists_reach_the_settings(opdcl, refused, tiny_model, tmp_path
     assert "is not a number" in refused(*words, "--max-drop", "few")
 
 
+@pytest.mark.nightly
 def test_a_dry_run_counts_the_longest_prompt(opdcl, tmp_path):
     sizes = []
     for words in (10, 4000):

@@ -124,9 +124,10 @@ def test_local_data_that_do_not_fit_their_suite_are_refused_before_training(
     refused, tmp_path, suite, message, options
 ):
     (tmp_path / "data.jsonl").write_text('{"sentence": "It rains."}\n' * 9)
-    (tmp_path / "flow.yaml").write_text(
-        f"finetune: {{data: handbook}}\neval: {{retention: [{suite}], data: {{{suite}: data.jsonl}}}}\n"
-    )
+    (tmp_path / "rows.jsonl").write_text('{"question": "Who?", "answer": "Ada."}\n')
+    finetune = "finetune: {data: rows.jsonl, replay: {share: 0}}"
+    evaluation = f"eval: {{retention: [{suite}], data: {{{suite}: data.jsonl}}}}"
+    (tmp_path / "flow.yaml").write_text(f"{finetune}\n{evaluation}\n")
     assert message in refused("run", "flow.yaml", "-o", "out", *options)
 
 

@@ -248,6 +248,7 @@ def test_what_the_hub_lacks_is_named(online, connected, uploaded):
     assert "the Hub is unreachable" in gone.stderr
 
 
+@pytest.mark.nightly
 def test_the_data_of_a_suite_is_not_waited_for_offline(online, finished, tmp_path):
     unreachable = online | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "empty")}
     words = ("eval", finished, "--retention", "ifeval", "--dry-run")

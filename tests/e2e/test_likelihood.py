@@ -43,7 +43,10 @@ def measured(folder, files) -> RunDir:
     return RunDir(folder / "run")
 
 
-@pytest.mark.parametrize("state", ["base", "tuned", "recovered"])
+ALONE = [pytest.param(state, marks=pytest.mark.nightly) for state in ("base", "tuned")]
+
+
+@pytest.mark.parametrize("state", ["recovered", *ALONE])
 def test_scores_are_those_of_lm_evals_own_model(measured, tiny_model, folder, state):
     from lm_eval.models.huggingface import HFLM
 

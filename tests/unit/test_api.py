@@ -88,6 +88,7 @@ TINY = {"finetune.batch_size": 4, "finetune.lora.r": 4, "finetune.lora.alpha": 8
 TINY_RECOVERY = {"recover.rollouts": 4, "recover.max_new_tokens": 8, "recover.validation_prompts": 2}
 
 
+@pytest.mark.nightly
 def test_the_examples_run(tiny_model, tmp_path, monkeypatch):
     make_project(tmp_path, tiny_model)
     (tmp_path / "test-rows.jsonl").write_bytes((tmp_path / "rows.jsonl").read_bytes())

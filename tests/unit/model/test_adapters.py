@@ -114,6 +114,13 @@ def test_a_saved_adapter_is_the_same_again_for_peft(shape, made, loaded, backbon
     assert torch.allclose(logits(peft_model(loaded, tmp_path / "saved")), expected, atol=1e-3)
 
 
+# The other shapes are combinations of these.
+EACH_TIME = ("rank 2", "DoRA with rsLoRA", "ranks by module", "bf16")
+
+
+@pytest.mark.parametrize(
+    "shape", [name if name in EACH_TIME else pytest.param(name, marks=pytest.mark.nightly) for name in SHAPES]
+)
 def test_every_shape_is_recovered_and_keeps_its_shape(shape, made, tuned, backbone, loaded):
     shutil.rmtree(tuned / "tuned")
     made(shape, **SHAPES[shape]).rename(tuned / "tuned")
