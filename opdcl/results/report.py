@@ -17,7 +17,7 @@ from opdcl.results.result_types import Summary
 from opdcl.results.samples import pick_examples, sort_samples, worst_samples
 from opdcl.results.scores import MeasuredSuite, section
 from opdcl.results.status import STATES
-from opdcl.results.summary import Results, further_teachers
+from opdcl.results.summary import Results
 from opdcl.results.verdict import next_command, severity, why_no_domain_retention, why_no_ratio
 from opdcl.rundir.files import write_atomic
 from opdcl.rundir.layout import RunDir
@@ -230,7 +230,10 @@ def _facts(run: RunDir, manifest: dict, base: dict) -> dict[str, str]:
 def _teachers(run: RunDir) -> dict[str, str]:
     """Return the names of each stream's teachers: base and tuned unless configured otherwise."""
     config = run.stage_record("recover").get("config", {})
-    further = further_teachers(config)
+    of_streams = config.get("general_teacher"), config.get("domain_teacher")
+    teachers = (config.get("teachers") or {}).items()
+    # Those that grade a part of the domain prompts.
+    further = [name for name, teacher in teachers if name not in of_streams or teacher.get("prompts")]
     own = [config.get("domain_teacher", "tuned")] if config.get("domain") or not further else []
     return {
         "general": config.get("general_teacher", "base"),

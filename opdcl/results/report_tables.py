@@ -19,7 +19,6 @@ from opdcl.results.tables import (
     distance_cells,
     distance_rows,
     of_base_alone,
-    with_rows,
     writing_rows,
 )
 from opdcl.rundir.layout import RunDir
@@ -68,11 +67,12 @@ def _at(score: float, axis: float) -> str:
 def terminal_tables(summary: Summary) -> list[Table]:
     """Return the score table for a terminal, if there are scores."""
     table = Table("", ["suite", "n", "floor", *STATES], terminal_rows(summary), "")
-    return _of_its_states(summary, with_rows([table]))
+    return _shown(summary, [table])
 
 
-def _of_its_states(summary: Summary, tables: list[Table]) -> list[Table]:
-    return [of_base_alone(table) for table in tables] if summary.alone else tables
+def _shown(summary: Summary, tables: list[Table]) -> list[Table]:
+    """Return the tables with rows, and with the columns that the run has."""
+    return [of_base_alone(table) if summary.alone else table for table in tables if table.rows]
 
 
 def terminal_rows(summary: Summary) -> list[list[str]]:
@@ -118,7 +118,7 @@ def main_tables(summary: Summary) -> list[Table]:
         "in the same answer."
     )
     scores = Table("Scores", ["suite", *STATES], rows, caption)
-    return _of_its_states(summary, [scores, *with_rows([_groups_table(summary)]), *near])
+    return _shown(summary, [scores, _groups_table(summary), *near])
 
 
 def _groups_table(summary: Summary) -> Table:
@@ -167,7 +167,7 @@ def detail_tables(summary: Summary) -> list[Table]:
     rows = [[part, format.clock(seconds)] for part, seconds in spent.items()]
     parts = Table("Time of the recovery", ["part", "min:s"], rows)
     tables = [_differences_table(summary), metrics, cost, _dose_table(summary.cost), parts]
-    return _of_its_states(summary, with_rows(tables))
+    return _shown(summary, tables)
 
 
 def _differences_table(summary: Summary) -> Table:

@@ -209,13 +209,6 @@ def _pair(
     return suite.values(later), suite.values(earlier), suite.clusters
 
 
-def further_teachers(recover: dict[str, Any]) -> list[str]:
-    """Return the names of teachers that grade a part of the domain prompts, by the settings of a recovery."""
-    of_streams = recover.get("general_teacher"), recover.get("domain_teacher")
-    teachers = (recover.get("teachers") or {}).items()
-    return [name for name, teacher in teachers if name not in of_streams or teacher.get("prompts")]
-
-
 def _cost(run: RunDir, suites: list[MeasuredSuite]) -> dict[str, dict[str, Any]]:
     """Return seconds, tokens and peak memory per stage; empty if a stage is not finished.
 

@@ -99,45 +99,46 @@ def drift(before: float, after: float) -> str:
     return f"held-out KL rose from {before:.2f} to {after:.2f} nats per token"
 
 
-class Health:
-    """Watch the validations of a recovery. An interrupted run remembers by its metrics what it had seen."""
+def check_kl(log: StageLog, step: int, before: float, after: float) -> None:
+    """Judge the held-out KL, given the start's.
 
-    def __init__(self, log: StageLog):
-        self.log = log
+    Raises:
+        OpdclError: It has risen too far.
+    """
+    if reason := drift(before, after):
+        raise _halt(log, step, reason, LOWER_RATE)
 
-    def on_kl(self, step: int, before: float, after: float) -> None:
-        """Judge the held-out KL, given the start's.
 
-        Raises:
-            OpdclError: It has risen too far.
-        """
-        if reason := drift(before, after):
-            raise self._halt(step, reason, LOWER_RATE)
+def check_responses(
+    log: StageLog,
+    step: int,
+    own: ResponseStats,
+    teachers: Sequence[ResponseStats],
+    optimizer: StudentOptimizer,
+) -> None:
+    """Judge how the student writes, and halve the learning rate for the first bad sign of the run.
 
-    def on_writing(
-        self, step: int, own: ResponseStats, teachers: Sequence[ResponseStats], optimizer: StudentOptimizer
-    ) -> None:
-        """Judge how the student writes, and halve the learning rate for the first bad sign of the run.
+    An interrupted run remembers by its metrics what it had seen.
 
-        Raises:
-            OpdclError: There is a bad sign, and the rate has been halved before.
-        """
-        sign = response_sign(own, teachers)
-        if sign is None:
-            return
-        rows = read_metrics(self.log.out.metrics)
-        if any(row.get("health", {}).get("action") == RATE_HALVED for row in rows):
-            self._record(step, sign, "halted")
-            raise self._halt(step, str(sign), sign.hint)
-        optimizer.halve_rate()
-        self._record(step, sign, RATE_HALVED)
+    Raises:
+        OpdclError: There is a bad sign, and the rate has been halved before.
+    """
+    sign = response_sign(own, teachers)
+    if sign is None:
+        return
+    was_halved = any(
+        row.get("health", {}).get("action") == RATE_HALVED for row in read_metrics(log.out.metrics)
+    )
+    action = "halted" if was_halved else RATE_HALVED
+    health = {"sign": sign.name, "value": sign.value, "bound": sign.bound, "action": action}
+    log.write({"step": step, "health": health})
+    log.report.note(f"step {step}: {sign}: {action}")
+    if was_halved:
+        raise _halt(log, step, str(sign), sign.hint)
+    optimizer.halve_rate()
 
-    def _record(self, step: int, sign: Sign, action: str) -> None:
-        health = {"sign": sign.name, "value": sign.value, "bound": sign.bound, "action": action}
-        self.log.write({"step": step, "health": health})
-        self.log.report.note(f"step {step}: {sign}: {action}")
 
-    def _halt(self, step: int, reason: str, hint: str) -> OpdclError:
-        """Return the error that ends a recovery and names the best adapter so far."""
-        message = f"recovery halted at step {step}: {reason}"
-        return OpdclError(message, f"{hint}; the best adapter so far is in {self.log.out.best}")
+def _halt(log: StageLog, step: int, reason: str, hint: str) -> OpdclError:
+    """Return the error that ends a recovery and names the best adapter so far."""
+    message = f"recovery halted at step {step}: {reason}"
+    return OpdclError(message, f"{hint}; the best adapter so far is in {log.out.best}")

@@ -27,7 +27,7 @@ from opdcl.rundir.records import read_metrics
 from opdcl.sampling.sample import pick_engine
 from opdcl.train.alpha_search import choose_start
 from opdcl.train.checkpoints import Checkpoints, StudentOptimizer
-from opdcl.train.health import Health
+from opdcl.train.health import check_kl, check_responses
 from opdcl.train.learner import Learner, Sums, kl_by_teacher, mean_loss
 from opdcl.train.rollout_queue import RolloutQueue
 from opdcl.train.schedule import plan_steps
@@ -268,11 +268,10 @@ def validate_step(recovery: Recovery, milestones: Milestones, step: int, optimiz
     log.report.note(f"step {step}: {described}{', adapter kept' if is_best else ''}")
     held_out.show_answers()
     if config.health:
-        health = Health(log)
-        health.on_kl(step, milestones.start.teachers_score(config.method), now.teachers_score(config.method))
+        before, after = (model.teachers_score(config.method) for model in (milestones.start, now))
+        check_kl(log, step, before, after)
         if now.own:
-            teachers = [model.own for model in (milestones.base, milestones.tuned) if model.own]
-            health.on_writing(step, now.own, teachers, optimizer)
+            check_responses(log, step, now.own, [milestones.base.own, milestones.tuned.own], optimizer)
     keep_samples(recovery, step)
 
 

@@ -12,7 +12,7 @@ from opdcl.errors import OpdclError, UsageError
 from opdcl.repetition import repetition
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.train.health import Health, ResponseStats, drift, response_sign
+from opdcl.train.health import ResponseStats, check_responses, drift, response_sign
 from opdcl.training import StageLog
 from opdcl.types import Prompt, Rollout
 
@@ -60,7 +60,7 @@ def watch(tmp_path, answers):
     out, optimizer = StageDir(tmp_path / "stage"), Rate()
     out.path.mkdir(parents=True, exist_ok=True)
     for step, own in enumerate(answers, 1):
-        Health(StageLog(Silent(), out, 9)).on_writing(step, own, [BASE, TUNED], optimizer)
+        check_responses(StageLog(Silent(), out, 9), step, own, [BASE, TUNED], optimizer)
     return optimizer.rate, [row for row in read_jsonl(out.metrics) if "health" in row]
 
 
