@@ -113,7 +113,7 @@ ELSEWHERE = [
 ]
 # Commands that the reader of a page has run before.
 BEFORE = {
-    "docs/repair.md": [*ELSEWHERE, "cp its-base/tokenizer* my-adapter"],
+    "docs/repair.md": [*ELSEWHERE, "cp its-base/tokenizer* its-base/chat_template* my-adapter"],
     "docs/ci.md": ELSEWHERE[:2],
     "docs/data.md": [
         *ELSEWHERE[:2],
