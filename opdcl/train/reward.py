@@ -15,6 +15,7 @@ from opdcl.config.recover import RewardSection
 from opdcl.data.answering import answering_of
 from opdcl.data.chat import answer_text, encode_prompt
 from opdcl.data.formats import Row
+from opdcl.data.grading import score_answers
 from opdcl.data.reward_rows import metric_of
 from opdcl.types import Rollout
 
@@ -82,8 +83,6 @@ class Reward:
         return encode_prompt(row.with_context(context, best, feedback), self._tokenizer, sys.maxsize)
 
     def _score(self, rollout: Rollout) -> float:
-        from opdcl.data.suites import score_answers  # it loads `datasets`
-
         _, doc = self._sources[rollout.prompt.number]
         (scores,) = score_answers(self.task, [doc], [self._text(rollout)])
         value = scores[metric_of(self.config, self.task)]
