@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.own_tasks import is_task_file
@@ -16,6 +16,7 @@ from opdcl.data.answering import Answering, answering_of
 from opdcl.data.chat import render_request, request_ids
 from opdcl.data.floors import content_free
 from opdcl.data.formats import PACKED_ROW, Row
+from opdcl.data.grading import Scores, score_answers
 from opdcl.data.nltk_tables import ensure_punkt
 from opdcl.data.own_tasks import own_task
 from opdcl.data.questions import question_task
@@ -48,9 +49,6 @@ PROBES: tuple[list[Any], ...] = ([1.0, 0.0, 0.0, 0.25], [[1.0, 0.0], [0.25]])
 
 # Tokens of an answer to a question of a user's file, unless `eval.max_new_tokens` says otherwise.
 ANSWER_TOKENS = 96
-
-# The scores of an answer, by metric.
-Scores = dict[str, Any]
 
 # Content-free answer, or `chance` -> the scores of each document.
 FloorScores = dict[str, list[Scores]]
@@ -339,42 +337,6 @@ def _is_mean(aggregate: Callable[[list], Any]) -> bool:
         except Exception:  # a function of the task's own, which wants other scores
             continue
     return False
-
-
-def score_answers(task: Any, docs: list[dict], answers: list[str]) -> list[Scores]:
-    """Return the scores of an answer to each document."""
-    from lm_eval.api.instance import Instance
-
-    requests = []
-    for number, doc in enumerate(docs):
-        requests.append(Instance("generate_until", doc, ("", {}), 0, (None, number, 1)))
-    return [graded.scores for graded in grade_requests(task, requests, answers)]
-
-
-class GradedDocument(NamedTuple):
-    """A document, the answers to what is asked of it, and its scores."""
-
-    doc: dict
-    answers: list[Any]
-    scores: Scores
-
-
-def grade_requests(task: Any, requests: list[Instance], answers: Sequence[Any]) -> list[GradedDocument]:
-    """Return the documents of requests, scored by what lm-eval's first chain of filters leaves of answers.
-
-    That is the part of an answer that counts, such as a number.
-    """
-    of_document: dict[int, list[Instance]] = {}
-    for request, answer in zip(requests, answers, strict=True):
-        request.resps = [answer]
-        of_document.setdefault(request.doc_id, []).append(request)
-    first = task._filters[0]
-    first.apply(requests)
-    graded = []
-    for asked in of_document.values():
-        scores = task.process_results(asked[0].doc, [one.filtered_resps[first.name] for one in asked])
-        graded.append(GradedDocument(asked[0].doc, [one.resps[0] for one in asked], scores))
-    return graded
 
 
 def constraints_of(doc: dict[str, Any]) -> list[str]:

@@ -20,7 +20,8 @@ from opdcl import parallel
 from opdcl.config.evaluate import EvalConfig
 from opdcl.data.answering import answering_of
 from opdcl.data.chat import request_ids
-from opdcl.data.suites import GradedDocument, Suite, cut_at, grade_requests, quiet_lm_eval
+from opdcl.data.grading import GradedDocument, grade_requests
+from opdcl.data.suites import Suite, cut_at, quiet_lm_eval
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone, State
 from opdcl.rundir.identity import Identity

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 
 from opdcl import parallel
 from opdcl.data.chat import render
+from opdcl.data.grading import Scores
 from opdcl.data.own_words import own_text
 from opdcl.data.similarity import similarity
-from opdcl.data.suites import Scores, Suite
+from opdcl.data.suites import Suite
 from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates
 from opdcl.model.forward import answer_ids

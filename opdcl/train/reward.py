@@ -15,6 +15,7 @@ from opdcl.config.recover import RewardSection
 from opdcl.data.answering import answering_of
 from opdcl.data.chat import answer_text, encode_prompt
 from opdcl.data.formats import Row
+from opdcl.data.grading import score_answers
 from opdcl.data.reward_rows import metric_of
 from opdcl.types import Rollout
 
@@ -45,8 +46,6 @@ class Reward:
 
     def __call__(self, rollouts: list[Rollout]) -> list[float]:
         """Return the score of each completion, as an evaluation of the suite would score it."""
-        from opdcl.data.suites import score_answers  # it loads `datasets`
-
         docs = [self._sources[rollout.prompt.number][1] for rollout in rollouts]
         found = []
         for scores in score_answers(self.task, docs, [self._text(rollout) for rollout in rollouts]):

@@ -124,7 +124,7 @@ def test_the_command_resolves_a_path_where_it_is_given(folder, tiny_model):
         added = ["eval", "runs/tiny", option, "mytasks/scored.yml", "--dry-run"]
         refused = opdcl(*added, cwd=folder)
         assert refused.returncode == 2
-        assert "a run directory cannot allow this command to run it" in refused.stderr
+        assert "runs/tiny was made with Python code" in refused.stderr
         agreed = opdcl(*added, "--set", "model.trust_remote_code=true", cwd=folder)
         assert agreed.returncode == 0, agreed.stderr
         assert "scored" in agreed.stdout
