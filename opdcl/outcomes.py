@@ -33,6 +33,12 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    brief: Sequence[Table] = ()
+    """Tables that take the place of `tables`, and of all sentences but the first, unless all is asked for."""
+    more: str = ""
+    """The command that shows all, if there is more than `brief`."""
+    severity: str = ""
+    """How good it is: good, mixed, bad, or nothing where that is open."""
 
     def __post_init__(self) -> None:
         # The notes of a run repeat its faults, for readers of the JSON.
@@ -98,8 +104,8 @@ class Result(Outcome):
 
     def __init__(self, path: Path, results: Summary, gates: Sequence[dict[str, str]] = ()):
         from opdcl.results.document import run_document
-        from opdcl.results.report_tables import terminal_tables
-        from opdcl.results.verdict import at_place, next_command
+        from opdcl.results.report_tables import brief_table, terminal_tables
+        from opdcl.results.verdict import at_place, next_command, severity
 
         place = shlex.quote(str(path))
         results = at_place(results, place)
@@ -117,6 +123,9 @@ class Result(Outcome):
             notes=notes,
             faults=results.faults,
             remarks=results.notes,
+            brief=brief_table(results),
+            more=f"opdcl report {place} --all",
+            severity=severity(results),
         )
 
     def pull_request(self) -> str:

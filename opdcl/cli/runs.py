@@ -37,6 +37,9 @@ def report(
         Literal["report", "pr"],
         Option(help="report, or pr: Markdown for a pull request, on standard output."),
     ] = "report",
+    all: Annotated[
+        bool, Option("--all", help="Print all scores and sentences, as the report has them.")
+    ] = False,
     open: Annotated[bool, Option("--open", help="Open report.html in a browser.")] = False,
     json: opt.Json = False,
     quiet: opt.Quiet = False,
@@ -54,7 +57,7 @@ def report(
         screen.output.result(text, {"markdown": text})
     else:
         outcome.notes += [f"gate {v['outcome']}: {v['sentence']}" for v in outcome.summary.get("gates", [])]
-        show(outcome)
+        show(outcome, all)
     if open:
         webbrowser.open(outcome.report.resolve().as_uri())
     outcome.refuse()

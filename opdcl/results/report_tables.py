@@ -75,6 +75,18 @@ def _shown(summary: Summary, tables: list[Table]) -> list[Table]:
     return [of_base_alone(table) if summary.alone else table for table in tables if table.rows]
 
 
+def brief_table(summary: Summary) -> list[Table]:
+    """Return what a terminal shows at the end of a run: the headline suites and the distance to base."""
+    rows = []
+    for role in ("retention", "domain"):
+        suite = summary.headline_suite(role)
+        if suite and suite.n:
+            rows.append([f"{summary.headline[role]}\n{suite.n} prompts", *by_state(suite.states, n=suite.n)])
+    if near := summary.closeness:
+        rows.append([f"distance to base, nats\n{near.n} requests", *distance_cells(near)])
+    return _shown(summary, [Table("", ["", *STATES], rows)])
+
+
 def terminal_rows(summary: Summary) -> list[list[str]]:
     """Return suite and metric, n, floor, and each state with its interval."""
     rows = []
