@@ -342,7 +342,7 @@ class RecoverConfig(Section):
             reverse = self.on_policy.reverse if writes and kind == "forward_kl" else 0.0
             loss = Loss(kind, self.loss.k, reverse, self.weighting)
             if self.reward and name == "general":
-                loss = replace(loss, reward=self.reward.weight, weight=self.reward.teacher)
+                loss = replace(loss, reward_weight=self.reward.weight, teacher_weight=self.reward.teacher)
             share = of_domain if name == "domain" else 1 - of_domain
             streams[name] = Stream(name, prompts[name], author, teachers[name], loss, share)
         return streams

@@ -264,11 +264,12 @@ def token_losses(
                 return -gather_logprobs(log_p, token_N[part])
             case "policy_gradient":
                 return policy_gradient(log_p, log_q, token_N[part], sampler_N[part])
-        return (1 - reverse) * forward_kl(log_p, log_q) + reverse * reverse_kl(log_p, log_q)
+            case "forward_kl":
+                return (1 - reverse) * forward_kl(log_p, log_q) + reverse * reverse_kl(log_p, log_q)
 
     def rewarded_cost(log_p: torch.Tensor, log_q: torch.Tensor, part: slice) -> torch.Tensor:
         surrogate_N = clipped_gradient(log_p, token_N[part], sampler_N[part], advantage_N[part])
-        return loss.reward * surrogate_N + loss.weight * teacher_cost(log_p, log_q, part)
+        return loss.reward_weight * surrogate_N + loss.teacher_weight * teacher_cost(log_p, log_q, part)
 
     reverse = 1.0 if loss.kind == "reverse_kl" else loss.reverse
     # The two divergences over whole vocabularies need no autograd.

@@ -160,8 +160,9 @@ def teacher_here(config: TeacherSection, backbone: Backbone, state: State = "gen
             return EmaTeacher(backbone, state, EMA_RATE)
         case "trust_region":
             return TrustRegionTeacher(backbone, config.mix)
-        case frozen:
+        case "base" | "tuned" as frozen:
             return Teacher(backbone, frozen)
+    raise ValueError(f"a teacher of kind {config.kind} is no state of the backbone")
 
 
 class Completions:

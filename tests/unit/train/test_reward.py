@@ -206,7 +206,7 @@ def test_the_teacher_weighs_in_beside_the_reward():
 
     def loss(weight, advantage):
         states = student.clone().requires_grad_()
-        both = Loss(reward=1.0, weight=weight)
+        both = Loss(reward_weight=1.0, teacher_weight=weight)
         found = token_losses(states, head, HiddenStates(teacher, head), token, sampler, both, advantage).loss
         found.sum().backward()
         return found.detach(), states.grad
