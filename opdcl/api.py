@@ -62,6 +62,7 @@ def finetune(
     learning_rate: float | None = None,
     seed: int | None = None,
     columns: Mapping[str, str] | None = None,
+    replay: float | None = None,
     **options: Unpack[Options],
 ) -> "Result | Comparison | Plan":
     """Fine-tune a LoRA adapter on rows, mixed with replayed general prompts.
@@ -74,6 +75,7 @@ def finetune(
         learning_rate: Peak learning rate.
         seed: Random seed of the stage.
         columns: Columns of your rows that have other names: `{"question": "Frage", "answer": "Antwort"}`.
+        replay: Share of general prompts with base's answers among what is learned: 0.7 unless set, 0 for none.
         options: `settings`, `dry_run`, `force`, `quiet`; see `help(opdcl.api.Options)`.
 
     Returns: The run's results; they hold no scores before `evaluate`.
@@ -90,6 +92,7 @@ def finetune(
         "finetune.epochs": epochs,
         "finetune.learning_rate": learning_rate,
         "finetune.seed": seed,
+        "finetune.replay.share": replay,
         "columns": columns,
     }
     return run_files((), out, chosen, **options)

@@ -16,6 +16,7 @@ EXAMPLES = {
     "recover": "opdcl recover runs/mine --prompts prompts.jsonl",
     "eval": "opdcl eval runs/mine --domain test-rows.jsonl",
     "report": "opdcl report runs/mine",
+    "ls": "opdcl ls",
     "compare": "opdcl compare runs/mine runs/other -o comparison",
     "chat": 'opdcl chat runs/mine "Who signs the form?"',
     "export": "opdcl export runs/mine -o my-model",
@@ -40,6 +41,11 @@ SYNONYMS = {
     "evaluate": "eval",
     "test": "eval",
     "ask": "chat",
+    "list": "ls",
+    "runs": "ls",
+    "status": "ls",
+    "init": "workflows cp",
+    "new": "workflows cp",
 }
 
 

@@ -63,6 +63,19 @@ def report(
     outcome.refuse()
 
 
+def ls(folder: Annotated[Path, Argument(metavar="FOLDER")] = Path("runs"), json: opt.Json = False) -> None:
+    """List the runs in a folder: what each has, R, D, its distance to base, and when it was begun."""
+    from opdcl.results.listing import list_runs
+
+    start(json)
+    table, data = list_runs(folder)
+    if table.rows or json:
+        screen.output.table("", table.columns, table.rows, data)
+    else:
+        screen.output.note(f"no runs in {folder}")
+        suggest("run", "quickstart")
+
+
 def compare(
     paths: Annotated[list[Path], Argument(metavar="RUN")],
     out: Annotated[Path | None, Option("-o", "--out", metavar="FOLDER")] = None,

@@ -13,6 +13,7 @@ from helpers.tiny import make_project
 
 import opdcl
 from opdcl.arguments import question_suites
+from opdcl.config.finetune import ReplaySection
 from opdcl.console import Output
 from opdcl.errors import UsageError
 from opdcl.outcomes import Outcome, Result, Verification
@@ -48,6 +49,9 @@ def test_an_argument_means_the_same_as_its_setting(rows):
     assert steps(opdcl.finetune(rows, settings={"finetune.epochs": 3}, dry_run=True)) == THREE_EPOCHS
     assert steps(opdcl.finetune(rows, settings=["finetune.epochs=3"], dry_run=True)) == THREE_EPOCHS
     assert repr(named) == "<opdcl: dry run: runs/finetune>"
+    alone = opdcl.finetune(rows, epochs=3, dry_run=True, settings={"finetune.replay.share": 0})
+    assert steps(opdcl.finetune(rows, epochs=3, dry_run=True, replay=0)) == steps(alone) < THREE_EPOCHS
+    assert f"{ReplaySection().share:g} unless set" in opdcl.finetune.__doc__
 
 
 def test_an_argument_takes_precedence_over_settings(rows):
