@@ -63,7 +63,10 @@ def report(
     outcome.refuse()
 
 
-def ls(folder: Annotated[Path, Argument(metavar="FOLDER")] = Path("runs"), json: opt.Json = False) -> None:
+def ls(
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="Where the runs are.")] = Path("runs"),
+    json: opt.Json = False,
+) -> None:
     """List the runs in a folder: what each has, R, D, its distance to base, and when it was begun."""
     from opdcl.results.listing import list_runs
 

@@ -214,15 +214,16 @@ def _validation_notes(rows: Rows) -> list[str]:
 def start_notes(rows: Rows) -> list[str]:
     """Say where a recovery started, and what that start did for it, from the rows of its metrics."""
     chosen = next((row["start"] for row in rows if "start" in row), None)
-    validations, kept, tuned = validations_of(rows)
-    scaled = f"the tuned adapter times {chosen['alpha']:g}" if tuned else "the tuned adapter"
+    validations, kept, _ = validations_of(rows)
+    elsewhere = any(map(started_elsewhere, rows))
+    scaled = f"the tuned adapter times {chosen['alpha']:g}" if elsewhere else "the tuned adapter"
     if kept == 0:
         return [f"Recovered is {scaled}: no training step came nearer to the teachers on held-out prompts."]
     if chosen is None or kept is None:
         return []
     if not any("loss" in row for row in rows):
         return [f"Recovered is {scaled}: no training was done."]
-    if not tuned:
+    if not elsewhere:
         return []
     notes = [f"The recovery started from {scaled}."]
     # Earlier versions called this share `domain_kept`.
