@@ -75,7 +75,7 @@ def finetune(
         learning_rate: Peak learning rate.
         seed: Random seed of the stage.
         columns: Columns of your rows that have other names: `{"question": "Frage", "answer": "Antwort"}`.
-        replay: Share of general prompts with base's answers among what is learned: 0.7 unless set, 0 for none.
+        replay: Share of general prompts with base's answers among all that is learned; 0.7 unless set.
         options: `settings`, `dry_run`, `force`, `quiet`; see `help(opdcl.api.Options)`.
 
     Returns: The run's results; they hold no scores before `evaluate`.
