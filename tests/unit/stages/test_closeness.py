@@ -114,7 +114,7 @@ def test_a_model_that_is_base_has_its_answers_no_distance_and_no_c(adapted, run)
             _, rows = measure(backbone, run, state, adapter)
             assert max(row["scores"]["distance"] for row in rows) < 1e-5
             assert [row["response"] for row in rows] == [row["response"] for row in base_rows]
-    found = results.summarise([results.load(run)])
+    found = results.closeness_of([results.load_closeness(run)])
     assert (found.c, found.why) == (None, "tuned is not measurably away from base")
 
 
