@@ -178,7 +178,7 @@ def no_numbers(weights: Mapping[str, torch.Tensor]) -> str:
     return ""
 
 
-def without_effect(weights: Mapping[str, torch.Tensor]) -> str:
+def changes_nothing(weights: Mapping[str, torch.Tensor]) -> str:
     # The change of a layer is the product of its matrices, so one that is zero is enough.
     layers: dict[str, bool] = {}
     for name, weight in weights.items():
@@ -194,7 +194,7 @@ WEIGHTS = (
     Rule("there are some", lambda weights: "" if weights else "it has no weights", TRAIN_AGAIN),
     Rule("they are of a type for weights", other_numbers, TRAIN_AGAIN),
     Rule("they are numbers", no_numbers, TRAIN_AGAIN),
-    Rule("they change something", without_effect, TRAIN_AGAIN),
+    Rule("they change something", changes_nothing, TRAIN_AGAIN),
 )
 
 # -- The weights of an adapter, beside those of its base
