@@ -2,6 +2,7 @@
 #
 #   make quickstart                     install, then run the whole job on the embedded model, with a report
 #   make test                           run the tests that every change needs; make test-all runs all
+#   make test RECORD=FILE               write the longest tests to a JSON file, too
 #   make install TORCH=torch==2.12.0    install another torch release
 #   make install TORCH_ARGS="..."       more options of `pip install` for torch alone, such as those that PyTorch's
 #                                       install page shows for a CPU or another CUDA build
@@ -63,7 +64,8 @@ $(OPTIONAL): $(STAMP)
 
 # Two workers with one thread each: most tests run small processes that cannot use more.
 test: $(OPTIONAL)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not nightly"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not nightly" --durations=40 \
+	  $(if $(RECORD),--record $(RECORD))
 
 test-all: $(OPTIONAL)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal

@@ -32,7 +32,8 @@ from opdcl.model.backbone import Backbone
 from opdcl.results import closeness as results
 from opdcl.results.intervals import ratio
 from opdcl.rundir.layout import RunDir
-from opdcl.stages import answers, closeness
+from opdcl.stages import closeness
+from opdcl.train import teachers
 from opdcl.train.losses import forward_kl, reverse_kl
 from opdcl.types import Prompt, Rollout
 
@@ -115,7 +116,7 @@ def spoilt(rule: Rule) -> Iterator[None]:
             mask = torch.cat([mask, torch.ones(len(prompts), 1, dtype=mask.dtype)], 1)
         return rollouts
 
-    hidden = closeness._hidden_states
+    hidden = closeness.read_states
 
     def remember(model, texts, count):
         if not graded:  # the student's pass, which comes first
@@ -130,8 +131,8 @@ def spoilt(rule: Rule) -> Iterator[None]:
         return forward_kl(p, q), reverse_kl(p, q)
 
     with (
-        patch.object(answers, "sample", torch.no_grad()(sample)),
-        patch.object(closeness, "_hidden_states", remember),
+        patch.object(teachers, "sample", torch.no_grad()(sample)),
+        patch.object(closeness, "read_states", remember),
         patch.object(closeness, "both_divergences", divergences),
     ):
         yield
@@ -149,7 +150,7 @@ def other_content(prompts: list[list[int]]) -> Iterator[None]:
     shift = max(1, len(prompts) // 3)
     others = map(Prompt, prompts[shift:] + prompts[:shift])
     another = {tuple(p): q for p, q in zip(prompts, others, strict=True)}
-    sample, hidden = answers.sample, closeness._hidden_states
+    sample, hidden = teachers.sample, closeness.read_states
     passes = []
 
     def answer(model, asked, **options):
@@ -164,14 +165,14 @@ def other_content(prompts: list[list[int]]) -> Iterator[None]:
             texts = [Rollout(another[tuple(t.prompt_ids)], t.completion_ids) for t in texts]
         return hidden(model, texts, count)
 
-    with patch.object(answers, "sample", answer), patch.object(closeness, "_hidden_states", states):
+    with patch.object(teachers, "sample", answer), patch.object(closeness, "read_states", states):
         yield
 
 
 @contextlib.contextmanager
 def other_precision(backbone: Backbone) -> Iterator[None]:
     """Round base's weights to bfloat16 in the student's pass; the arithmetic stays as it is."""
-    hidden, weights, passes = closeness._hidden_states, dict(backbone.causal_lm.named_parameters()), []
+    hidden, weights, passes = closeness.read_states, dict(backbone.causal_lm.named_parameters()), []
 
     def states(model, texts, count):
         passes.append(1)
@@ -186,7 +187,7 @@ def other_precision(backbone: Backbone) -> Iterator[None]:
             for name, weight in weights.items():
                 weight.data = kept[name]
 
-    with patch.object(closeness, "_hidden_states", states):
+    with patch.object(closeness, "read_states", states):
         yield
 
 
@@ -239,7 +240,7 @@ def measure(options: argparse.Namespace, work: Path) -> dict:
         "base with weights in bfloat16": (None, 1.0, lambda: other_precision(backbone)),
         "tuned, scaled by 0.25": (options.tuned, 0.25, nothing),
         "tuned, scaled by 0": (options.tuned, 0.0, nothing),
-        "base on other draws": (None, 1.0, lambda: patch.object(answers, "SEED", answers.SEED + 1)),
+        "base on other draws": (None, 1.0, lambda: patch.object(closeness, "SEED", closeness.SEED + 1)),
     }
     found = []
     for name in ["tuned", *(n for n in options.cases or cases if n != "tuned")]:
@@ -277,19 +278,19 @@ def copy_of_base(base: RunDir, run: RunDir) -> None:
 def numbers(run: RunDir, tuned: RunDir) -> dict:
     """Return the distance of a state with both directions, its writing, and C counted from tuned."""
     state = "base" if run is tuned else "recovered"
-    suite, reference = results.load(run), results.load(tuned)
-    summary = results.summarise([suite])
+    suite, reference = results.load_closeness(run), results.load_closeness(tuned)
+    summary = results.closeness_of([suite])
     row = {name: vars(estimate) for name, estimate in summary.states[state].items()}
     if state == "base":
         return row | {"floor": summary.floor}
-    near, far = (results.values([s], state) for s in (suite, reference))
+    near, far = (results.distances_of([s], state) for s in (suite, reference))
     floor = suite.floor_values()
     starts = {"C": far if floor is None or floor.mean() >= far.mean() else floor, "C from tuned": far}
     for name, start in starts.items():
         c = ratio(start - near, start, suite.clusters)
         row[name] = c and vars(c.rounded())
     for name in ("forward_own", "reverse_base"):
-        row[name] = {"value": float(results.values([suite], state, name).mean())}
+        row[name] = {"value": float(results.distances_of([suite], state, name).mean())}
     return row
 
 

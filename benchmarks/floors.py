@@ -21,7 +21,7 @@ from opdcl.config.shipped import shipped_suites
 from opdcl.data.suites import Suite, cut_at, load_suite
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import RunDir
-from opdcl.stages import content
+from opdcl.stages import relevance
 
 RECORD = Path(__file__).with_name("instructions.json")
 KEPT = "prompt_level_strict_acc"
@@ -57,11 +57,10 @@ def all_answers(suite: Suite, docs: list[dict], own: list[str]) -> dict[str, lis
 def measure(suite: Suite, backbone: Any, answers: list[str]) -> dict[str, Any]:
     """Return the record of a suite: a model's own answers to its first prompts, and each cheat on them."""
     docs, metric = suite.documents(len(answers)), suite.metrics[0]
-    judge = content.judge(backbone, suite)
     played = {}
     for name, texts in all_answers(suite, docs, answers).items():
         rules = suite.scores(docs, texts)
-        read = judge(docs, texts, rules) if judge else rules
+        read = relevance.grade(backbone, suite, docs, texts)
         played[name] = {"rules": mean(rules, metric), "score": mean(read, metric)}
         print(suite.name, name, played[name], flush=True)
     return {"n": len(docs), "own": played.pop("own"), "cheats": played}

@@ -104,7 +104,7 @@ def figures(kind: str, shape: str = "", *sizes: str) -> dict[str, Any]:
 def decode(shape: str, rows: int) -> dict[str, Any]:
     """Time one decoding step of a batch of `rows` sequences."""
     backbone = Backbone(*load_model(None if shape == EMBEDDED else shape))
-    backbone.sums = [] if backbone.device.type == "cuda" else None
+    backbone.merged_weights = [] if backbone.device.type == "cuda" else None
     start_adapter(backbone.new_adapter(LoraSection(), 0))
     prompts = [*map(Prompt, prompt_ids(rows, backbone.tokenizer))]
     seconds = {}

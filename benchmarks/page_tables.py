@@ -90,7 +90,9 @@ def sizes() -> str:
     rows = [["SmolLM2-135M, embedded", place, peak, time, "measured"]]
     (quick,), (step,) = on_a_gpu("quickstart"), on_a_gpu("step qwen3-8b opdcl 64")
     device = step["device"].removeprefix("NVIDIA ")
-    rows.append(["the same", f"one {device}", "", f"{quick['step']:.0f} s, half the steps of recovery", "measured"])
+    rows.append(
+        ["the same", f"one {device}", "", f"{quick['step']:.0f} s, half the steps of recovery", "measured"]
+    )
     row = next(row for row in read("sizes")["rows"] if (row["student"], row["gpus"]) == ("Qwen3-1.7B", 1))
     memory, time = f"{row['gib_per_gpu']:.0f} GiB", f"{row['seconds_per_step']:.1f} s a step on an H100"
     rows.append(["Qwen3-1.7B", "one GPU, 24 GB", memory, time, "**untested**"])

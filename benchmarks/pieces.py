@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from opdcl.results.closeness import load
+from opdcl.results.closeness import load_closeness
 from opdcl.results.document import summarise
 from opdcl.results.format import Unit, interval
 from opdcl.results.intervals import difference
-from opdcl.results.scores import Suite, load_suites
-from opdcl.results.writing import values
+from opdcl.results.response_stats import response_values
+from opdcl.results.scores import MeasuredSuite, load_suites
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import RunDir
 
@@ -132,13 +132,15 @@ def piece(run: Path) -> dict[str, Any]:
     row["written_by"] = dict(Counter(f"{step['stream']} {step['author']}" for step in steps))
     row["start"] = [step["start"] for step in metrics if "start" in step]
     suites = load_suites(RunDir(run))
-    row["prompts"] = per_prompt(suites, load(RunDir(run)))
+    row["prompts"] = per_prompt(suites, load_closeness(RunDir(run)))
     # The fact or person that each prompt is about, where several prompts share one.
     row["clusters"] = {s.name: s.clusters.tolist() for s in suites if s.clusters is not None}
     return row
 
 
-def per_prompt(suites: list[Suite], near: Suite) -> dict[str, dict[str, dict[str, list[float]]]]:
+def per_prompt(
+    suites: list[MeasuredSuite], near: MeasuredSuite
+) -> dict[str, dict[str, dict[str, list[float]]]]:
     """Return suite -> state -> measure -> a number for every prompt, in the order of the suite."""
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
     for suite in suites:
@@ -148,7 +150,7 @@ def per_prompt(suites: list[Suite], near: Suite) -> dict[str, dict[str, dict[str
         found[near.name][state] = {"distance": short(row["scores"]["distance"] for row in rows)}
     for suite in [*suites, near]:
         for state in suite.rows:
-            written = values(suite, state)
+            written = response_values(suite, state)
             found[suite.name][state] |= {name: short(written[name]) for name in written}
     return found
 

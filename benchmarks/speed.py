@@ -46,7 +46,7 @@ from opdcl.data.suites import load_suite
 from opdcl.model.accept import load_backbone
 from opdcl.model.architecture import architecture
 from opdcl.model.backbone import Backbone
-from opdcl.model.llama_pass import attends_within_rows
+from opdcl.model.llama import attends_within_rows
 from opdcl.model.load import EMBEDDED, load_base, model_source, pick_device, pick_dtype
 from opdcl.sampling.sample import sample
 from opdcl.train.checkpoints import StudentOptimizer
@@ -329,7 +329,7 @@ class OwnLoop:
 def our_trainer(arm, options, folder, clock, lengths):
     model, tokenizer = load_model(options.shape)
     backbone = Backbone(model, tokenizer)
-    backbone.sums = [] if model.device.type == "cuda" else None
+    backbone.merged_weights = [] if model.device.type == "cuda" else None
     start_adapter(backbone.new_adapter(LoraSection(), 0))
     config = RecoverConfig(
         steps=options.steps,
@@ -455,7 +455,7 @@ def compare_engines(options: argparse.Namespace) -> None:
     task, tokenizer = load_suite("instructions").task, backbone.tokenizer
     docs = list(task.test_docs())[: options.prompts]
     messages = [[{"role": "user", "content": task.doc_to_text(doc)}] for doc in docs]
-    texts = [render(tokenizer, message, True, tokenize=False) for message in messages]
+    texts = [render(tokenizer, message, True) for message in messages]
     asked = [Prompt(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
     how = {"max_new_tokens": options.new_tokens, "eos_ids": backbone.eos_ids, "temperature": 0}
     first, rows = None, {}

@@ -7,6 +7,7 @@
     opdcl.evaluate("runs/mine", domain=["questions.jsonl"])  # a notebook shows verdict and scores
 
 `run`, `finetune`, `recover` and `evaluate` resume where an earlier call stopped, and all take `Options`.
+In place of a file they take rows: a list of dicts, or a `datasets.Dataset`, which the run directory stores.
 Every verb raises `opdcl.errors.OpdclError`, whose `hint` names the next step.
 """
 
@@ -38,7 +39,7 @@ def run(
     Args:
         workflow: Recipe or YAML files, merged left to right.
         out: Run directory. Default: runs/NAME.
-        base: Base model: smollm2-135m (embedded), a Hub id, or a path.
+        base: Base model: smollm2-135m (embedded, the default), a Hub id, or a path.
         deterministic: Use only kernels that repeat bit for bit.
         options: `settings`, `dry_run`, `force`, `quiet`; see `help(opdcl.api.Options)`.
 
@@ -61,19 +62,20 @@ def finetune(
     learning_rate: float | None = None,
     seed: int | None = None,
     columns: Mapping[str, str] | None = None,
+    replay: float | None = None,
     **options: Unpack[Options],
 ) -> "Result | Comparison | Plan":
     """Fine-tune a LoRA adapter on rows, mixed with replayed general prompts.
 
     Args:
-        data: Rows to learn from: `handbook` (shipped), a file, a folder, a Hub id, a list of dicts, or a
-            `datasets.Dataset`. Rows in memory are stored in the run directory.
+        data: Rows to learn: handbook (shipped), a file, a folder, or a Hub id.
         out: Run directory.
-        base: Base model: smollm2-135m (embedded), a Hub id, or a path.
-        epochs: Passes over the data.
+        base: Base model: smollm2-135m (embedded, the default), a Hub id, or a path.
+        epochs: Passes over the rows.
         learning_rate: Peak learning rate.
         seed: Random seed of the stage.
         columns: Columns of your rows that have other names: `{"question": "Frage", "answer": "Antwort"}`.
+        replay: Share of general prompts with base's answers among all that is learned; 0.7 unless set.
         options: `settings`, `dry_run`, `force`, `quiet`; see `help(opdcl.api.Options)`.
 
     Returns: The run's results; they hold no scores before `evaluate`.
@@ -90,6 +92,7 @@ def finetune(
         "finetune.epochs": epochs,
         "finetune.learning_rate": learning_rate,
         "finetune.seed": seed,
+        "finetune.replay.share": replay,
         "columns": columns,
     }
     return run_files((), out, chosen, **options)
@@ -113,14 +116,13 @@ def recover(
     Args:
         path: Run directory; or an adapter or tuned model: a folder, or a Hub id.
         prompts: General prompts: everyday (shipped), a file, or a Hub id.
-        domain: Domain prompts. Default: the data of the fine-tune.
+        domain: Domain prompts. Default: the questions of the fine-tune's rows.
         steps: Optimizer steps.
         learning_rate: Peak learning rate.
         seed: Random seed of the stage.
-        out: Run directory. Default: the run's own, or runs/NAME. Another one than a run's own holds a second
-            recovery of its fine-tune, with the run's settings.
+        out: Run directory. Default: the run's own, or runs/NAME. Another one: a second recovery of a run.
         base: Base of the adapter or tuned model. Default: the one that the adapter names.
-        system: System prompt that the model is used with, or @FILE; prompts may bring their own.
+        system: System prompt used in production, or @FILE; added to prompts that have none.
         columns: Columns of your rows that have other names, as in `finetune`.
         options: `settings`, `dry_run`, `force`, `quiet`; see `help(opdcl.api.Options)`.
 
@@ -159,17 +161,17 @@ def evaluate(
     """Score base, tuned and recovered on the same prompts, and write the report.
 
     Args:
-        path: Run directory; or an adapter or model: a folder, or a Hub id. A model is measured alone unless
-            `base` is given.
-        retention: Suites that measure forgetting: ifeval,arc_easy.
+        path: Run directory; an adapter; or a model, which is measured alone unless its base is given.
+        retention: Suites that measure forgetting. Default: instructions. `opdcl suites ls` lists the shipped
+            ones; of lm-eval: ifeval,arc_easy.
         domain: Domain suite, or a file of questions and answers.
         data: Local file with a suite's data.
         limit: Evaluate only the first N documents of each suite.
-        out: Run directory to make. Default: runs/NAME.
+        out: Run directory. Default: runs/NAME.
         base: Base of the adapter or tuned model. Default: the one that the adapter names.
-        system: System prompt that the model is used with, or @FILE; prompts may bring their own.
+        system: System prompt used in production, or @FILE; added to prompts that have none.
         columns: Columns of your rows that have other names, as in `finetune`.
-        max_drop: Points that retention suites may fall below base: 5, or SUITE=3, or closeness=0.8.
+        max_drop: Points that retention suites may fall below base: 5, SUITE=3, closeness=0.8.
         options: `settings`, `dry_run`, `force`, `quiet`; see `help(opdcl.api.Options)`.
 
     Returns: The run's results: verdict, scores, R and D with intervals.
@@ -238,14 +240,14 @@ def compare(
     Example: opdcl.compare(["runs/mine", "runs/other"], out="comparison").data["arms"]
     """
     from opdcl.outcomes import Comparison
-    from opdcl.results.compare import compare, refuse_folder, write
+    from opdcl.results.compare import compare_runs, refuse_folder, write_comparison
     from opdcl.rundir.layout import open_run
 
     folder = as_folder(out) if out else None
     if folder:
         refuse_folder(folder)
-    comparison = compare([open_run(Path(path)) for path in strings(paths)])
-    for file in write(comparison, folder) if folder else ():
+    comparison = compare_runs([open_run(Path(path)) for path in strings(paths)])
+    for file in write_comparison(comparison, folder) if folder else ():
         _output(quiet).note(f"wrote {file}")
     return Comparison(comparison, folder)
 
@@ -374,7 +376,7 @@ def export(
     """Write a run's adapter, or base and adapter as one model, for other programs to load.
 
     Args:
-        source: Run directory; adapter folder, or its Hub id; for format adapter, also a whole tuned model.
+        source: Run directory; adapter, or for format adapter a tuned model: a folder, or a Hub id.
         out: Folder to write.
         state: Adapter: tuned or recovered. Default: the last one of the run.
         format: merged (safetensors that any loader reads), adapter, or gguf (llama.cpp, Ollama).

@@ -32,7 +32,7 @@ class Options(TypedDict, total=False):
     quiet: bool
 
 
-# Settings that name data, where rows may stand instead.
+# Settings that name data, or whose value may be rows.
 DATA = re.compile(
     r"finetune\.data|recover\.(general|domain|teachers\.[^.]+\.prompts)|eval\.(closeness|data\.[^.]+)"
 )
@@ -51,8 +51,8 @@ def as_settings(
 ) -> tuple[list[str], dict[str, Any], dict[str, str]]:
     """Return `KEY=VALUE` overrides, settings by key, and rows in memory by key, as the text of JSONL files.
 
-    `chosen` are a verb's own arguments by the keys of their settings: they count more. None was not given.
-    Of rows in memory the setting is the name of a file, whose folder the run decides.
+    `chosen` has a verb's own arguments by the keys of their settings: they take precedence, and None means
+    not given. A setting with rows in memory becomes the name of a file, whose folder the run decides.
     """
     overrides = [] if settings is None or isinstance(settings, Mapping) else [*settings]
     flags: dict[str, Any] = {**settings} if isinstance(settings, Mapping) else {}
@@ -105,7 +105,7 @@ def question_suites(domain: Any, data: Mapping[str, Data] | None) -> tuple[list[
         if _is_question_file(suite):
             file = Path(suite)
             name, place = file.stem, str(file.resolve())
-            if file.suffix.lower() in (".gz", ".zst"):
+            if file.suffix.lower() == ".gz":
                 name = Path(name).stem
             if name in given or sources.get(name, place) != place:
                 hint = "give one of them another name: --domain NAME --data NAME=PATH"

@@ -28,7 +28,7 @@ from opdcl.errors import OpdclError
 from opdcl.results.format import duration
 from opdcl.sanitize import harmless, harmless_json, redact
 
-# Where it is installed, PEFT imports it, and on a CPU it then warns of an optional kernel.
+# PEFT imports it if it is installed; on a CPU it warns about an optional kernel.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
@@ -175,7 +175,7 @@ class Output:
         """The number of characters of a line of results."""
         return self._out.width
 
-    def result(self, human: str, data: Any) -> None:
+    def result(self, human: str, data: Any, style: str | None = None) -> None:
         """Print the command's result: text for people, or one JSON document."""
         if parallel.rank():
             return
@@ -186,7 +186,7 @@ class Output:
             document = json.dumps(data, indent=2, ensure_ascii=escape, allow_nan=False)
             self._out.file.write(harmless_json(document) + "\n")
         else:
-            self._out.print(wrapped(harmless(human), self._out), markup=False)
+            self._out.print(wrapped(harmless(human), self._out), markup=False, style=style)
 
     def table(self, title: str, columns: list[str], rows: list[list[str]], data: Any) -> None:
         """Print a table for people, or `data` as JSON."""

@@ -146,8 +146,8 @@ def _of_system(fault: BaseException, text: str) -> OpdclError | None:
 def _place(fault: BaseException) -> str:
     """Return the path that a failure is about, "" if it names none.
 
-    Of a copy it is the new file: reading the old one fails rarely, and then both are named by the system. A
-    folder in the making has a name of its own, which is left out.
+    For a copy this is the new file: reading the old one fails rarely, and then the system names both. The
+    temporary name of an unfinished folder is left out.
     """
     path = getattr(fault, "filename2", None) or getattr(fault, "filename", None)
     return re.sub(r"/\.([^/]+)\.opdcl-\d+-\w+", r"/\1", str(path)) if path is not None else ""

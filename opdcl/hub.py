@@ -135,8 +135,8 @@ def to_user_error(fault: Exception, repository: Repository) -> OpdclError:
     return UsageError(problem, hint)
 
 
-def fail_fast() -> None:
-    """Keep libraries from retrying for a minute if the Hub is unreachable: they then use the cache only."""
+def go_offline_if_unreachable() -> None:
+    """Let libraries use the cache only if the Hub is unreachable: they would retry for a minute."""
     if not reachable():
         import datasets
         from huggingface_hub import constants

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Outcome:
     """What a verb returns: a sentence, tables, notes, and plain data. A notebook shows it as HTML.
 
-    `faults` are reasons not to believe the result, `remarks` what to know when reading it; `notes` lead on.
+    `faults` invalidate the result, `remarks` qualify it, and `notes` suggest the next command.
     """
 
     sentence: str
@@ -33,6 +33,12 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    brief: Sequence[Table] = ()
+    """Tables that take the place of `tables`, and of all sentences but the first, unless all is asked for."""
+    more: str = ""
+    """The command that shows all, if there is more than `brief`."""
+    severity: str = ""
+    """How good it is: good, mixed, bad, or nothing where that is open."""
 
     def __post_init__(self) -> None:
         # The notes of a run repeat its faults, for readers of the JSON.
@@ -75,7 +81,7 @@ def _html(text: str) -> str:
 
 
 def extracted(sentence: str, written: dict[str, Any]) -> Outcome:
-    """Return what an export says of a whole model that it has written as an adapter."""
+    """Return the outcome of exporting a whole model as an adapter."""
     kinds, distance = written["kinds"], written["distance"]
     rows = [[kind, f"{error:.3f}"] for kind, error in kinds.items()]
     rows.append(["all", f"{written['relative_error']:.3f}"])
@@ -98,8 +104,8 @@ class Result(Outcome):
 
     def __init__(self, path: Path, results: Summary, gates: Sequence[dict[str, str]] = ()):
         from opdcl.results.document import run_document
-        from opdcl.results.report_tables import terminal_tables
-        from opdcl.results.verdict import at_place, next_command
+        from opdcl.results.report_tables import brief_table, terminal_tables
+        from opdcl.results.verdict import at_place, next_command, severity
 
         place = shlex.quote(str(path))
         results = at_place(results, place)
@@ -111,12 +117,15 @@ class Result(Outcome):
         lead_on = next_command(RunDir(path), results, place)
         notes = [f"report: {self.report}", f"next: {lead_on}"]
         super().__init__(
-            sentence="\n".join([results.verdict, *results.further]),
+            sentence="\n".join([results.verdict.text, *results.verdict.further]),
             tables=terminal_tables(results),
             data=self.summary,
             notes=notes,
             faults=results.faults,
             remarks=results.notes,
+            brief=brief_table(results),
+            more=f"opdcl report {place} --all",
+            severity=severity(results),
         )
 
     def pull_request(self) -> str:

@@ -125,10 +125,10 @@ def _wait_for(workers: list[subprocess.Popen]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _end_with(launcher: int) -> None:
-    """End this worker when its launcher has been killed: it would go on unseen, and keep the run locked.
+def _exit_with_launcher(launcher: int) -> None:
+    """End this worker when its launcher has been killed: it would continue unseen, and keep the run locked.
 
-    It is asked as by SIGTERM, so it saves a checkpoint. The folder that the launcher would have deleted goes.
+    It gets SIGTERM, so it saves a checkpoint. The launcher's temporary folder is deleted.
     """
     scratch = os.environ["TMPDIR"]
 
@@ -170,7 +170,7 @@ def join() -> None:
             "to spread the base's layers over the GPUs as ZeRO-3 does: --set model.shard=true",
         )
     if launcher := os.environ.pop(LAUNCHER, ""):
-        _end_with(int(launcher))
+        _exit_with_launcher(int(launcher))
     local = int(os.environ.get("LOCAL_RANK") or 0)
     cards = [card for card in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if card]
     if cards and local >= len(cards):

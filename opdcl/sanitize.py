@@ -20,34 +20,18 @@ _NO_NUMBER = r"(?![0-9.]+(?:[\s,;]|$))"
 
 # Kind -> what it looks like. Where there is a group, only the group is the secret.
 SECRETS = {
-    # Issuers whose tokens have a prefix.
+    # Issuers whose tokens have a prefix: those that a run, its servers, trackers and data may need.
     "Hugging Face": r"\b(?:hf_|api_org_)[A-Za-z0-9]{16,}",
     "GitHub": r"\bgh[pousr]_[A-Za-z0-9]{16,}|\bgithub_pat_[A-Za-z0-9_]{16,}",
-    "GitLab": r"\bgl(?:pat|dt|rt|cbt|ptt|oas)-[A-Za-z0-9_-]{16,}",
-    "OpenAI, Anthropic, Stripe": r"\b(?:sk|pk|rk)[-_](?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{16,}",
+    "GitLab": r"\bglpat-[A-Za-z0-9_-]{16,}",
+    "OpenAI, Anthropic": r"\b(?:sk|pk|rk)[-_](?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{16,}",
     "Google": r"\bAIza[A-Za-z0-9_-]{20,}|\bya29\.[A-Za-z0-9_-]{16,}|\bGOCSPX-[A-Za-z0-9_-]{16,}",
-    "Groq": r"\bgsk_[A-Za-z0-9]{16,}",
-    "xAI": r"\bxai-[A-Za-z0-9]{16,}",
-    "NVIDIA": r"\bnvapi-[A-Za-z0-9_-]{16,}",
-    "Replicate": r"\br8_[A-Za-z0-9]{16,}",
-    "npm": r"\bnpm_[A-Za-z0-9]{16,}",
-    "PyPI": r"\bpypi-(?:AgE[A-Za-z0-9_-]{16,}|[A-Za-z0-9_-]{60,})",
-    "Slack": r"\bxox[abeoprs]-[A-Za-z0-9-]{10,}",
+    "Groq, xAI, NVIDIA, Replicate": r"\b(?:gsk_|xai-|r8_)[A-Za-z0-9]{16,}|\bnvapi-[A-Za-z0-9_-]{16,}",
     "AWS": r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}",
-    "DigitalOcean": r"\bdo[opr]_v1_[a-f0-9]{16,}",
-    "SendGrid": r"\bSG\.[A-Za-z0-9_-]{16,}\.[A-Za-z0-9_-]{16,}",
-    "Telegram": r"(?<![0-9])[0-9]{8,10}:AA[A-Za-z0-9_-]{30,}",
-    "Cohere": r"\bco_[A-Za-z0-9]{32,}",
-    "Perplexity": r"\bpplx-[A-Za-z0-9]{16,}",
-    "Fireworks": r"\bfw_[A-Za-z0-9]{22,}",
-    "age": r"\bAGE-SECRET-KEY-1[A-Z0-9]{20,}",
-    "Shopify": r"\bshp(?:at|ca|pa|ss)_[A-Fa-f0-9]{32,}",
-    "Linear": r"\blin_(?:api|oauth)_[A-Za-z0-9]{16,}",
-    "Vault": r"\bhv[bsr]\.[A-Za-z0-9_-]{16,}",
-    "Databricks": r"\bdapi[a-f0-9]{32,}",
+    "Slack": r"\bxox[abeoprs]-[A-Za-z0-9-]{10,}",
     "JSON web token": r"\beyJ[A-Za-z0-9_-]{5,}\.[A-Za-z0-9_-]{5,}(?:\.[A-Za-z0-9_-]*)?",
     "private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
-    # Places where a secret stands.
+    # Places where secrets occur.
     "webhook": r"(?:hooks\.slack\.com/services/|discord(?:app)?\.com/api/webhooks/)([\w/-]{20,})",
     "Azure": r"(?i)\b(?:Account|SharedAccess)Key=([A-Za-z0-9+/]{20,}=*)",
     "user and password in a URL": r"://([^/\s:@]*:[^/\s@]+)@",

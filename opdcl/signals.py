@@ -24,7 +24,7 @@ def ending() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def as_interrupts() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGTERM and SIGHUP too, so that what Ctrl-C cleans up they clean up.
+    """Raise KeyboardInterrupt on SIGTERM and SIGHUP too, so that they clean up as Ctrl-C does.
 
     Outside of the main thread, which alone may handle signals, nothing changes.
     """

@@ -73,7 +73,7 @@ def counted(report: StageReport, what: str, total: int, done: int = 0) -> Callab
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the learning rate goes in a stage: it rises, and then has a shape. Steps count from 0."""
+    """The learning rate over a stage's steps, which count from 0: it rises, and then has a shape."""
 
     steps: int
     warm_up: float
@@ -224,11 +224,11 @@ def last_checkpoint(out: StageDir, report: StageReport, steps: int) -> Path | No
             shutil.rmtree(folder, ignore_errors=True)
     _take_back_records(out, checkpoint)
     if checkpoint:
-        report.note(f"resuming from step {steps_done(checkpoint)} of {steps}")
+        report.note(f"resuming from step {step_of(checkpoint)} of {steps}")
     return checkpoint
 
 
-def steps_done(checkpoint: Path | None) -> int:
+def step_of(checkpoint: Path | None) -> int:
     """Return how many steps were done when a checkpoint was saved."""
     return int(checkpoint.name.rsplit("-", 1)[1]) if checkpoint else 0
 

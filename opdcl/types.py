@@ -32,9 +32,9 @@ class Loss:
     reverse: float = 0.0
     """Share of reverse KL in forward KL, where the student wrote the answers."""
     weighting: Weighting = "tokens"
-    reward: float | None = None
+    reward_weight: float | None = None
     """Weight of the scorer's clipped gradient, if there is a scorer."""
-    weight: float = 1.0
+    teacher_weight: float = 1.0
     """Weight of the teacher's loss beside it."""
 
 

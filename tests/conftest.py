@@ -3,19 +3,21 @@
 import copy
 import gc
 import importlib
+import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
+from collections import Counter
+from datetime import date
 from pathlib import Path
 
 os.environ.setdefault("TERM", "dumb")
 # In-process commands must compute exactly what commands in processes compute, so all use one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("FORCE_COLOR", None)
-# A shell starts what runs in its background with Ctrl-C ignored, and commands keep it so; tests send some.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
@@ -34,8 +36,47 @@ LONGEST_FIRST = (
 )
 
 
+# How many of the longest tests a record of durations names.
+RECORDED = 40
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", type=Path, metavar="FILE", help="write the longest tests to a JSON file")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Write a record of the durations, with set-up, if the option asks for one."""
+    if not (file := config.getoption("--record")):
+        return
+    from opdcl.rundir.environment import machine
+
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid] += report.duration
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=config.rootpath, capture_output=True, text=True, check=True
+    )
+    record = {
+        "date": date.today().isoformat(),
+        "commit": commit.stdout.strip(),
+        "machine": machine(),
+        "workers": config.getoption("numprocesses", None) or 1,
+        "tests": len(seconds),
+        "seconds of all tests": round(seconds.total()),
+        "longest": {name: round(taken, 1) for name, taken in seconds.most_common(RECORDED)},
+    }
+    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Unpack the embedded model before the workers need it, and make a cache for the tests of each."""
+    # A shell starts what runs in its background with Ctrl-C ignored, nohup a lost terminal; tests send both.
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
+    os.fsync = lambda handle: None  # no test cuts the power
     cache = Path(tempfile.mkdtemp(prefix="opdcl-tests-"))
     config.add_cleanup(lambda: shutil.rmtree(cache))
     private_cache(cache)
@@ -55,6 +96,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def without_kept_texts() -> None:
     """Let every test sample its own texts."""
     shutil.rmtree(Path(os.environ["OPDCL_CACHE"]) / "texts", ignore_errors=True)
+
+
+# The tests that look at plots, which take a second for each report.
+DRAWN = ("unit/results/", "unit/test_records.py", "e2e/test_benchmarks.py")
+
+
+@pytest.fixture(autouse=True)
+def without_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave plots empty but for the tests that look at them; fixtures of sessions draw theirs."""
+    loaded = sys.modules.get("matplotlib.figure")
+    tests = Path(__file__).parent
+    if loaded and not any(str(request.path).startswith(f"{tests}/{start}") for start in DRAWN):
+        monkeypatch.setattr(loaded.Figure, "savefig", lambda figure, file, **_: file.write("<svg></svg>"))
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,9 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -170,14 +172,23 @@ def make_run(folder: Path, model: Path, name: str) -> None:
 
 
 def make_resumed(folder: Path, workflow: list[str]) -> None:
-    """Interrupt a run after the first checkpoint of each training, and finish it."""
+    """Interrupt a run in each training after its first checkpoint, and in the evaluation; then finish it.
+
+    The first time as if the terminal were lost, then by Ctrl-C. Each command is the one that the last named.
+    """
     from helpers.interrupts import interrupted_when
 
-    for checkpoint in ("01-finetune/trainer/checkpoint-3", "02-recover/trainer/checkpoint-4"):
-        with interrupted_when((folder / "resumed" / "stages" / checkpoint).exists):
-            stopped = opdcl(*workflow, cwd=folder)
+    run, words = folder / "resumed", workflow
+    for place, number in (
+        (run / "stages/01-finetune/trainer/checkpoint-3", signal.SIGHUP),
+        (run / "stages/02-recover/trainer/checkpoint-4", signal.SIGINT),
+        (run / "evals/recovered/instructions.json", signal.SIGINT),
+    ):
+        with interrupted_when(place.exists, number):
+            stopped = opdcl(*words, cwd=folder)
         assert stopped.returncode == 130, stopped.stderr
-    command(folder, *workflow)
+        words = shlex.split(stopped.stderr.rpartition("hint: opdcl ")[2], comments=True)
+    command(folder, *words)
 
 
 def read_recipes(folder: Path, model: Path) -> None:

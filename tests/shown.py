@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from opdcl import api
 from opdcl.errors import OpdclError
 from opdcl.outcomes import Outcome
-from opdcl.results.gates import judge
+from opdcl.results.gates import judge_gates
 from opdcl.results.summary import Results
 from opdcl.rundir.layout import RunDir
 
@@ -38,7 +38,7 @@ def texts(outcome: Outcome) -> dict[str, str]:
 
 def of_run(run: Path, _: Path) -> dict[str, str]:
     result, files = api.report(run, update=True, quiet=True), [*map(Path, RunDir(run).reports)]
-    gates = json.dumps(judge(GATES, Results(RunDir(run))), indent=1)
+    gates = json.dumps(judge_gates(GATES, Results(RunDir(run))), indent=1)
     read = {file.name: file.read_text() for file in files if file.is_file()}
     return texts(result) | read | {"pull": result.pull_request(), "gates": gates}
 

@@ -13,7 +13,7 @@ import typer
 from opdcl.cli import options as opt
 from opdcl.cli import screen
 from opdcl.cli.guidance import describe_commands
-from opdcl.cli.screen import lead, start
+from opdcl.cli.screen import start, suggest
 from opdcl.config.shipped import described_suites, workflow_files
 from opdcl.console import quiet_libraries
 from opdcl.errors import OpdclError, UsageError
@@ -44,7 +44,7 @@ def list_workflows(json: opt.Json = False) -> None:
     rows = [[name, load([str(file)])[0].description] for name, file in workflow_files().items()]
     data = [{"name": name, "description": description} for name, description in rows]
     screen.output.table("", ["name", "what it does"], rows, data)
-    lead("run", "quickstart", "--dry-run")
+    suggest("run", "quickstart", "--dry-run")
 
 
 @workflows_app.command("show")
@@ -53,7 +53,7 @@ def show_workflow(name: Recipe) -> None:
     from opdcl.config.shipped import find_workflow
 
     screen.output.result(find_workflow(name).read_text(encoding="utf-8").rstrip(), None)
-    lead("workflows", "cp", name, "mine.yaml")
+    suggest("workflows", "cp", name, "mine.yaml")
 
 
 @workflows_app.command("cp")
@@ -69,7 +69,7 @@ def copy_workflow(name: Recipe, to: Target = Path(".")) -> None:
         raise UsageError(f"{target} exists", f"opdcl workflows cp {name} another-name.yaml")
     target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
     screen.output.result(f"wrote {target}", None)
-    lead("run", target, "--dry-run")
+    suggest("run", target, "--dry-run")
 
 
 @suites_app.command("ls")
@@ -85,7 +85,7 @@ def list_suites(json: opt.Json = False) -> None:
             rows.append([name, role, str(prompts), purpose])
             data.append({"name": name, "role": role, "prompts": prompts, "measures": purpose})
     screen.output.table("", ["name", "role", "prompts", "what it measures"], rows, data)
-    lead("eval", "RUN", "--retention", rows[0][0])
+    suggest("eval", "RUN", "--retention", rows[0][0])
 
 
 @config_app.command("show")
@@ -99,34 +99,29 @@ def show_config(
     from opdcl.pipeline.defaults import resolve_for_machine
 
     start(json)
-    flow, origins = load(workflow, settings or (), is_stored=is_stored_file)
+    flow, origins = load(workflow, settings or (), is_stored=is_stored_file, note=screen.output.note)
     with contextlib.suppress(OpdclError):  # without the model at hand its automatic settings stay unknown
         flow, automatic = resolve_for_machine(flow)
         origins |= automatic
     values = flow.model_dump()
     rows, defaults = [], []
+    here = f"{Path.cwd()}{os.sep}"
     for key, value in flatten(values).items():
         if key in origins:
-            rows.append([key, _short_path(as_yaml(value)), _short_origin(origins[key])])
+            rows.append([key, as_yaml(value).removeprefix(here), _short_origin(origins[key])])
         else:
             defaults.append([key, as_yaml(value), "default"])
     shown = rows + defaults if all else rows
     screen.output.table("", ["key", "value", "origin"], shown, {"workflow": values, "origins": origins})
     if not all:
         screen.output.note(f"{len(defaults)} other settings are at their defaults: --all shows them")
-    lead("run", *workflow, "--dry-run")
+    suggest("run", *workflow, "--dry-run")
 
 
 def _short_origin(origin: str) -> str:
     """Return the origin of a setting without the folder of its file."""
     file, separator, line = origin.rpartition(":")
     return f"{Path(file).name}:{line}" if separator and line.isdecimal() else origin
-
-
-def _short_path(value: str) -> str:
-    """Return a value; a path below the current folder without that folder."""
-    here = f"{Path.cwd()}{os.sep}"
-    return value.removeprefix(here)
 
 
 @config_app.command("validate")
@@ -137,10 +132,10 @@ def validate_config(workflow: opt.Workflow, settings: opt.Settings = None, json:
     from opdcl.pipeline.sweep import expand
 
     start(json)
-    flow, _ = load(workflow, settings or (), is_stored=is_stored_file)
-    expand(flow, Path("runs") / flow.name)
+    flow, _ = load(workflow, settings or (), is_stored=is_stored_file, note=screen.output.note)
+    expand(flow, Path("runs") / flow.name, screen.output.note)
     screen.output.result(f"{flow.name}: valid", {"name": flow.name, "valid": True})
-    lead("run", *workflow, "--dry-run")
+    suggest("run", *workflow, "--dry-run")
 
 
 @config_app.command("schema")
@@ -160,7 +155,7 @@ def print_schema(key: Key = None, json: opt.Json = False) -> None:
         for (name, kind, default, _), meaning in zip(fields, wrapped, strict=True)
     ]
     screen.output.result("\n".join(blocks), data if key else Workflow.model_json_schema())
-    lead("run", "quickstart", "--set", f"{fields[0][0]}=VALUE", "--dry-run")
+    suggest("run", "quickstart", "--set", f"{fields[0][0]}=VALUE", "--dry-run")
 
 
 describe_commands(workflows_app, "workflows ")

@@ -16,6 +16,7 @@ EXAMPLES = {
     "recover": "opdcl recover runs/mine --prompts prompts.jsonl",
     "eval": "opdcl eval runs/mine --domain test-rows.jsonl",
     "report": "opdcl report runs/mine",
+    "ls": "opdcl ls",
     "compare": "opdcl compare runs/mine runs/other -o comparison",
     "chat": 'opdcl chat runs/mine "Who signs the form?"',
     "export": "opdcl export runs/mine -o my-model",
@@ -40,11 +41,16 @@ SYNONYMS = {
     "evaluate": "eval",
     "test": "eval",
     "ask": "chat",
+    "list": "ls",
+    "runs": "ls",
+    "status": "ls",
+    "init": "workflows cp",
+    "new": "workflows cp",
 }
 
 
 def describe_commands(group: typer.Typer, prefix: str = "") -> None:
-    """Give each command its first sentence as its summary, whatever the width, and its example."""
+    """Give each command its first sentence as its summary, at any width, and its example."""
     for info in group.registered_commands:
         command: Any = info.callback
         name = prefix + (info.name or command.__name__)

@@ -1,10 +1,14 @@
-"""How `--help` looks: main commands before others, and what to type in place of Python's types."""
+"""How `--help` looks: main commands first, arguments in the words of `opdcl.api`, no types of Python."""
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Any
 
 from typer.core import TyperArgument, TyperCommand, TyperGroup
+
+from opdcl import api
 
 MAIN = ("run", "finetune", "recover", "eval", "report", "chat", "export")
 
@@ -12,16 +16,31 @@ MAIN = ("run", "finetune", "recover", "eval", "report", "chat", "export")
 VALUES = {"str": "TEXT", "int": "N", "float": "NUMBER", "Path": "PATH"}
 
 
+def argument_texts(verb: Any) -> dict[str, str]:
+    """Return what the docstring of a verb says of its arguments, by name."""
+    _, _, arguments = (inspect.getdoc(verb) or "").partition("\nArgs:\n")
+    found = {}
+    for text in re.split(r"(?m)^    (?=\w)", arguments.split("\n\n")[0])[1:]:
+        name, _, meaning = text.partition(": ")
+        found[name] = " ".join(meaning.split())
+    return found
+
+
 class PlainCommand(TyperCommand):
-    """A command whose help names no type of Python."""
+    """A command whose help has the words of the verb of its name, and names no type of Python."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        for parameter in self.params:
+        texts = argument_texts(getattr(api, self.callback.__name__, None))
+        params: list[Any] = self.params
+        for parameter in params:
+            if not parameter.help and parameter.name in texts:
+                often = " Repeatable." if parameter.multiple else ""
+                parameter.help = texts[parameter.name] + often
             if isinstance(parameter, TyperArgument):
                 parameter.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
             elif parameter.metavar is None:
-                parameter.metavar = VALUES.get(parameter.bare_type())  # type: ignore[attr-defined]
+                parameter.metavar = VALUES.get(parameter.bare_type())
 
 
 class TwoLists(TyperGroup):

@@ -1,4 +1,7 @@
-"""Arguments and options that several commands share, and how the text of some is read."""
+"""Arguments and options that several commands share, and how the text of some is read.
+
+What is not said here about an argument of a verb is in the docstring of that verb in `opdcl.api`.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,6 @@ from opdcl.errors import UsageError
 # -- arguments
 
 RunDir = Annotated[Path, Argument(metavar="RUN", help="Run directory.")]
-Source = Annotated[
-    str,
-    Argument(metavar="SOURCE", help="Run directory; or an adapter or tuned model: a folder, or a Hub id."),
-]
-Measured = Annotated[
-    str,
-    Argument(
-        metavar="SOURCE",
-        help="Run directory; an adapter; or a model, which is measured alone unless --base is given.",
-    ),
-]
-RunOrAdapter = Annotated[
-    str, Argument(metavar="RUN", help="Run directory, adapter folder, or Hub id of an adapter.")
-]
 Workflow = Annotated[
     list[str],
     Argument(
@@ -37,14 +26,6 @@ Workflow = Annotated[
         autocompletion=lambda incomplete: _beginning(incomplete, workflow_files()),
     ),
 ]
-Exported = Annotated[
-    str,
-    Argument(
-        metavar="SOURCE",
-        help="Run directory; adapter, or with --format adapter a tuned model: a folder, or a Hub id.",
-    ),
-]
-
 # -- options of the commands that run stages
 
 
@@ -58,7 +39,7 @@ def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
 
 
 def _keys(incomplete: str) -> list[str]:
-    """Return the settings that a `--set` can go on with, each with its equals sign."""
+    """Return the settings that complete a `--set`, each with its equals sign."""
     from opdcl.config.reference import describe_fields  # it imports the schema, which takes time
 
     keys = [field[0] for field in describe_fields()]
@@ -77,35 +58,14 @@ def _columns(text: str) -> dict[str, str]:
     return columns
 
 
-Base = Annotated[
-    str | None, Option(help="Base model: smollm2-135m (embedded, the default), a Hub id, or a path.")
-]
-System = Annotated[
-    str | None,
-    Option(metavar="TEXT|@FILE", help="System prompt used in production; added to prompts that have none."),
-]
-BaseOfAdapter = Annotated[
-    str | None, Option(help="Base of the adapter or tuned model. Default: the one that the adapter names.")
-]
-Out = Annotated[Path | None, Option("-o", "--out", metavar="RUN", help="Run directory. Default: runs/NAME.")]
-OutBeside = Annotated[
-    Path | None,
-    Option(
-        "-o",
-        "--out",
-        metavar="RUN",
-        help="Run directory. Default: that of SOURCE, or runs/NAME. Another one: a second recovery of a run.",
-    ),
-]
-Folder = Annotated[Path, Option("-o", "--out", metavar="FOLDER", help="Folder to write.")]
+System = Annotated[str | None, Option(metavar="TEXT|@FILE")]
+Out = Annotated[Path | None, Option("-o", "--out", metavar="RUN")]
 Columns = Annotated[
     dict[str, str] | None,
     Option(
         parser=_columns, metavar="OURS=YOURS,...", help="Your columns' names: question=Frage,answer=Antwort."
     ),
 ]
-LearningRate = Annotated[float | None, Option(help="Peak learning rate.")]
-Seed = Annotated[int | None, Option(help="Random seed of the stage.")]
 Settings = Annotated[
     list[str] | None,
     Option(
@@ -132,13 +92,7 @@ Workers = Annotated[
 ]
 Json = Annotated[bool, Option("--json", help="Print one JSON document.")]
 Quiet = Annotated[bool, Option("-q", "--quiet", help="Print errors only.")]
-TrustRemoteCode = Annotated[
-    bool,
-    Option(
-        "--trust-remote-code",
-        help="Run Python code that comes with the base model. A run cannot allow that itself.",
-    ),
-]
+TrustRemoteCode = Annotated[bool, Option("--trust-remote-code")]
 
 # -- options of `opdcl eval`
 

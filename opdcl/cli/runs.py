@@ -18,7 +18,7 @@ from typer import Argument, Option
 from opdcl import api
 from opdcl.cli import options as opt
 from opdcl.cli import screen
-from opdcl.cli.screen import lead, show, start
+from opdcl.cli.screen import show, start, suggest
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ def report(
         Literal["report", "pr"],
         Option(help="report, or pr: Markdown for a pull request, on standard output."),
     ] = "report",
+    all: Annotated[
+        bool, Option("--all", help="Print all scores and sentences, as the report has them.")
+    ] = False,
     open: Annotated[bool, Option("--open", help="Open report.html in a browser.")] = False,
     json: opt.Json = False,
     quiet: opt.Quiet = False,
@@ -54,23 +57,31 @@ def report(
         screen.output.result(text, {"markdown": text})
     else:
         outcome.notes += [f"gate {v['outcome']}: {v['sentence']}" for v in outcome.summary.get("gates", [])]
-        show(outcome)
+        show(outcome, all)
     if open:
         webbrowser.open(outcome.report.resolve().as_uri())
     outcome.refuse()
 
 
+def ls(
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="Where the runs are.")] = Path("runs"),
+    json: opt.Json = False,
+) -> None:
+    """List the runs in a folder: what each has, R, D, its distance to base, and when it was begun."""
+    from opdcl.results.listing import list_runs
+
+    start(json)
+    table, data = list_runs(folder)
+    if table.rows or json:
+        screen.output.table("", table.columns, table.rows, data)
+    else:
+        screen.output.note(f"no runs in {folder}")
+        suggest("run", "quickstart")
+
+
 def compare(
-    paths: Annotated[
-        list[Path],
-        Argument(
-            metavar="RUN", help="Two or more run directories. Runs that differ only in seeds are pooled."
-        ),
-    ],
-    out: Annotated[
-        Path | None,
-        Option("-o", "--out", metavar="FOLDER", help="Folder for compare.md, compare.html and compare.json."),
-    ] = None,
+    paths: Annotated[list[Path], Argument(metavar="RUN")],
+    out: Annotated[Path | None, Option("-o", "--out", metavar="FOLDER")] = None,
     json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -83,9 +94,9 @@ def compare(
     show(outcome)
     outcome.refuse()
     if out:
-        lead("chat", paths[0])
+        suggest("chat", paths[0])
     else:
-        lead("compare", *paths, "-o", "comparison")
+        suggest("compare", *paths, "-o", "comparison")
 
 
 def verify(run_dir: opt.RunDir, json: opt.Json = False) -> None:
@@ -97,20 +108,18 @@ def verify(run_dir: opt.RunDir, json: opt.Json = False) -> None:
         show(outcome)
         raise OpdclError(sentence, "restore the files from a copy, or repeat the stages with --force")
     show(outcome)
-    lead("report", run_dir)
+    suggest("report", run_dir)
 
 
 def chat(
-    source: opt.RunOrAdapter,
+    source: Annotated[str, Argument(metavar="RUN")],
     prompts: Annotated[
         list[str] | None,
         Argument(metavar="prompt", help="Prompt to answer. Default: read prompts line by line."),
     ] = None,
-    max_new_tokens: Annotated[int, Option(help="Longest answer, in tokens.")] = 200,
-    system: Annotated[str | None, Option(help="System prompt.")] = None,
-    temperature: Annotated[
-        float, Option(min=0, help="0 takes the likeliest token; above, answers are sampled.")
-    ] = 0.0,
+    max_new_tokens: int = 200,
+    system: str | None = None,
+    temperature: Annotated[float, Option(min=0)] = 0.0,
     browser: Annotated[
         bool, Option("--browser", help="Open a local page with the answers side by side.")
     ] = False,
@@ -139,12 +148,12 @@ def chat(
         screen.output.note("Every prompt starts a new conversation. Press Ctrl-C or Ctrl-D to stop.")
     for outcome in turns:
         if typed:
-            outcome.sentence = ""  # it stands on the screen already
+            outcome.sentence = ""  # it is on the screen already
         elif not json:
             screen.output.result(outcome.sentence, None)
             outcome.sentence = ""
         show(outcome)
-    lead("export", source, "-o", "my-model")
+    suggest("export", source, "-o", "my-model")
 
 
 def _serve_page(server: ChatServer) -> None:
@@ -173,35 +182,15 @@ def _typed_lines() -> Iterator[str]:
 
 
 def export(
-    source: opt.Exported,
-    out: opt.Folder,
-    state: Annotated[
-        Literal["tuned", "recovered"] | None,
-        Option(help="Adapter: tuned or recovered. Default: the last one of the run."),
-    ] = None,
-    format: Annotated[
-        Literal["merged", "adapter", "gguf"],
-        Option(help="merged (safetensors that any loader reads), adapter, or gguf (llama.cpp, Ollama)."),
-    ] = "merged",
-    outtype: Annotated[
-        Literal["f32", "f16", "bf16", "q8_0"],
-        Option(help="Number format of a GGUF file: f32, f16, bf16 or q8_0."),
-    ] = "f16",
-    converter: Annotated[
-        str | None,
-        Option(help="llama.cpp's convert_hf_to_gguf.py. Default: the one in $LLAMA_CPP, or on the path."),
-    ] = None,
-    check: Annotated[
-        bool, Option(help="Load what was written and compare: GGUF files, and after a quantized run.")
-    ] = True,
-    base: opt.BaseOfAdapter = None,
-    rank: Annotated[
-        int | None,
-        Option(
-            min=1,
-            help="Rank of a full fine-tune's adapter. Default: the smallest with an error of at most 20 %.",
-        ),
-    ] = None,
+    source: Annotated[str, Argument(metavar="SOURCE")],
+    out: Annotated[Path, Option("-o", "--out", metavar="FOLDER")],
+    state: Literal["tuned", "recovered"] | None = None,
+    format: Literal["merged", "adapter", "gguf"] = "merged",
+    outtype: Literal["f32", "f16", "bf16", "q8_0"] = "f16",
+    converter: str | None = None,
+    check: bool = True,
+    base: str | None = None,
+    rank: Annotated[int | None, Option(min=1)] = None,
     trust_remote_code: opt.TrustRemoteCode = False,
     offline: opt.Offline = False,
     json: opt.Json = False,
@@ -223,7 +212,7 @@ def export(
     )
     show(outcome)
     if "relative_error" in outcome.data:
-        lead("recover", out, "--base", base, "--domain", "PROMPTS.jsonl")
+        suggest("recover", out, "--base", base, "--domain", "PROMPTS.jsonl")
         return
     screen.output.note(f"next: hf upload OWNER/NAME {shlex.quote(str(out))}")
 
@@ -250,10 +239,15 @@ def serve(
     variables = [f"{name}={value}" for name, value in environment.items() if name != "VLLM_API_KEY"]
     data = {"command": command, "url": f"http://{host}:{port}/v1"}
     screen.output.result(shlex.join(variables + command), data)
-    lead(*(word for word in sys.argv[1:] if word != "--dry-run"))
+    suggest(*(word for word in sys.argv[1:] if word != "--dry-run"))
 
 
-def doctor(base: opt.Base = None, json: opt.Json = False) -> None:
+def doctor(
+    base: Annotated[
+        str | None, Option(help="Base model: smollm2-135m (embedded, the default), a Hub id, or a path.")
+    ] = None,
+    json: opt.Json = False,
+) -> None:
     """Check this machine, with a remedy for each problem. Exit code 4 if something needed is missing.
 
     With --base, also say which share of its weights an adapter changes.
@@ -266,4 +260,4 @@ def doctor(base: opt.Base = None, json: opt.Json = False) -> None:
     screen.output.table("", ["check", "", "finding", "remedy"], rows, [vars(c) for c in results])
     if missing := ", ".join(c.name for c in results if c.status == "missing"):
         raise EnvironmentFault(f"this machine cannot run opdcl: {missing}", "see the remedy column")
-    lead("run", "quickstart")
+    suggest("run", "quickstart")

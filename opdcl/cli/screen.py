@@ -12,6 +12,9 @@ from opdcl.console import Output
 if TYPE_CHECKING:
     from opdcl.outcomes import Outcome
 
+# How the sentence of a result is coloured, as the report's heading is.
+STYLES = {"good": "green", "mixed": "blue", "bad": "red"}
+
 output = Output()
 
 
@@ -28,22 +31,30 @@ def start(json: bool, quiet: bool = False, workers: int = 1) -> None:
     sys.stdout = sys.stderr
 
 
-def show(outcome: Outcome) -> None:
-    """Print a result: faults and remarks, tables, its sentence and notes; or faults and one JSON document."""
+def show(outcome: Outcome, all: bool = False) -> None:
+    """Print a result: faults and remarks, its sentence, tables and notes; or faults and one JSON document."""
     output.remarks(outcome.faults, outcome.remarks)
     if output.mode == "json":
         output.result("", outcome.data)
         return
-    for number, table in enumerate(outcome.tables):
+    tables = outcome.tables if all or not outcome.brief else outcome.brief
+    if outcome.sentence not in ("", *(table.title for table in tables), *outcome.notes):
+        first, *further = outcome.sentence.split("\n")
+        output.result(first, None, f"bold {STYLES.get(outcome.severity, '')}")
+        for line in further if tables is outcome.tables else ():
+            output.result(line, None)
+        if tables:
+            output.result("", None)
+    for number, table in enumerate(tables):
         output.table("\n" * (number > 0) + table.title, table.columns, table.rows, None)
-    if outcome.sentence not in ("", *(table.title for table in outcome.tables), *outcome.notes):
-        output.result(outcome.sentence, None)
+    if tables is outcome.brief and outcome.more:
+        output.note(f"all scores: {outcome.more}")
     for note in outcome.notes:
         output.note(note)
     if "--dry-run" in sys.argv:
-        lead(*(word for word in sys.argv[1:] if word != "--dry-run"))
+        suggest(*(word for word in sys.argv[1:] if word != "--dry-run"))
 
 
-def lead(*words: object) -> None:
+def suggest(*words: object) -> None:
     """Say which command comes next."""
     output.note(f"next: opdcl {shlex.join(map(str, words))}")

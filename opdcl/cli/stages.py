@@ -9,16 +9,14 @@ from typer import Argument, Option
 
 from opdcl import api
 from opdcl.cli import options as opt
-from opdcl.cli.screen import lead, show, start
+from opdcl.cli.screen import show, start, suggest
 
 
 def run(
     workflow: opt.Workflow,
     out: opt.Out = None,
-    base: opt.Base = None,
-    deterministic: Annotated[
-        bool, Option("--deterministic", help="Use only kernels that repeat bit for bit.")
-    ] = False,
+    base: str | None = None,
+    deterministic: Annotated[bool, Option("--deterministic")] = False,
     settings: opt.Settings = None,
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
@@ -47,19 +45,17 @@ def run(
 
     runs = outcome.runs() if isinstance(outcome, Comparison) else []
     if runs:
-        lead("chat", runs[0])
+        suggest("chat", runs[0])
 
 
 def finetune(
-    rows: Annotated[
-        str,
-        Argument(metavar="ROWS", help="Rows to learn: handbook (shipped), a file, a folder, or a Hub id."),
-    ],
-    out: Annotated[Path, Option("-o", "--out", metavar="RUN", help="Run directory.")] = Path("runs/finetune"),
-    base: opt.Base = None,
-    epochs: Annotated[float | None, Option(help="Passes over the rows.")] = None,
-    learning_rate: opt.LearningRate = None,
-    seed: opt.Seed = None,
+    data: Annotated[str, Argument(metavar="ROWS")],
+    out: Annotated[Path, Option("-o", "--out", metavar="RUN")] = Path("runs/finetune"),
+    base: str | None = None,
+    epochs: float | None = None,
+    replay: float | None = None,
+    learning_rate: float | None = None,
+    seed: int | None = None,
     columns: opt.Columns = None,
     settings: opt.Settings = None,
     dry_run: opt.DryRun = False,
@@ -72,10 +68,11 @@ def finetune(
     """Fine-tune a LoRA adapter on your rows, mixed with replayed general prompts."""
     start(json, quiet, workers)
     outcome = api.finetune(
-        rows,
+        data,
         out=out,
         base=base,
         epochs=epochs,
+        replay=replay,
         learning_rate=learning_rate,
         seed=seed,
         columns=columns,
@@ -88,18 +85,14 @@ def finetune(
 
 
 def recover(
-    source: opt.Source,
-    prompts: Annotated[
-        str | None, Option(help="General prompts: everyday (shipped), a file, or a Hub id.")
-    ] = None,
-    domain: Annotated[
-        str | None, Option(help="Domain prompts. Default: the questions of the fine-tune's rows.")
-    ] = None,
-    steps: Annotated[int | None, Option(help="Optimizer steps.")] = None,
-    learning_rate: opt.LearningRate = None,
-    seed: opt.Seed = None,
-    out: opt.OutBeside = None,
-    base: opt.BaseOfAdapter = None,
+    path: Annotated[str, Argument(metavar="SOURCE")],
+    prompts: str | None = None,
+    domain: str | None = None,
+    steps: int | None = None,
+    learning_rate: float | None = None,
+    seed: int | None = None,
+    out: opt.Out = None,
+    base: str | None = None,
     system: opt.System = None,
     columns: opt.Columns = None,
     settings: opt.Settings = None,
@@ -113,7 +106,7 @@ def recover(
     """Recover what the fine-tune forgot, by distillation. The teacher is the original model."""
     start(json, quiet, workers)
     outcome = api.recover(
-        source,
+        path,
         prompts=prompts,
         domain=domain,
         steps=steps,
@@ -132,34 +125,16 @@ def recover(
 
 
 def evaluate(
-    source: opt.Measured,
-    retention: Annotated[
-        list[str] | None,
-        Option(
-            metavar="SUITE,...",
-            help="Suites that measure forgetting. Default: instructions. `opdcl suites ls` lists the shipped "
-            "ones; of lm-eval: ifeval,arc_easy. Repeatable.",
-        ),
-    ] = None,
-    domain: Annotated[
-        list[str] | None,
-        Option(metavar="SUITE", help="Domain suite, or a file of questions and answers. Repeatable."),
-    ] = None,
-    data: Annotated[
-        list[str] | None, Option(metavar="SUITE=PATH", help="Local file with a suite's data. Repeatable.")
-    ] = None,
-    limit: Annotated[int | None, Option(help="Evaluate only the first N documents of each suite.")] = None,
+    path: Annotated[str, Argument(metavar="SOURCE")],
+    retention: Annotated[list[str] | None, Option(metavar="SUITE,...")] = None,
+    domain: Annotated[list[str] | None, Option(metavar="SUITE")] = None,
+    data: Annotated[list[str] | None, Option(metavar="SUITE=PATH")] = None,
+    limit: int | None = None,
     out: opt.Out = None,
-    base: opt.BaseOfAdapter = None,
+    base: str | None = None,
     system: opt.System = None,
     columns: opt.Columns = None,
-    max_drop: Annotated[
-        list[str] | None,
-        Option(
-            metavar="POINTS",
-            help="Points that retention suites may fall below base: 5, SUITE=3, closeness=0.8. Repeatable.",
-        ),
-    ] = None,
+    max_drop: Annotated[list[str] | None, Option(metavar="POINTS")] = None,
     settings: opt.Settings = None,
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
@@ -174,7 +149,7 @@ def evaluate(
     """
     start(json, quiet, workers)
     outcome = api.evaluate(
-        source,
+        path,
         retention=retention or (),
         domain=domain or (),
         data=opt.suite_files(data),

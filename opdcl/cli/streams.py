@@ -1,4 +1,4 @@
-"""The standard streams as a command needs them, whatever the shell has left of them."""
+"""Reopen standard streams that the shell closed, and replace characters that they cannot encode."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class ReplaySection(Section):
     """Share of all rows that are replayed; 0: none. They come on top of the domain's rows: with 0.7 there are
     a little more than three times as many steps, and base writes seven answers for three of your rows."""
     most: Positive = 2000
-    """The most rows that are replayed, whatever the share asks for: base writes an answer for each."""
+    """Limit of the replayed rows, if the share asks for more: base writes an answer for each."""
     prompts: str = Field(default="everyday", min_length=1)
     """General prompts: `everyday` (shipped), a file, or a Hub dataset."""
     author: Literal["base", "student"] = "base"
@@ -116,7 +116,7 @@ class FinetuneConfig(Section):
     """What to do with rows that cannot be learned: malformed, refused by the chat template, or without an
     answer. `refuse`: stop before training. `skip`: leave them out and say how many there are."""
     replay: ReplaySection = ReplaySection()
-    """General rows among the domain's."""
+    """Mix general rows into the fine-tune."""
     save_steps: Positive = 50
     """Optimizer steps between checkpoints."""
     seed: Seed = 0

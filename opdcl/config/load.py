@@ -15,13 +15,17 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 
+from opdcl.config.effects import without_effect
 from opdcl.config.own_tasks import ENDINGS, ROLES, is_task_file, is_task_path, name_own_tasks
 from opdcl.config.recover import split_share
-from opdcl.config.reference import SCHEMA, error_key, explain
+from opdcl.config.reference import SCHEMA, error_key, explain, explain_idle
 from opdcl.config.shipped import SHIPPED_DATA, find_workflow, split_part
 from opdcl.config.workflow import MACHINE, WITHOUT_MEANING, Workflow
 from opdcl.errors import UsageError
 from opdcl.sanitize import redact
+
+# Takes a line for the user.
+Note = Callable[[str], None]
 
 MAX_BYTES = 1_000_000
 DEEPEST = 50  # levels; a real workflow has six
@@ -56,11 +60,12 @@ def load(
     overrides: Sequence[str] = (),
     flags: dict[str, Any] | None = None,
     is_stored: Callable[[Path], bool] = lambda file: False,
+    note: Note = lambda text: None,
 ) -> tuple[Workflow, dict[str, str]]:
     """Return the workflow and the origin of each set value (`"recover.steps" -> "quickstart.yaml:31"`).
 
     Precedence: defaults < first file < further files < `--set a.b=c` < named arguments. A file that
-    `is_stored` in a run opens no other file: its texts are texts.
+    `is_stored` in a run opens no other file: its texts are texts. `note` reports what `validate` leaves out.
     """
     tree: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -69,27 +74,31 @@ def load(
     for source in sources:
         file = find_workflow(source)
         _merge(tree, origins, _read(file), file, not is_stored(file))
-    return _override(tree, origins, values, flags or {})
+    return _override(tree, origins, values, flags or {}, note)
 
 
 def load_tree(
-    tree: dict[str, Any], origins: dict[str, str], overrides: list[str], flags: dict[str, Any], stage: str
+    tree: dict[str, Any],
+    origins: dict[str, str],
+    overrides: list[str],
+    flags: dict[str, Any],
+    stage: str,
+    note: Note = lambda text: None,
 ) -> tuple[Workflow, dict[str, str]]:
     """Return the workflow of an earlier command with one stage added, overridden as in `load`."""
     values = _read_overrides(overrides)
     stored = {key: value for key, value in tree.items() if value is not None}
     stored[stage] = dict(stored.get(stage) or {})
     try:
-        return _override(copy.deepcopy(stored), dict(origins), values, flags)
+        return _override(copy.deepcopy(stored), dict(origins), values, flags, note)
     except UsageError:
-        # A run stores all settings. One that this version does not have or use is a former default, and goes,
+        # A run stores all settings. One that this version does not have is a former default and is left out,
         # unless somebody had set it and it had an influence on the result: then the schema refuses it.
-        for key in _faulty_keys(stored, "extra_forbidden", "no_effect"):
-            is_set = any(f"{origin}.".startswith(f"{key}.") for origin in origins)
+        for key in _unknown_keys(stored):
             has_meaning = key.rpartition(".")[2] not in WITHOUT_MEANING | MACHINE
-            if not (is_set and has_meaning):
+            if not (_is_set(key, origins) and has_meaning):
                 _take_out(stored, key)
-        return _override(stored, dict(origins), values, flags)
+        return _override(stored, dict(origins), values, flags, note)
 
 
 def _read_overrides(overrides: Sequence[str]) -> list[tuple[str, Any, str]]:
@@ -103,12 +112,19 @@ def _read_overrides(overrides: Sequence[str]) -> list[tuple[str, Any, str]]:
             raise UsageError(
                 f"--set {key.strip()}= has no value", f"--set {key.strip()}=null takes a setting away"
             )
-        values.append((key.strip(), _parse_value(text, key), "--set"))
+        try:
+            values.append((key.strip(), _plain(_parse(text, f"--set {key}")), "--set"))
+        except ValueError as fault:
+            raise UsageError(f"--set {key}: {fault}", QUOTE) from fault
     return values
 
 
 def _override(
-    tree: dict[str, Any], origins: dict[str, str], values: list[tuple[str, Any, str]], flags: dict[str, Any]
+    tree: dict[str, Any],
+    origins: dict[str, str],
+    values: list[tuple[str, Any, str]],
+    flags: dict[str, Any],
+    note: Note,
 ) -> tuple[Workflow, dict[str, str]]:
     """Apply overrides to a tree; settings below them that lose their effect return to their defaults."""
     below, own = copy.deepcopy(tree), set()
@@ -121,11 +137,10 @@ def _override(
             if not isinstance(node, dict):
                 raise UsageError(f"{key}: {section} is a value, not a section", "opdcl config schema")
         node[name] = _from_here(value, key)
-        for inner in [known for known in origins if known.startswith(f"{key}.")]:
-            del origins[inner]  # what stood there is replaced
+        _forget_below(origins, key)  # what stood there is replaced
         origins[key] = origin
         own.add(key)
-    return validate(tree, origins, own, below), origins
+    return validate(tree, origins, own, below, note), origins
 
 
 def validate(
@@ -133,32 +148,75 @@ def validate(
     origins: dict[str, str] | None = None,
     own: Collection[str] | None = None,
     below: dict[str, Any] | None = None,
+    note: Note = lambda text: None,
 ) -> Workflow:
-    """Check a plain mapping against the schema; all errors are reported at once.
+    """Check a plain mapping against the schema.
+
+    A setting without an effect is refused. If a layer below the topmost has set it, and the topmost has taken
+    its effect away, it is left out instead, from `tree` and `origins` too.
 
     Args:
-        tree: The settings. Changed where an inherited setting returns to its default.
-        origins: Key -> file and line, for the error message.
-        own: Keys set in the topmost layer; default: all. A setting without an effect is an error among these;
-            any other returns to its default.
-        below: The settings under the topmost layer. One that has no effect there either is an error, too.
+        tree: The settings of all layers.
+        origins: Key -> file and line, for the settings that somebody has set; default: all of them.
+        own: Keys set in the topmost layer; default: all.
+        below: The settings of the layers below; default: each is known to have had an effect.
+        note: Reports what is left out, if somebody had set it.
     """
     name_own_tasks(tree)
     for key, value in flatten(tree).items():
         if isinstance(value, str) and redact(value) != value:
             hint = "put it into the environment, for instance as HF_TOKEN: that is never stored"
             raise UsageError(f"{key} looks like a secret, and a run stores its configuration on disk", hint)
+    flow = _checked(tree, origins)
+    overruled = _overruled(without_effect(flow), origins, own, below)
+    for key, reason in overruled.items():
+        if _is_set(key, origins):
+            note(f"{key} is left out: it has no effect {reason}")
+        _take_out(tree, key)
+        (origins or {}).pop(key, None)
+        _forget_below(origins or {}, key)
+    if overruled:
+        flow = _checked(tree, origins)
+    if idle := without_effect(flow):
+        raise explain_idle(idle, origins or {})
+    return flow
+
+
+def _overruled(
+    idle: dict[str, str],
+    origins: dict[str, str] | None,
+    own: Collection[str] | None,
+    below: dict[str, Any] | None,
+) -> dict[str, str]:
+    """Return the settings without an effect that are no mistake: the topmost layer took it from them."""
+    if own is None:
+        return {}
+    found = {key: reason for key, reason in idle.items() if not _is_in(key, own)}
+    if not (found and below):
+        return found
+    try:
+        before = without_effect(Workflow.model_validate(below))
+    except ValidationError:  # it needs what is laid over it
+        return found
+    mistakes = [key for key in before if _is_set(key, origins)]
+    return {key: reason for key, reason in found.items() if not _is_in(key, mistakes)}
+
+
+def _checked(tree: dict[str, Any], origins: dict[str, str] | None) -> Workflow:
+    """Return the workflow of a plain mapping; all errors are reported at once."""
     try:
         return Workflow.model_validate(tree)
     except ValidationError as fault:
-        ours = None if own is None else {*own, *_faulty_keys(below or {}, "no_effect")}
-        idle = [key for key in _keys_of(fault, "no_effect") if ours is not None and not _is_in(key, ours)]
-        if not idle:
-            raise explain(fault, origins or {}) from fault
-    for key in idle:
-        _take_out(tree, key)
-        (origins or {}).pop(key, None)
-    return validate(tree, origins, ours)
+        raise explain(fault, origins or {}) from fault
+
+
+def _unknown_keys(tree: dict[str, Any]) -> set[str]:
+    """Return the keys that the schema does not have."""
+    try:
+        Workflow.model_validate(tree)
+    except ValidationError as fault:
+        return {error_key(error)[0] for error in fault.errors() if error["type"] == "extra_forbidden"}
+    return set()
 
 
 def _take_out(tree: dict[str, Any], key: str) -> None:
@@ -168,17 +226,14 @@ def _take_out(tree: dict[str, Any], key: str) -> None:
     del tree[name]
 
 
-def _faulty_keys(tree: dict[str, Any], *kinds: str) -> set[str]:
-    """Return the keys at which the schema finds these kinds of error."""
-    try:
-        Workflow.model_validate(tree)
-    except ValidationError as fault:
-        return _keys_of(fault, *kinds)
-    return set()
+def _forget_below(origins: dict[str, str], section: str) -> None:
+    for key in [key for key in origins if key.startswith(f"{section}.")]:
+        del origins[key]
 
 
-def _keys_of(fault: ValidationError, *kinds: str) -> set[str]:
-    return {error_key(error)[0] for error in fault.errors() if error["type"] in kinds}
+def _is_set(key: str, origins: dict[str, str] | None) -> bool:
+    """Whether somebody has set a setting, or one in this section."""
+    return origins is None or any(f"{origin}.".startswith(f"{key}.") for origin in origins)
 
 
 def _is_in(key: str, own: Collection[str]) -> bool:
@@ -251,13 +306,6 @@ def _refuse_magic(text: str, where: str) -> None:
                 raise UsageError(f"{where}:{event.start_mark.line + 1} uses {name}", "write the values out")
 
 
-def _parse_value(text: str, key: str) -> Any:
-    try:
-        return _plain(_parse(text, f"--set {key}"))
-    except ValueError as fault:
-        raise UsageError(f"--set {key}: {fault}", QUOTE) from fault
-
-
 def _plain(value: Any) -> Any:
     """Turn ruamel's decorated containers and scalars into plain ones."""
     if isinstance(value, dict):
@@ -328,7 +376,7 @@ def _from_here(value: Any, key: str) -> Any:
 
 
 def _opened(value: Any, key: str) -> Any:
-    """Return the text of the file that stands in place of a system prompt, as `@FILE`, or of a template."""
+    """Return the text of the file that a value names: `@FILE` as a system prompt, a path as a template."""
     if not isinstance(value, str):
         return value
     if fnmatch.fnmatchcase(key, TEMPLATE_FIELD) and "{" not in value and os.path.isfile(value):
@@ -390,7 +438,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def with_setting(section: Any, key: str, value: Any) -> Any:
-    """Return settings in which a dotted key has another value, which is taken as it is: it is a valid one."""
+    """Return settings with another value at a dotted key; the value is not validated."""
     name, _, rest = key.partition(".")
     is_mapping = isinstance(section, dict)
     if rest:

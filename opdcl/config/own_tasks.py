@@ -21,7 +21,7 @@ def is_task_file(place: str) -> bool:
 
 
 def is_task_path(place: str) -> bool:
-    """Tell whether what stands in place of a suite is a file or folder, which no suite's name looks like."""
+    """Return whether an entry of a list of suites is a file or folder; no suite's name looks like one."""
     return is_task_file(place) or ("/" in place and os.path.isdir(place))
 
 

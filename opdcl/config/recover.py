@@ -97,7 +97,7 @@ class RecoverConfig(Section):
 
     unused = (
         (f"{AUTHORS} steps weighting", lambda s: s.method == "interpolate", TRAINS_NOTHING),
-        (f"{AUTHORS} loss.kind", lambda s: s.method == "replay", IMITATES),
+        (f"{AUTHORS} loss.kind loss.k", lambda s: s.method == "replay", IMITATES),
         (
             "general_per_domain",
             lambda s: s.method == "general",
@@ -159,11 +159,10 @@ class RecoverConfig(Section):
     general_per_domain: Count = 1
     """General steps before each domain step; no step mixes the two. 0: domain steps only."""
     lmbda: Share | Auto = "auto"
-    """Share of the general steps, the last ones, in which the student writes the answers: rounded, but at
-    least one of two or more. In those before, their teacher writes, as it does in domain steps. `auto`: from
-    the first validation on at which the student's own answers are half as long as base's, or as those that
-    are given. 1 is
-    on-policy, 0 off-policy. TRL's GKD draws each step with this chance."""
+    """Share of the general steps, the last ones, in which the student writes the answers; at least one step,
+    if it is above 0 and there are two. In those before, their teacher writes, as it does in domain steps.
+    `auto`: from the first validation on at which the student's own answers are half as long as base's, or as
+    those that are given. 1 is on-policy, 0 off-policy. TRL's GKD draws each step with this chance."""
     on_policy: OnPolicySection = OnPolicySection()
     """What is different where the student writes."""
     sample_ahead: Positive = 3
@@ -221,7 +220,7 @@ class RecoverConfig(Section):
             self._check_teacher(name, teacher)
         if self.general is None and not self.reward and self.hands_over("domain"):
             raise ValueError("lmbda auto compares general answers, and there are none: give lmbda a number")
-        if self.given_answers and self.loss.kind == "policy_gradient":
+        if self.given_answers and not self.reward and self.loss.kind == "policy_gradient":
             raise ValueError("given_answers needs another loss.kind: nobody sampled these answers")
         if self.reward:
             self._check_reward(self.reward.group)
@@ -302,7 +301,7 @@ class RecoverConfig(Section):
         longer = self.limit("general") / self.limit("domain")
         return round(rollouts * min(max(longer, 1), MOST_DOMAIN_ROWS))
 
-    def students_share(self, stream: StreamName) -> float:
+    def on_policy_share(self, stream: StreamName) -> float:
         """Return the share of a stream's steps that are the student's to write from the beginning."""
         return float(self.lmbda) if self._may_write(stream) and self.lmbda != "auto" else 0.0
 
@@ -343,7 +342,7 @@ class RecoverConfig(Section):
             reverse = self.on_policy.reverse if writes and kind == "forward_kl" else 0.0
             loss = Loss(kind, self.loss.k, reverse, self.weighting)
             if self.reward and name == "general":
-                loss = replace(loss, reward=self.reward.weight, weight=self.reward.teacher)
+                loss = replace(loss, reward_weight=self.reward.weight, teacher_weight=self.reward.teacher)
             share = of_domain if name == "domain" else 1 - of_domain
             streams[name] = Stream(name, prompts[name], author, teachers[name], loss, share)
         return streams

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
@@ -135,7 +135,7 @@ def explain(fault: ValidationError, origins: dict[str, str]) -> UsageError:
         elif error["type"] == "missing":
             lines[key] = f"{key} is required{where}"
         elif "key" in context:  # an error of ours
-            hints[key] = context.get("hint") or "remove the setting"
+            hints[key] = context["hint"]
             lines[key] = f"{key} {error['msg']}{where}"
         elif words := next((words for words, types in WORDS.items() if error["type"] in types.split()), ""):
             is_address = "http" in context.get("pattern", "")
@@ -153,6 +153,12 @@ def explain(fault: ValidationError, origins: dict[str, str]) -> UsageError:
         return UsageError("".join(lines.values()), "".join(hints.values()) or SCHEMA)
     told = [line + (f"; {hints[key]}" if hints.get(key) else "") for key, line in lines.items()]
     return UsageError("\n".join(told), SCHEMA)
+
+
+def explain_idle(idle: Mapping[str, str], origins: dict[str, str]) -> UsageError:
+    """Return one error with a line for each setting that has no effect; `idle` says why, by key."""
+    lines = [f"{key} has no effect {reason}{_origin(key, origins)}" for key, reason in idle.items()]
+    return UsageError("\n".join(lines), "remove the setting" if len(lines) == 1 else "remove these settings")
 
 
 def error_key(error: Any) -> tuple[str, type[Section] | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import (
     BaseModel,
@@ -15,7 +15,6 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 if TYPE_CHECKING:
     Auto: TypeAlias = Any  # `opdcl.pipeline.defaults` puts a number in its place before a stage reads it
@@ -66,7 +65,7 @@ class Section(BaseModel):
     )
 
     unused: ClassVar[tuple[tuple[str, Callable[[Any], bool], str], ...]] = ()
-    """Keys, when they have no effect, and why: then values other than the defaults are refused."""
+    """Keys, when they have no effect, and why: then `config.load` refuses values other than the defaults."""
     former: ClassVar[dict[str, tuple[Any, str]]] = {}
     """Keys of earlier versions: the value that always holds now, and what to do in place of another one."""
 
@@ -90,22 +89,6 @@ class Section(BaseModel):
             for key, (value, _) in self.former.items():
                 settings[key] = value
         return settings
-
-    @model_validator(mode="after")
-    def _refuse_settings_without_effect(self) -> Self:
-        for keys, has_no_effect, reason in self.unused:
-            for key in keys.split():
-                if has_no_effect(self) and self._differs(key):
-                    context = {"key": key, "reason": reason}
-                    raise PydanticCustomError("no_effect", "has no effect {reason}", context)
-        return self
-
-    def _differs(self, key: str) -> bool:
-        """Whether a dotted key differs from its default; stored runs name all keys."""
-        section_name, _, name = key.rpartition(".")
-        section = getattr(self, section_name) if section_name else self
-        default = type(section).model_fields[name].default if section else None
-        return section is not None and bool(getattr(section, name) != default)
 
 
 # The text itself: `config.load` reads the file where a command or a workflow names one.

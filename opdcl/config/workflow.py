@@ -149,7 +149,7 @@ def _general_sources(recover: RecoverConfig) -> dict[str, str]:
     return {f"recover.general.{number}": source for number, source in enumerate(sources)}
 
 
-# Settings that finished runs do not name, and the values that stand for what those did.
+# Settings that runs of earlier versions do not name, and the values of today that mean what those did.
 ADDED_LATER = (("given_answers", False), ("author", "base"), ("most", 2000))
 
 

@@ -31,8 +31,7 @@ SETS_THINKING = "{%- set enable_thinking = enable_thinking | default("
 
 def encode_prompt(row: Row, tokenizer: PreTrainedTokenizerBase, room: int) -> list[int]:
     """Return the ids of a prompt up to where the answer begins; raise a UsageError if they exceed `room`."""
-    check_rendered(row, tokenizer, row.prompt)
-    ids = templated(tokenizer, row, row.prompt, generation=True)
+    ids = text_ids(tokenizer, render_whole(row, tokenizer, row.prompt, generation=True))
     if len(ids) > room:
         message = f"{row.where}: the prompt has {len(ids)} tokens, and the context leaves room for {room}"
         raise UsageError(message, "shorten the prompt, or lower max_new_tokens")
@@ -43,7 +42,12 @@ def request_ids(request: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids of the prompt of an lm-eval request: as lm-eval wrote it, or as a row is asked."""
     if PACKED_ROW in request.doc:
         return encode_prompt(Row.unpacked(request.doc[PACKED_ROW]), tokenizer, sys.maxsize)
-    return list(tokenizer(request.args[0], add_special_tokens=False)["input_ids"])
+    return text_ids(tokenizer, request.args[0])
+
+
+def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the ids of a text, to which the tokenizer adds nothing."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -56,9 +60,9 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
     asked = [{"role": "user", "content": question}]
     answered = [*asked, {"role": "assistant", "content": answer}]
     try:
-        written = render(tokenizer, answered, False, tokenize=False)
-        prompt = render(tokenizer, asked, True, tokenize=False)
-        unopened = render(tokenizer, asked, False, tokenize=False)
+        written = render(tokenizer, answered, False)
+        prompt = render(tokenizer, asked, True)
+        unopened = render(tokenizer, asked, False)
     except UsageError:  # it wants other turns, as the rows may have them
         return
     hint = "name another template: --set model.chat_template=FILE"
@@ -76,8 +80,8 @@ def check_turn_end(tokenizer: PreTrainedTokenizerBase, eos_ids: list[int]) -> No
     """Refuse a chat template that does not end answers with an end-of-sequence id, so stopping is learned."""
     marker = "finis"
     turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": marker}]
-    text = render(tokenizer, turns, False, tokenize=False)
-    rest = tokenizer(text[text.rindex(marker) + len(marker) :], add_special_tokens=False)["input_ids"]
+    text = render(tokenizer, turns, False)
+    rest = text_ids(tokenizer, text[text.rindex(marker) + len(marker) :])
     if set(rest) & set(eos_ids):
         return
     ends = tokenizer.convert_ids_to_tokens(rest[:3])
@@ -92,22 +96,21 @@ def render(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Message],
     generation: bool,
-    tokenize: bool,
     row: Row | None = None,
     **further: Any,
-) -> Any:
-    """Apply the chat template, in the same way for training, sampling and evaluation.
+) -> str:
+    """Return messages as the chat template writes them, alike for training, sampling and evaluation.
 
     Unless `model.chat_template_kwargs` or the row says otherwise, thinking is switched off where there is a
     switch: base would spend its tokens on thoughts that the fine-tune's rows do not have, and the two would
-    not be comparable. For the same reason, a template that asks for the date is told one that never changes.
+    not be comparable. For the same reason, a template that asks for the date always gets the same one.
 
     Raises:
         UsageError: The template is malformed or refuses the conversation.
     """
     from jinja2 import TemplateError
 
-    options: dict[str, Any] = {"tokenize": tokenize, "return_dict": tokenize, **further}
+    options: dict[str, Any] = {"tokenize": False, **further}
     template = str(tokenizer.chat_template)
     if not (template.startswith(DEFAULTS) and SETS_THINKING in template):
         options["enable_thinking"] = False
@@ -116,7 +119,7 @@ def render(
     if CLOCK in template:
         options["chat_template"] = on_one_day(tokenizer.get_chat_template(tools=row.tools if row else None))
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=generation, **options)
+        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=generation, **options))
     except (TemplateError, TypeError) as fault:
         place = f"{row.where}: " if row else ""
         hint = "check the roles of its turns, or name another template: --set model.chat_template=FILE"
@@ -132,9 +135,9 @@ def render_request(
         UsageError: The template refuses the messages, or does not end with what the task begins.
     """
     if add_generation_prompt:
-        return str(render(tokenizer, messages, True, tokenize=False))
+        return render(tokenizer, messages, True)
     try:
-        return str(render(tokenizer, messages, False, tokenize=False, continue_final_message=True))
+        return render(tokenizer, messages, False, continue_final_message=True)
     except ValueError as fault:
         message = (
             f"the chat template cannot continue {messages[-1]['content']!r}, with which an answer begins"
@@ -150,19 +153,17 @@ def on_one_day(template: str) -> str:
 
 
 def note_on_clock(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Say which date a chat template is told that asks for today's; "" if it asks for none."""
+    """Return a note on the date that a chat template gets as today's; "" if it asks for none."""
     if CLOCK not in str(tokenizer.chat_template):
         return ""
     day = TODAY.strftime("%d %B %Y")
-    return (
-        f"the chat template asks for today's date: it is told {day} on every day, so that prompts are equal"
-    )
+    return f"the chat template asks for today's date: it gets {day} on every day, so that prompts are equal"
 
 
 def with_variables(template: str, variables: Mapping[str, Any]) -> str:
     """Return a chat template with other defaults of its variables, which a caller can still override.
 
-    Written into the template, they hold wherever it goes: the tokenizer of an exported model, GGUF, a server.
+    They are written into the template, so every copy has them: an exported tokenizer, GGUF, a server.
 
     Raises:
         UsageError: The template has no such variable.
@@ -211,8 +212,14 @@ def answer_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], compl
     return str(tokenizer.decode(completion_ids[begin:], skip_special_tokens=True)).lstrip()
 
 
-def check_rendered(row: Row, tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> None:
-    """Refuse a row whose tools, tool calls or last thought the chat template would leave out."""
+def render_whole(
+    row: Row, tokenizer: PreTrainedTokenizerBase, messages: list[Message], generation: bool = False
+) -> str:
+    """Return messages of a row as `render`; none of its tools, tool calls or last thought may be left out.
+
+    Raises:
+        UsageError: The chat template refuses the conversation, or leaves out one of these.
+    """
     if row.variables:
         check_variables(tokenizer.get_chat_template(tools=row.tools), row.variables, row.where)
     # What may be left out, and row and messages without it.
@@ -227,15 +234,16 @@ def check_rendered(row: Row, tokenizer: PreTrainedTokenizerBase, messages: list[
     elif has_thought(last):
         *_, answer = split_thought(last["content"])
         parts.append(("the thought", row, [*messages[:-1], {**last, "content": answer}]))
+    written = render(tokenizer, messages, generation, row)
     for what, other, shorter in parts:
         try:
-            written = render(tokenizer, messages, False, False, row)
-            same = written == render(tokenizer, shorter, False, False, other)
+            same = written == render(tokenizer, shorter, generation, other)
         except UsageError:  # the results of tools need their calls, so both are written
             continue
         if same:
             hint = "choose a model whose template writes it, or --set model.chat_template=FILE"
             raise UsageError(f"{row.where}: the chat template leaves out {what}", hint)
+    return written
 
 
 def same_length(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -255,10 +263,3 @@ def has_thought(message: Message) -> bool:
 
 def _without(message: Message, *keys: str) -> Message:
     return {key: value for key, value in message.items() if key not in keys}
-
-
-def templated(
-    tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], generation: bool = False
-) -> list[int]:
-    """Return the ids of messages as the chat template writes them."""
-    return list(render(tokenizer, messages, generation, True, row)["input_ids"])

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
-from opdcl.data.chat import check_rendered, encode_prompt, has_thought, render, same_length, templated
-from opdcl.data.control import control_tokens, find_control, markup
-from opdcl.data.formats import Row, did_you_mean
+from opdcl.data.chat import encode_prompt, has_thought, render, render_whole, same_length, text_ids
+from opdcl.data.formats import BadRow, Row, did_you_mean
 from opdcl.data.messages import Message
 from opdcl.data.rows import Tell, check_prompts, telling
+from opdcl.data.special_tokens import control_tokens, find_control, markup
 from opdcl.errors import UsageError
 from opdcl.types import Example
 
@@ -46,28 +46,34 @@ class Examples:
 class TrainingRows:
     """The rows of a fine-tune that hold something to learn, and what is known of the others.
 
-    `count` is the number of all rows. `notes` tell of rows without an answer, `errors` of rows that cannot be
-    read.
+    `count` is the number of all rows. `notes` tell of rows without an answer, `errors` are the messages on
+    those that cannot be used.
     """
 
     usable: list[Row]
     count: int
     notes: list[str]
-    errors: Sequence[UsageError] = ()
+    errors: list[str]
 
 
-def with_answers(rows: list[Row], config: FinetuneConfig, errors: Sequence[UsageError] = ()) -> TrainingRows:
-    """Return the rows that have something to learn; `errors` are those of rows that cannot be read.
+def with_answers(rows: list[Row], config: FinetuneConfig, bad: Sequence[BadRow] = ()) -> TrainingRows:
+    """Return the rows that have something to learn, of those that can be used and the `bad` ones.
 
     Raises:
-        UsageError: Some have no answer and `bad_rows` is `refuse`, or none has one.
+        UsageError: Some are bad or have no answer and `bad_rows` is `refuse`, or none is left.
     """
+    errors = [row.message for row in bad]
+    if bad and config.bad_rows == "refuse":
+        raise UsageError(errors[0], f"{bad[0].hint}; --set finetune.bad_rows=skip leaves such rows out")
+    if not rows:
+        message = f"{config.data} has no row that can be used; the first: {errors[0]}"
+        raise UsageError(message, bad[0].hint)
     usable: list[Row] = []
     empty: list[Row] = []
     for row in rows:
         has_answer = row.text is not None or row.answer or row.reply
         (usable if has_answer else empty).append(row)
-    count = len(rows) + len(errors)
+    count = len(rows) + len(bad)
     if not empty:
         return TrainingRows(rows, count, [], errors)
     found = _counted([row.where for row in empty], "have", "no answer to learn")
@@ -77,12 +83,9 @@ def with_answers(rows: list[Row], config: FinetuneConfig, errors: Sequence[Usage
     return TrainingRows(usable, count, [f"{found}; left out"], errors)
 
 
-def bad_rows(errors: Sequence[UsageError]) -> list[str]:
+def bad_rows(errors: Sequence[str]) -> list[str]:
     """Return a note on rows that are left out because of an error of their own; none without any."""
-    if not errors:
-        return []
-    found = _counted([error.message for error in errors], "cannot", "be used")
-    return [f"{found}; left out"]
+    return [f"{_counted(errors, 'cannot', 'be used')}; left out"] if errors else []
 
 
 def read_examples(
@@ -112,7 +115,7 @@ def read_examples(
         except UsageError as fault:
             if config.bad_rows == "refuse":
                 raise
-            errors.append(fault)
+            errors.append(fault.message)
             continue
         if not whole:
             unasked.append(row.where)
@@ -123,7 +126,11 @@ def read_examples(
         longest = max(longest, (size, row.where), key=lambda pair: pair[0])
         if row.text is None and size > limit:
             long.append((size, row.where))
-            examples = _cut(examples, limit) if config.long_rows == "cut" else []
+            cut = [Example(example.ids[:limit], example.learned[:limit]) for example in examples]
+            # A prompt that fills a sequence leaves nothing to learn.
+            examples = [example for example in cut if any(example.learned)]
+            if config.long_rows != "cut":
+                examples = []
             cut_to_nothing += not examples
         if examples:
             used.append(row)
@@ -171,12 +178,6 @@ def _loses_blanks(row: Row, examples: list[Example], tokenizer: PreTrainedTokeni
         return False
     learned = [i for i, is_learned in zip(examples[0].ids, examples[0].learned, strict=True) if is_learned]
     return answer not in tokenizer.decode(learned)
-
-
-def _cut(examples: list[Example], limit: int) -> list[Example]:
-    """Return the beginnings of sequences; a prompt that fills one leaves nothing to learn of it."""
-    cut = [Example(example.ids[:limit], example.learned[:limit]) for example in examples]
-    return [example for example in cut if any(example.learned)]
 
 
 def _control_notes(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -235,10 +236,10 @@ def encode_example(
 
 @dataclass(frozen=True)
 class Turn:
-    """An assistant turn as it is learned.
+    """An assistant turn, and what of it is learned.
 
     `prompt` holds the very ids that ask for it in use, `answer` its own ids up to the end of the turn, and
-    `learned` says of each whether it is learned. `words` of them come before what ends the turn.
+    `learned` has a flag for each of them. `words` of them come before what ends the turn.
     """
 
     prompt: list[int]
@@ -254,12 +255,22 @@ def learned_turns(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[Turn | N
         UsageError: No prompt leads to any, the template leaves out something, or an answer ends itself.
     """
     messages = [*row.prompt, {"role": "assistant", "content": row.answer or "", **row.reply}]
-    check_rendered(row, tokenizer, messages)
+    whole = render_whole(row, tokenizer, messages)
     turns: list[Turn | None] = []
     for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            # Nothing is asked before the first message.
-            turns.append(_turn(row, tokenizer, messages[: index + 1]) if index else None)
+        if message["role"] != "assistant":
+            continue
+        if not index:  # nothing is asked before the first message
+            turns.append(None)
+            continue
+        said = messages[: index + 1]
+        if message is messages[-1]:
+            written = whole
+        elif has_thought(message):
+            written = render_whole(row, tokenizer, said)
+        else:
+            written = render(tokenizer, said, False, row)
+        turns.append(_turn(row, tokenizer, said, written))
     if not any(turns):
         hint = "name a template that writes answers as its prompts open them: --set model.chat_template=FILE"
         if any(map(has_thought, messages)):
@@ -288,15 +299,17 @@ def in_sequences(turns: list[Turn | None]) -> list[Example]:
     return [last, *reversed(others)]
 
 
-def _turn(row: Row, tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> Turn | None:
-    """Return the last of the messages as it is learned, or None if no prompt leads to it."""
-    if has_thought(messages[-1]):
-        check_rendered(row, tokenizer, messages)
-    prompt = templated(tokenizer, row, messages[:-1], generation=True)
-    whole = templated(tokenizer, row, messages)
+def _turn(row: Row, tokenizer: PreTrainedTokenizerBase, messages: list[Message], written: str) -> Turn | None:
+    """Return the last of the messages as it is learned, or None if no prompt leads to it.
+
+    `written` is the text of all messages.
+    """
+    asked = render(tokenizer, messages[:-1], True, row)
+    prompt, whole = text_ids(tokenizer, asked), text_ids(tokenizer, written)
     answer = whole[len(prompt) :]
     if whole[: len(prompt)] != prompt:
-        answer = _answer_apart(row, tokenizer, messages, prompt)
+        text = _text_after(asked, written, has_thought(messages[-1]))
+        answer = _ids_after(prompt, text, tokenizer) if text else []
     if not answer:
         return None
     control = markup(tokenizer)
@@ -324,23 +337,17 @@ def _words(answer: list[int], control: frozenset[int], tokenizer: PreTrainedToke
     return words
 
 
-def _answer_apart(
-    row: Row, tokenizer: PreTrainedTokenizerBase, messages: list[Message], prompt: list[int]
-) -> list[int]:
-    """Return the ids of the last message where those of its prompt do not begin the conversation; or none.
+def _ids_after(prompt: list[int], answer: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids of an answer's text that read well after those of its prompt; none if there are none.
 
-    Either a token spans the end of the prompt and the beginning of the answer, or the prompt opens a thought
-    that the template does not write before an answer: then the thought is empty.
+    They are needed where those of the prompt do not begin the conversation. Either a token spans the end of
+    the prompt and the beginning of the answer, or the prompt opens a thought that the template does not write
+    before an answer: then the thought is empty.
     """
-    asked = render(tokenizer, messages[:-1], True, False, row)
-    written = render(tokenizer, messages, False, False, row)
-    answer = _text_after(asked, written, has_thought(messages[-1]))
-    if not answer:
-        return []
     before_it = tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
     # Also behind a token that no text joins, since some tokenizers put a blank before the first word.
     for before in ("", tokenizer.eos_token or ""):
-        ids = list(tokenizer(before + answer, add_special_tokens=False)["input_ids"])
+        ids = text_ids(tokenizer, before + answer)
         if before:
             del ids[0]
         if tokenizer.decode(prompt + ids, clean_up_tokenization_spaces=False) == before_it + answer:
@@ -395,7 +402,7 @@ def encode_text(text: str, tokenizer: PreTrainedTokenizerBase, max_length: int) 
     Where the tokenizer begins every text with a token of its own, so does each piece: the model never reads a
     sequence without it. That token is not learned.
     """
-    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    ids = text_ids(tokenizer, text)
     begins = tokenizer("finis")["input_ids"][:1] == [tokenizer.bos_token_id]
     start = [tokenizer.bos_token_id] if begins else []
     if start and ids[:1] == start:

@@ -1,7 +1,7 @@
-"""Read files of rows: JSON, JSONL, CSV, Parquet, Arrow or documents, compressed or not.
+"""Read files of rows: JSON, JSONL, CSV, Parquet or documents, compressed or not.
 
-Readers yield each row with its file and line. In place of a row that cannot be read they yield its error, so
-that the rows after it can be read; what makes a whole file unreadable is raised.
+Readers yield each row with its file and line. In place of one that cannot be read they yield a `BadRow`, and
+go on; what makes a whole file unreadable is raised.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from opdcl.data.formats import COLUMNS, CONVERSATIONS
+from opdcl.data.formats import COLUMNS, CONVERSATIONS, BadRow
 from opdcl.data.messages import MAX_ROW_CHARS, are_messages
 from opdcl.errors import UsageError, listed
 
@@ -29,29 +29,28 @@ Rows = Iterator[tuple[Any, str]]
 # unpacked bytes.
 MAX_SIZE = 1_000_000_000
 PIECE = 1 << 20
-# Rows of Parquet and Arrow that are unpacked at once.
+# Rows of Parquet that are unpacked at once.
 BATCH = 1024
 
 DOCUMENTS = (".md", ".txt", ".markdown", ".rst")
-COMPRESSED = (".gz", ".zst")
+COMPRESSED = ".gz"
 
-FILES_HINT = (
-    "use .jsonl, .json, .csv, .txt or .md, also with .gz or .zst; .parquet or .arrow; "
-    "or a folder of files of one kind"
-)
+FILES_HINT = "use .jsonl, .json, .csv, .txt or .md, also with .gz; .parquet; or a folder of files of one kind"
+# Endings of files that others read, and what makes a file of them that is read here.
+CONVERTED = {
+    ".zst": "unpack it: zstd -d FILE",
+    ".arrow": "in Python: datasets.Dataset.from_file('FILE').to_json('rows.jsonl')",
+}
 
 
 def ending(path: Path) -> str:
-    """Return the ending that tells a file's format, in lower case and without that of its compression."""
-    suffix = path.suffix.lower()
-    if suffix in COMPRESSED:
-        return Path(path.stem).suffix.lower()
-    return suffix
+    """Return the ending that names a file's format, in lower case, without that of its compression."""
+    return Path(path.stem).suffix.lower() if is_compressed(path) else path.suffix.lower()
 
 
 def is_compressed(path: Path) -> bool:
     """Tell whether a file's name says that it is compressed."""
-    return path.suffix.lower() in COMPRESSED
+    return path.suffix.lower() == COMPRESSED
 
 
 def is_regular(path: Path) -> bool:
@@ -66,7 +65,7 @@ def read_file(path: Path) -> Rows:
     """Yield the rows of a file with their places.
 
     Raises:
-        UsageError: The file is no regular file, has an unknown format, or is damaged.
+        UsageError: The file is not a regular one, has an unknown format, or is damaged.
     """
     if not is_regular(path):
         message = f"{path} is not a regular file"
@@ -75,7 +74,7 @@ def read_file(path: Path) -> Rows:
     if reader is None or (is_compressed(path) and reader is _table):
         unknown = "".join(path.suffixes[-2:]) if is_compressed(path) else path.suffix
         message = f"{path}: cannot tell the format of {unknown or 'a file without an ending'}"
-        raise UsageError(message, FILES_HINT)
+        raise UsageError(message, CONVERTED.get(ending(path), FILES_HINT).replace("FILE", str(path)))
     yield from reader(path)
 
 
@@ -87,7 +86,7 @@ def read_text(path: Path) -> str:
     """
     pieces, size = [], 0
     try:
-        with _open(path) as stream:
+        with gzip.open(path) if is_compressed(path) else open(path, "rb") as stream:
             while piece := stream.read(PIECE):
                 pieces.append(piece)
                 size += len(piece)
@@ -105,18 +104,6 @@ def read_text(path: Path) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _open(path: Path) -> Any:
-    """Open a file as bytes, decompressed if its name says that it is compressed."""
-    suffix = path.suffix.lower()
-    if suffix == ".gz":
-        return gzip.open(path)
-    if suffix == ".zst":
-        import pyarrow
-
-        return pyarrow.input_stream(str(path), compression="zstd")
-    return open(path, "rb")
-
-
 def _too_large(path: Path) -> UsageError:
     message = f"{path} holds more than {MAX_SIZE:,} bytes, which is the most that is read"
     return UsageError(message, "write the rows that you need into a smaller file")
@@ -128,7 +115,7 @@ def _document(path: Path) -> Rows:
 
 
 def _json(path: Path) -> Rows:
-    """Yield the rows of lines of JSON (JSONL), or of one document that holds them in a usual way."""
+    """Yield the rows of lines of JSON (JSONL), of one list of them, or the only row."""
     text = read_text(path)
     start = len(text) - len(text.lstrip())
     if start == len(text):
@@ -138,17 +125,16 @@ def _json(path: Path) -> Rows:
     except (ValueError, RecursionError) as fault:  # valid JSON may be too deep, or a number too long
         if ending(path) == ".json":
             line = getattr(fault, "lineno", _line(text, start))
-            raise _not_json(f"{path}:{line}", fault) from fault
+            raise _not_json(f"{path}:{line}", fault).error() from fault
         end = start
     if not text[start:end] or text[end:].strip():
         yield from _lines(text, path)
     elif isinstance(value, list) and not are_messages(value):
         yield from _entries(text, start, path)
-    elif isinstance(value, dict) and value and not value.keys() & COLUMNS:
-        yield from _rows_within(text, start, value, path)
     else:
         where = f"{path}:{_line(text, start)}"
-        _refuse_columns(value, path)
+        if ending(path) == ".json":
+            _refuse_table(value, where)
         yield _as_row(value), where
 
 
@@ -162,87 +148,47 @@ def _lines(text: str, path: Path) -> Rows:
             yield _not_json(where, fault), where
 
 
-def _rows_within(text: str, start: int, value: dict[str, Any], path: Path) -> Rows:
-    """Yield the rows that an object holds: a list of them under one of its keys, or each under its name."""
-    where = f"{path}:{_line(text, start)}"
-    lists = [key for key, part in value.items() if _is_list_of_rows(part)]
-    if len(lists) > 1:
-        message = f"{where} holds several lists of rows: {listed(lists)}"
-        raise UsageError(message, "write the list that you mean into a file of its own")
-    if lists:
-        places = {key: place for key, place, _ in _members(text, start)}
-        yield from _entries(text, places[lists[0]], path)
-    elif all(isinstance(part, dict) for part in value.values()):
-        yield from _entries(text, start, path)
-    else:
-        yield value, where
-
-
 def _entries(text: str, start: int, path: Path) -> Rows:
-    """Yield the values of the list or object that begins at `start`, each with its line."""
-    line, counted = 1, 0
-    for _, place, value in _members(text, start):
+    """Yield the values of the valid list that begins at `start`, each with its line."""
+    decoder = json.JSONDecoder()
+    line, counted, place = 1, 0, _next(text, start + 1)
+    while text[place] != "]":
         line += text.count("\n", counted, place)
         counted = place
-        yield _as_row(value), f"{path}:{line}"
-
-
-def _members(text: str, start: int) -> Iterator[tuple[str, int, Any]]:
-    """Yield the key, the place and the value of all in the valid list or object that begins at `start`.
-
-    In a list, the key is "".
-    """
-    decoder = json.JSONDecoder()
-    key, place = "", _next(text, start + 1)
-    while text[place] not in "]}":
-        if text[start] == "{":
-            key, end = decoder.raw_decode(text, place)
-            place = _next(text, end)
         value, end = decoder.raw_decode(text, place)
-        yield key, place, value
+        yield _as_row(value), f"{path}:{line}"
         place = _next(text, end)
 
 
 def _next(text: str, position: int) -> int:
     """Return where something begins that is no blank and separates nothing."""
-    while text[position] in " \n\t,:":
+    while text[position] in " \n\t,":
         position += 1
     return position
 
 
-def _refuse_columns(value: Any, path: Path) -> None:
-    """Refuse an object that holds all values of a column under its name, as a list or by their numbers."""
+def _refuse_table(value: Any, where: str) -> None:
+    """Refuse an object that holds rows under a name, or the values of each column under its name."""
     if not isinstance(value, dict) or value.keys() & CONVERSATIONS.keys():
         return
-    for part in value.values():
-        holds_values = isinstance(part, list) and part and not isinstance(part[0], dict)
-        if not holds_values and not isinstance(part, dict):
-            return
-    if value:
-        message = f"{path} holds columns, not rows: {listed(value)}"
-        raise UsageError(message, "with pandas: table.to_json(FILE, orient='records', lines=True)")
-
-
-def _is_list_of_rows(value: Any) -> bool:
-    if not isinstance(value, list) or not value or are_messages(value):
-        return False
-    if all(isinstance(entry, dict) and "role" in entry for entry in value):
-        return False  # turns of one conversation, in whatever form
-    return all(isinstance(entry, dict) or are_messages(entry) for entry in value)
+    parts = [part for part in value.values() if isinstance(part, list | dict)]
+    has_columns = len(parts) == len(value) and not any(map(are_messages, parts))
+    if parts and (has_columns or not value.keys() & COLUMNS):
+        message = f"{where} is one object, with rows or columns in it: {listed(value)}"
+        hint = "write a list of rows: jq .NAME FILE, or with pandas table.to_json(FILE, orient='records')"
+        raise UsageError(message, hint)
 
 
 def _as_row(value: Any) -> Any:
-    """Return a list of messages as the row that they are; any other value as it is."""
+    """Return a list of messages as a row, and any other value unchanged."""
     if not are_messages(value):
         return value
     return {"messages" if "role" in value[0] else "conversations": value}
 
 
-def _not_json(where: str, fault: Exception) -> UsageError:
+def _not_json(where: str, fault: Exception) -> BadRow:
     reason = f"{fault.msg} at column {fault.colno}" if isinstance(fault, json.JSONDecodeError) else fault
-    return UsageError(
-        f"{where} is not valid JSON: {reason}", "one JSON object per line, or one list of objects"
-    )
+    return BadRow(where, f"not valid JSON: {reason}", "one JSON object per line, or one list of objects")
 
 
 def _line(text: str, position: int) -> int:
@@ -264,7 +210,7 @@ def _csv(path: Path) -> Rows:
             where = f"{path}:{reader.line_num + bool(named)}"
             if None in row:
                 hint = f"quote fields that hold a {separator!r}"
-                yield UsageError(f"{where} has more fields than the header", hint), where
+                yield BadRow(where, "the row has more fields than the header", hint), where
             else:
                 yield row, where
     except csv.Error as fault:
@@ -283,42 +229,22 @@ def _separator(text: str, form: str) -> str:
 
 
 def _table(path: Path) -> Rows:
-    """Yield the rows of a Parquet or Arrow file."""
-    import pyarrow
+    """Yield the rows of a Parquet file."""
+    import pyarrow.parquet
 
     number = size = 0
     try:
-        with open(path, "rb") as file:
-            names, batches = _open_table(file, ending(path))
-            _refuse_repeated(names, str(path))
-            for batch in batches:
-                for start in range(0, batch.num_rows, BATCH):
-                    part = batch.slice(start, BATCH)
-                    size += sum(map(_unpacked_size, part.columns))
-                    if size > MAX_SIZE:
-                        raise _too_large(path)
-                    for row in part.to_pylist():
-                        number += 1
-                        yield row, f"{path} row {number}"
+        with pyarrow.parquet.ParquetFile(path) as file:
+            _refuse_repeated(file.schema_arrow.names, str(path))
+            for batch in file.iter_batches(batch_size=BATCH):
+                size += sum(map(_unpacked_size, batch.columns))
+                if size > MAX_SIZE:
+                    raise _too_large(path)
+                for row in batch.to_pylist():
+                    number += 1
+                    yield row, f"{path} row {number}"
     except (pyarrow.ArrowException, OSError, ValueError) as fault:
-        what = "a Parquet file" if ending(path) == ".parquet" else "an Arrow file"
-        raise UsageError(f"{path} is not {what}: {str(fault)[:200]}", "write it again") from fault
-
-
-def _open_table(file: IO[bytes], form: str) -> tuple[list[str], Iterable[Any]]:
-    """Return the names of the columns and the batches of a Parquet file, or of one of Arrow's two formats."""
-    import pyarrow.parquet
-
-    if form == ".parquet":
-        parquet = pyarrow.parquet.ParquetFile(file)
-        return parquet.schema_arrow.names, parquet.iter_batches(batch_size=BATCH)
-    has_index = file.read(6) == b"ARROW1"
-    file.seek(0)
-    if not has_index:
-        stream = pyarrow.ipc.open_stream(file)
-        return stream.schema.names, stream
-    reader = pyarrow.ipc.open_file(file)
-    return reader.schema.names, (reader.get_batch(number) for number in range(reader.num_record_batches))
+        raise UsageError(f"{path} is not a Parquet file: {str(fault)[:200]}", "write it again") from fault
 
 
 def _unpacked_size(column: Any) -> int:
@@ -340,6 +266,6 @@ def _refuse_repeated(names: Iterable[str], where: str) -> None:
 READERS: dict[str, Callable[[Path], Rows]] = {
     **dict.fromkeys((".jsonl", ".json", ".ndjson"), _json),
     **dict.fromkeys((".csv", ".tsv"), _csv),
-    **dict.fromkeys((".parquet", ".arrow"), _table),
+    ".parquet": _table,
     **dict.fromkeys(DOCUMENTS, _document),
 }

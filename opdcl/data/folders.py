@@ -5,7 +5,6 @@ A part is what `datasets` calls a split: the rows to train on, for validation, o
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import Counter
@@ -18,7 +17,7 @@ from opdcl.config.shipped import split_part
 from opdcl.data.files import DOCUMENTS, READERS, ending, is_regular, read_text
 from opdcl.errors import UsageError, listed
 
-# Words in the names of files, or folders, that say of which part they are.
+# Words in the names of files and folders -> the part of a data set that they name.
 PARTS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev", "devel", "development"), "validation"),
@@ -32,7 +31,7 @@ FOREIGN = ("node_modules", "_build", "__pycache__", "site-packages")
 
 @dataclass(frozen=True)
 class Folder:
-    """The files of a folder, in order, and the names of what lies there besides."""
+    """The files of a folder that are read, in order, and the names of everything else in it."""
 
     files: list[Path]
     left_out: list[str]
@@ -41,26 +40,27 @@ class Folder:
 def list_folder(source: str) -> Folder:
     """Return the files to read of a folder, or of `FOLDER@PART`: documents, or files of rows of one format.
 
-    Hidden files and folders are left out, and what is no regular file or has another ending. Of a folder
-    whose README names its parts, as on the Hub, the part `train` is read unless another one is named.
+    Hidden files and folders are left out, and so are files with other endings, pipes and devices. If a README
+    names the parts of a folder, as on the Hub, the part `train` is read unless another one is named.
 
     Raises:
         UsageError: The files are of several kinds or parts, or there is no part of this name.
     """
     name, part = split_part(source)
     folder = Path(name)
-    if (folder / "state.json").is_file() and not part:
-        return Folder(_saved_files(folder), [])
-    if (folder / "dataset_dict.json").is_file():
-        saved = {file.parent.name: [file] for file in sorted(folder.glob("*/state.json"))}
-        chosen = _chosen(folder, saved, part)
-        return Folder(_saved_files(folder / chosen), [f"{other}/" for other in saved if other != chosen])
+    for about, one in (("state.json", ""), ("dataset_dict.json", "['train']")):
+        if (folder / about).is_file():
+            hint = f"in Python: datasets.load_from_disk('{folder}'){one}.to_json('rows.jsonl')"
+            raise UsageError(f"{folder} is what save_to_disk wrote, which is not read", hint)
     files, left_out = _walk(folder)
     parts = _parts_of_card(folder, files)
     if parts:
         used = parts[_chosen(folder, parts, part or ("train" if "train" in parts else ""))]
     elif part or any(ending(file) not in DOCUMENTS for file in files):
-        parts = _parts_by_name(folder, [file for file in files if not _is_about(file)])
+        # Any word of a path can name its part; files that name none are to train on.
+        for file in files:
+            if not _is_about(file):
+                parts.setdefault(_part_of(file.relative_to(folder)) or "train", []).append(file)
         used = parts[_chosen(folder, parts, part)] if parts else []
     else:
         used = files
@@ -85,16 +85,8 @@ def _chosen(folder: Path, parts: dict[str, list[Path]], wanted: str) -> str:
     return wanted
 
 
-def _parts_by_name(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
-    """Return the files of each part, which is told by any word of a name; what tells none is to train on."""
-    parts: dict[str, list[Path]] = {}
-    for file in files:
-        parts.setdefault(_part_of(file.relative_to(folder)) or "train", []).append(file)
-    return parts
-
-
 def _part_of(place: Path) -> str:
-    """Return the part that a path tells, by the last word that does; "" if none does."""
+    """Return the part that the last such word of a path names; "" if none does."""
     for name in reversed(place.parts):
         for word in reversed(re.findall("[A-Z]?[a-z]+|[A-Z]+", name)):
             if word.lower() in PARTS:
@@ -168,19 +160,6 @@ def _walk(folder: Path) -> tuple[list[Path], list[str]]:
             else:
                 files.append(file)
     return sorted(files), left_out
-
-
-def _saved_files(folder: Path) -> list[Path]:
-    """Return the files of a folder that `datasets` wrote with `save_to_disk`, in the order of their rows."""
-    try:
-        entries = json.loads((folder / "state.json").read_text(encoding="utf-8"))["_data_files"]
-        files = [folder / Path(entry["filename"]).name for entry in entries]
-    except (OSError, ValueError, KeyError, TypeError) as fault:
-        message = f"{folder}/state.json does not list the files of a saved data set"
-        raise UsageError(message, "save it again with save_to_disk, or give its .arrow file") from fault
-    if missing := [file for file in files if not is_regular(file)]:
-        raise UsageError(f"{missing[0]} is missing", "save the data set again with save_to_disk")
-    return files
 
 
 def _refuse_mixture(folder: Path, files: list[Path]) -> None:

@@ -43,7 +43,7 @@ class Row:
     `where` names its file and line, `teacher` the teacher of completions on it ("": the stream's own),
     `cluster` the fact or person that it is about, if several rows are, `group` the kind of prompt, and
     `format` how it was written.
-    `reply` is what the answer's message holds besides its text: a thought, tool calls. `tools` are the tools
+    `reply` is the rest of the answer's message: a thought, tool calls. `tools` are the tools
     that the model may call, `variables` those that the row sets in the chat template, `columns` its fields,
     and `unread` those fields, of the row and of its messages, that hold something and are not read.
     """
@@ -113,6 +113,22 @@ class Row:
         return replace(self, prompt=[*before, {**last, "content": content}])
 
 
+@dataclass(frozen=True)
+class BadRow:
+    """A row that cannot be used: its file and line, what is wrong with it, and what to do."""
+
+    place: str
+    problem: str
+    hint: str
+
+    @property
+    def message(self) -> str:
+        return f"{self.place}: {self.problem}"
+
+    def error(self) -> UsageError:
+        return UsageError(self.message, self.hint)
+
+
 def _spoken(message: Message) -> str:
     """Return the text of a message with its tool calls."""
     texts = [message["content"]] if message["content"] else []
@@ -158,16 +174,9 @@ def check_row(row: Any, where: str) -> Row:
     """Return a row of any format as a `Row`.
 
     Raises:
-        UsageError: It has no known format, or a part of it is malformed or would be lost.
+        UsageError: It has no known format, or a part of it is malformed or would be lost. The caller says
+            where.
     """
-    try:
-        return replace(_read(row), where=where)
-    except UsageError as fault:
-        raise UsageError(f"{where}: {fault.message}", fault.hint) from fault
-
-
-def _read(row: Any) -> Row:
-    """Return a row without its place, which `check_row` adds to it or to the error."""
     if not isinstance(row, dict):
         raise UsageError(f"the row is {kind_of(row)}, not an object", FIELDS_HINT)
     fields = Fields(row)
@@ -186,6 +195,7 @@ def _read(row: Any) -> Row:
     variables = fields.take("chat_template_kwargs") or {}
     return replace(
         read,
+        where=where,
         teacher=checked_text(teacher, "teacher") if teacher not in (None, "") else "",
         cluster=checked_text(cluster, "cluster", may_be_empty=True),
         group=str(fields.given.get("group", "")),
@@ -339,7 +349,7 @@ def _history(fields: Fields) -> list[Message]:
 
 
 def _messages_in(value: Any) -> Any:
-    """Return the messages, or the one message, that a text holds as JSON, and any other value as it is."""
+    """Return the messages, or the one message, that a text holds as JSON, and any other value unchanged."""
     decoded = from_json_text(value)
     return decoded if are_messages(decoded) or are_messages([decoded]) else value
 

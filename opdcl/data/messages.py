@@ -39,7 +39,7 @@ THOUGHTS = {
     "<|channel>thought": "<channel|>",
 }
 
-# Names of what is no text, in a message or beside it.
+# Fields that hold pictures, videos or sound, in a message or next to it.
 PICTURES = ("images", "image", "videos", "video", "audios", "audio")
 ONLY_TEXT = "only text can be learned"
 
@@ -53,7 +53,7 @@ RESULT_KEYS = ("name", "tool_call_id")
 RESULT_IN_MARKS = re.compile(
     r"\s*<tool_response>\s*((?:(?!</?tool_response>).)*?)\s*</tool_response>\s*", re.DOTALL
 )
-# Where other formats than OpenAI's have the arguments of a call, and the schema of a tool.
+# Fields in which other formats keep the arguments of a call, and the schema of a tool.
 IN_PLACE_OF_ARGUMENTS = ("input", "parameters", "args", "kwargs", "params")
 SCHEMAS = {"input_schema": "parameters", "inputSchema": "parameters"}
 TOOLS_HINT = (
@@ -81,8 +81,8 @@ def role_of(turn: Any) -> Any:
 def split_thought(text: str) -> tuple[str | None, str, str]:
     """Return the thought that an answer's text begins with, what ends it, and the answer behind it.
 
-    The thought is None if there is none. The end stands alone, at an edge of its line, where the prompt has
-    opened the thought. It is "" for a thought that never ends; then there is no answer.
+    The thought is None if there is none. If the prompt has opened it, only its end is there, at an edge of
+    its line. The end is "" for a thought that never ends; then there is no answer.
     """
     for opening, end in THOUGHTS.items():
         mark = re.escape(end)
@@ -128,7 +128,9 @@ def read_message(turn: Any, is_last: bool) -> tuple[Message, list[str]]:
         for key in RESULT_KEYS:
             if fields.has(key):
                 more[key] = checked_text(str(fields.take(key)), key)
-        content = _unwrapped(content)
+        # Without the marks of Hermes, which chat templates put around it themselves.
+        if isinstance(content, str) and (marked := RESULT_IN_MARKS.fullmatch(content)):
+            content = marked[1]
     calls = read_objects(fields.take("tool_calls"), "tool_calls")
     if calls:
         more["tool_calls"] = [_call(call) for call in calls]
@@ -173,7 +175,7 @@ def _refuse_lost(fields: Fields, role: str) -> None:
 
 
 def _thought(fields: Fields) -> str:
-    """Return the thought of a message, whatever it is called; "" if it has none."""
+    """Return the thought of a message, by any of its names; "" if it has none."""
     given = [fields.take(key) for key in THOUGHT if fields.has(key)]
     thoughts = {checked_text(thought, "a thought") for thought in given}
     if len(thoughts) > 1:
@@ -194,12 +196,6 @@ def _part(part: Any) -> str:
         kind = part.get("type") if isinstance(part, dict) else kind_of(part)
         raise UsageError(f"a message holds a part of type {kind}", ONLY_TEXT)
     return checked_text(part.get("text"), "text")
-
-
-def _unwrapped(content: Any) -> Any:
-    """Return a tool's result without the marks of Hermes, which chat templates put around it themselves."""
-    found = RESULT_IN_MARKS.fullmatch(content) if isinstance(content, str) else None
-    return found[1] if found else content
 
 
 def _call(call: Message) -> Message:
@@ -254,7 +250,7 @@ def _tool(given: Message) -> Message:
 def read_objects(value: Any, field: str) -> list[Message]:
     """Return a list of objects, which some files hold as JSON text; an empty one if missing.
 
-    Nulls in what is no text are left out.
+    Nulls are left out, except in JSON text.
     """
     try:
         entries = [] if is_missing(value) else from_json_text(without_nulls(value))

@@ -1,4 +1,4 @@
-"""What an answer adds to its prompt: the words that the prompt does not have, in whatever spelling."""
+"""What an answer adds to its prompt: the words that the prompt does not have, in any spelling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BEGINNING, WHOLE = 5, 4
 
 
 def own_text(prompt: str, answer: str) -> str:
-    """Return an answer without the words of its prompt, in whatever form, and without lone marks."""
+    """Return an answer without the words of its prompt, in any form, and without lone marks."""
     said = spellings(prompt)
     text = WORD.sub(lambda found: "" if _is_said(found[0], said) else found[0], _visible(answer))
     return " ".join(part for part in text.split() if WORD.search(part))
@@ -66,7 +66,7 @@ def _is_form_of_any(word: str, said: frozenset[str]) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _plain(word: str) -> str:
-    """Return the stem of a word without case, marks, accents, and letters that stand twice in a row."""
+    """Return the stem of a word without case, marks, accents and doubled letters."""
     letters = unicodedata.normalize("NFKD", word.lower().replace("'s", "").replace("\u2019s", ""))
     plain = "".join(letter for letter in letters if letter.isalnum())
     return stem(re.sub(r"(.)\1+", r"\1", plain))
@@ -100,7 +100,7 @@ def within(word: str, other: str, edits: int) -> bool:
 
 
 def copied_run(prompt: str, answer: str) -> int:
-    """Return how many words of the prompt, at most, stand in the answer one after the other."""
+    """Return the length, in words, of the longest passage of the prompt that the answer repeats."""
     asked, said = words(prompt), words(answer)
     longest, ending = 0, [0] * (len(asked) + 1)
     for word in said:

@@ -1,7 +1,7 @@
 """The data of a recovery: rows, read once; token ids per stream, with each prompt's teacher and context.
 
-General prompts come from one source, or from several in the shares that were named. A file that is named
-alone is taken as it is. The shipped prompts are drawn group by group.
+General prompts come from one source, or from several in given shares. A single file is used whole. The
+shipped prompts are drawn group by group.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -191,37 +192,52 @@ def encode_stream(
     """Encode a stream's prompts, and split off the held-out ones; `context_length` is the model's, in tokens.
 
     Raises:
-        UsageError: A prompt leaves no room for an answer, or there is only one prompt.
+        UsageError: A prompt leaves no room for an answer, or there is none to hold out.
     """
-    room = context_length - config.limit(stream)
-
-    def encode(rows: list[Row]) -> list[Prompt]:
-        prompts: list[Prompt] = []
-        for number, row in enumerate(rows):
-            # Shipped prompts without room are left out: a user cannot shorten them.
-            limit = sys.maxsize if is_shipped(row) else room
-            ids = encode_prompt(row, tokenizer, limit)
-            if len(ids) > room:
-                continue
-            context = config.teacher_of(stream, row.teacher).context
-            shown = None
-            if context is not None and row.answer:
-                shown = encode_prompt(row.with_context(context, row.answer), tokenizer, limit)
-            answer = None
-            if stream == "general" and config.given_answers:
-                answer = _own_answer(row, tokenizer)
-            prompts.append(Prompt(ids, row.teacher, shown, number=number, answer=answer))
-        return prompts
-
-    train = encode(source.rows[stream])
+    encode = partial(_encode, config, stream, tokenizer, context_length)
+    train, measured_rows = encode(source.rows[stream]), source.rows[stream]
     if stream in source.held_out:
-        measured = encode(source.held_out[stream])
+        measured_rows = source.held_out[stream]
+        measured = encode(measured_rows)
+        if not measured:
+            message = f"no prompt of the {stream} stream can be held out: each of its sources has only one"
+            raise UsageError(message, "add prompts")
         held_out = [measured[i] for i in _spread(len(measured), config.validation_prompts)]
     else:
         train, held_out = _split(train, stream, config.validation_prompts)
-    measured_rows = source.held_out.get(stream, source.rows[stream])
     question = measured_rows[held_out[0].number].shown() if held_out else ""
     return Prompts(train, held_out, question)
+
+
+def _encode(
+    config: RecoverConfig,
+    stream: StreamName,
+    tokenizer: PreTrainedTokenizerBase,
+    context_length: int,
+    rows: list[Row],
+) -> list[Prompt]:
+    """Return rows as prompts. Shipped ones without room are left out: a user cannot shorten them."""
+    longest = config.limit(stream)
+    room = context_length - longest
+    prompts: list[Prompt] = []
+    for number, row in enumerate(rows):
+        limit = sys.maxsize if is_shipped(row) else room
+        ids = encode_prompt(row, tokenizer, limit)
+        if len(ids) > room:
+            continue
+        context = config.teacher_of(stream, row.teacher).context
+        shown = None
+        if context is not None and row.answer:
+            shown = encode_prompt(row.with_context(context, row.answer), tokenizer, limit)
+        answer = None
+        if stream == "general" and config.given_answers:
+            answer = _own_answer(row, tokenizer)
+        prompts.append(Prompt(ids, row.teacher, shown, number=number, answer=answer))
+    if rows and not prompts:
+        message = f"no prompt of the {stream} stream leaves room for an answer of {longest} tokens"
+        hint = "lower recover.max_new_tokens, or name shorter prompts of your own"
+        raise UsageError(f"{message} in the context of {context_length}", hint)
+    return prompts
 
 
 def _own_answer(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[int]:

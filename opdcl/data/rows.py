@@ -16,13 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from opdcl.config.own_tasks import is_task_file
 from opdcl.config.shipped import SHIPPED_DATA, package_folder, split_part
 from opdcl.data.files import read_file
 from opdcl.data.folders import list_folder
-from opdcl.data.formats import DECIDING, Row, check_row
+from opdcl.data.formats import DECIDING, BadRow, Row, check_row
 from opdcl.data.messages import FIELDS_HINT, kind_of
 from opdcl.data.own_tasks import task_files
 from opdcl.data.values import is_missing
@@ -36,33 +36,41 @@ Tell = Callable[[str], None]
 T = TypeVar("T")
 
 
-class RowError(UsageError):
-    """One row of a source cannot be used; others may be."""
+class CheckedRows(NamedTuple):
+    """The rows of a source, in order: those that can be used, and the others."""
+
+    usable: list[Row]
+    bad: list[BadRow]
+
+    def all(self) -> list[Row]:
+        """Return the rows; raise the UsageError of the first one that cannot be used."""
+        if self.bad:
+            raise self.bad[0].error()
+        return self.usable
 
 
-def load_rows(
-    source: str,
-    split: str = "train",
-    columns: Mapping[str, str] | None = None,
-    bad: list[UsageError] | None = None,
-    tell: Tell | None = None,
-) -> list[Row]:
+def load_rows(source: str, split: str = "train", columns: Mapping[str, str] | None = None) -> list[Row]:
+    """Load all rows of `source` as `read_rows`; none may be bad."""
+    return read_rows(source, split, columns).all()
+
+
+def read_rows(
+    source: str, split: str = "train", columns: Mapping[str, str] | None = None, tell: Tell | None = None
+) -> CheckedRows:
     """Load and check all rows of `source`; `split` picks a part of a shipped or Hub set.
 
-    `tell` is told every few seconds how many rows have been read.
-
-    `columns` names the source's columns where they are not ours: `{"question": "Frage"}`. A row that cannot
-    be used is left out if there is a list `bad`, which takes its error.
+    `columns` names the source's columns where they are not ours: `{"question": "Frage"}`. `tell` is told
+    every few seconds how many rows have been read.
 
     Raises:
-        UsageError: A source cannot be read, it has no rows, or a row is refused and there is no list `bad`.
+        UsageError: A source cannot be read, or has no rows.
     """
     raw = telling(_raw(source, split), f"{source}: read", tell)
-    rows = _check_all(raw, source, columns, bad)
-    if not rows:
+    checked = _check_all(raw, columns or {})
+    if not any(checked):
         others = left_out(source).removeprefix(source)
         raise UsageError(f"{source} has no rows{others}", FIELDS_HINT)
-    return rows
+    return checked
 
 
 def telling(items: Iterable[T], done: str, tell: Tell | None) -> Iterator[T]:
@@ -75,34 +83,23 @@ def telling(items: Iterable[T], done: str, tell: Tell | None) -> Iterator[T]:
         yield item
 
 
-def check_lines(
-    text: str, name: str, columns: Mapping[str, str] | None = None, bad: list[UsageError] | None = None
-) -> list[Row]:
-    """Check the rows of a JSONL text as `load_rows` does; errors call them by `name`."""
+def check_lines(text: str, name: str, columns: Mapping[str, str] | None = None) -> CheckedRows:
+    """Check the rows of a JSONL text as `read_rows` does; errors call them by `name`."""
     lines = enumerate(text.split("\n"), 1)
     rows = [(json.loads(line), f"{name} row {number}") for number, line in lines if line]
-    return _check_all(rows, name, columns, bad)
+    return _check_all(rows, columns or {})
 
 
-def _check_all(
-    rows: Iterable[tuple[Any, str]],
-    source: str,
-    columns: Mapping[str, str] | None,
-    bad: list[UsageError] | None,
-) -> list[Row]:
-    """Return checked rows; the errors of others are added to `bad`, or the first one is raised without it."""
-    checked = []
+def _check_all(rows: Iterable[tuple[Any, str]], columns: Mapping[str, str]) -> CheckedRows:
+    checked = CheckedRows([], [])
     for row, where in rows:
+        if isinstance(row, BadRow):
+            checked.bad.append(row)
+            continue
         try:
-            if isinstance(row, UsageError):
-                raise row
-            checked.append(_checked(row, columns or {}, where))
+            checked.usable.append(_checked(row, columns, where))
         except UsageError as fault:
-            if bad is None:
-                raise RowError(fault.message, fault.hint) from fault
-            bad.append(fault)
-    if bad and not checked:
-        raise UsageError(f"{source} has no row that can be used; the first: {bad[0].message}", bad[0].hint)
+            checked.bad.append(BadRow(where, fault.message, fault.hint))
     return checked
 
 
@@ -119,7 +116,7 @@ def _checked(row: Any, columns: Mapping[str, str], where: str) -> Row:
         if name in row:
             named[ours] = row[name]
         elif ours != "answer":  # prompts need no answers
-            raise UsageError(f"{where} has no column {name!r}", f"its columns are {listed(row)}")
+            raise UsageError(f"the row has no column {name!r}", f"its columns are {listed(row)}")
     passed_over = named.keys() | (DECIDING if DECIDING & named.keys() else set())
     kept = {key: value for key, value in row.items() if key not in theirs | passed_over}
     unread = [key for key in row if key in passed_over - theirs and not is_missing(row[key])]
@@ -183,8 +180,8 @@ def load_records(path: str) -> list[tuple[dict[str, Any], str]]:
     records = list(_raw(path, "train"))
     hint = "one JSON object per line"
     for record, where in records:
-        if isinstance(record, UsageError):
-            raise record
+        if isinstance(record, BadRow):
+            raise record.error()
         if not isinstance(record, dict):
             raise UsageError(f"{where} is {kind_of(record)}, not an object", hint)
     if not records:
@@ -204,7 +201,7 @@ def source_files(source: str) -> list[Path]:
 
 
 def left_out(source: str) -> str:
-    """Name what lies in a folder of rows or documents and is not read; "" without anything."""
+    """Name what a folder of rows or documents holds and is not read; "" if nothing."""
     if source in SHIPPED_DATA or not os.path.isdir(split_part(source)[0]):
         return ""
     names = list_folder(source).left_out

@@ -57,18 +57,15 @@ def stock_settings(name: str, file: Path) -> dict[str, Any]:
 
     # IFEval asks it for the language of an answer; without a seed, the same answer scores by chance.
     langdetect.DetectorFactory.seed = 0
-    # Read first without importing the task's functions: those of HumanEval run code as they are imported.
-    refuse_unsafe(name, bool(load_yaml(file, resolve_func=False).get("unsafe_code")))
     try:
+        # Read first without importing the task's functions: those of HumanEval run code as they are imported.
+        refuse_unsafe(name, bool(load_yaml(file, resolve_func=False).get("unsafe_code")))
         settings = load_yaml(file, resolve_func=True)
+    except UsageError:
+        raise
     except Exception as fault:  # a task's own code: a package is missing, or a metric has to be downloaded
         hint = "install what the message names, such as pip install 'lm-eval[math]'"
         raise UsageError(f"suite {name!r} cannot be used here: {str(fault)[:200]}", hint) from fault
-    return supported(name, settings)
-
-
-def supported(name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a task; raise a UsageError if it measures what is no score of one answer."""
     hint = f"choose another task; for questions and answers of your own, another name than {name}"
     if settings.get("output_type") == "loglikelihood_rolling":
         raise UsageError(f"suite {name!r} measures perplexity, which is no score of a prompt", hint)

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.own_tasks import is_task_file
@@ -16,6 +16,7 @@ from opdcl.data.answering import Answering, answering_of
 from opdcl.data.chat import render_request, request_ids
 from opdcl.data.floors import content_free
 from opdcl.data.formats import PACKED_ROW, Row
+from opdcl.data.grading import Scores, score_answers
 from opdcl.data.nltk_tables import ensure_punkt
 from opdcl.data.own_tasks import own_task
 from opdcl.data.questions import question_task
@@ -29,7 +30,10 @@ from opdcl.data.stock_tasks import (
     with_local_data,
 )
 from opdcl.errors import UsageError, listed, nearest
-from opdcl.hub import fail_fast
+from opdcl.hub import go_offline_if_unreachable
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
 
 # A log-likelihood, and whether greedy decoding would give the same text.
 SURE, IMPOSSIBLE = (0.0, True), (-1000.0, False)
@@ -46,21 +50,17 @@ PROBES: tuple[list[Any], ...] = ([1.0, 0.0, 0.0, 0.25], [[1.0, 0.0], [0.25]])
 # Tokens of an answer to a question of a user's file, unless `eval.max_new_tokens` says otherwise.
 ANSWER_TOKENS = 96
 
-# The scores of an answer, by metric.
-Scores = dict[str, Any]
-
 # Content-free answer, or `chance` -> the scores of each document.
 FloorScores = dict[str, list[Scores]]
 
-# Documents, an answer to each, and its scores -> the scores after a model has read the answers.
-Judge = Callable[[list[dict], list[str], list[Scores]], list[Scores]]
+# Documents and an answer to each -> the scores of each.
+Grade = Callable[[list[dict], list[str]], list[Scores]]
 
 
 class Suite:
     """A loaded suite: its lm-eval task, its metrics (the headline first), and its floors.
 
-    `loaded` is what `lm_eval.evaluator.evaluate` runs. Metrics are those that are means over prompts; those
-    that are good when low come last.
+    Metrics are those that are means over prompts; those that are good when low come last.
 
     Raises:
         UsageError: No metric is a mean over prompts and good when high, or answers are written in a way that
@@ -72,18 +72,16 @@ class Suite:
     system: str | None = None
     """System prompt of the prompts that bring none."""
 
-    def __init__(self, name: str, loaded: Any):
-        self.name, self.loaded = name, loaded
-        (self.task,) = loaded["tasks"].values()
+    def __init__(self, name: str, task: Any):
+        self.name, self.task = name, task
         self.metrics = _headline_first(name, self.task)
         self.lines: list[str] = []
-        """Where each document stands in a local file, if all of its rows are documents."""
+        """The file and line of each document, if all rows of a local file are documents."""
         metadata = self.task.config.metadata or {}
         self.content = bool(metadata.get("content"))
         """Whether an answer counts only if base finds it to be about its prompt."""
         self.ordered = bool(metadata.get("ordered"))
-        """Whether an answer counts only if base finds it likelier than its words in random order."""
-        self._floors: dict[tuple[int | None, str], FloorScores] = {}
+        """Whether an answer counts only if base finds it more likely than its words in random order."""
         if self.generative:
             _ = self.answering  # which refuses what we do not support
 
@@ -98,7 +96,7 @@ class Suite:
         return {"apply_chat_template": True, "fewshot_as_multiturn": True, "system_instruction": self.system}
 
     def place(self, number: int) -> str:
-        """Return where a document stands: its file and line, where we know them."""
+        """Return the place of a document: its file and line, if they are known."""
         doc = self.task.eval_docs[number]
         if PACKED_ROW in doc:
             return Row.unpacked(doc[PACKED_ROW]).where
@@ -108,33 +106,23 @@ class Suite:
         """Return the first `limit` documents, or all."""
         return [doc for _, doc in self.task.doc_iterator(limit=limit)]
 
-    def floors(
-        self, limit: int | None, answers: list[str], judge: Judge | None = None, judged_by: str = ""
-    ) -> FloorScores:
-        """Score answers without content on the first `limit` documents.
+    def floors(self, limit: int | None, answers: list[str], grade: Grade | None = None) -> FloorScores:
+        """Score answers without content on the first `limit` documents, like any answers.
 
-        They are those of `content_free`, and `answers`, each to another prompt. `judge` amends the scores
-        where a model is needed to tell; `judged_by` is the fingerprint of that model.
+        They are those of `content_free`, and `answers`, each to another prompt. `grade` scores them, or else
+        the suite's rules do.
         """
-        docs = self.documents(limit)
-
-        def scores(texts: list[str]) -> list[Scores]:
-            found = self.scores(docs, texts)
-            return judge(docs, texts, found) if judge else found
-
-        known = limit, judged_by
-        if known not in self._floors:
-            # In a conversation only the last question counts; an answer may repeat earlier turns.
-            asked = [str(self.task.doc_to_text(doc)) for doc in docs]
-            targets = [_text(self.task.doc_to_target(doc)) for doc in docs]
-            clusters = [str(doc.get("cluster") or number) for number, doc in enumerate(docs)]
-            free = content_free(asked, targets, clusters)
-            self._floors[known] = {name: scores(texts) for name, texts in free.items()}
-        if len(docs) == 1:
-            return self._floors[known]
-        # Half the suite away: neighbours are often about the same fact.
-        half = len(docs) // 2
-        return self._floors[known] | {"shuffled": scores(answers[half:] + answers[:half])}
+        docs, grade = self.documents(limit), grade or self.scores
+        # In a conversation only the last question counts; an answer may repeat earlier turns.
+        asked = [str(self.task.doc_to_text(doc)) for doc in docs]
+        targets = [_text(self.task.doc_to_target(doc)) for doc in docs]
+        clusters = [str(doc.get("cluster") or number) for number, doc in enumerate(docs)]
+        answers_of = content_free(asked, targets, clusters)
+        if len(docs) > 1:
+            # Half the suite away: neighbours are often about the same fact.
+            half = len(docs) // 2
+            answers_of["shuffled"] = answers[half:] + answers[:half]
+        return {name: grade(docs, texts) for name, texts in answers_of.items()}
 
     def prompt_of(self, doc: dict) -> str:
         """Return what a document asks, for a reader: of a user's row, the whole conversation."""
@@ -142,27 +130,40 @@ class Suite:
             return Row.unpacked(doc[PACKED_ROW]).shown()
         return str(self.task.doc_to_text(doc))
 
-    def record(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return prompt, response and target as they are stored, from a sample of lm-eval.
+    def record(self, doc: dict, answers: list[Any]) -> dict[str, Any]:
+        """Return prompt, response and target of a document as they are stored.
 
-        A conversation has its last question besides, by which a reader knows it from others; a prompt with
+        A conversation also has its last question, by which a reader knows it from others; a prompt with
         constraints has these, so that a reader sees which one an answer violates.
         """
-        prompt, question = self.prompt_of(row["doc"]), self.task.doc_to_text(row["doc"])
-        stored = {"prompt": prompt, "response": row["resps"][0][0], "target": row["target"] or None}
+        prompt, question = self.prompt_of(doc), self.task.doc_to_text(doc)
+        stored = {"prompt": prompt, "response": answers[0], "target": self.task.doc_to_target(doc) or None}
         if question != prompt:
             stored["question"] = question
         if PER_CONSTRAINT in self.metrics:
-            stored["constraints"] = constraints_of(row["doc"])
+            stored["constraints"] = constraints_of(doc)
         return stored
 
-    def encode(self, limit: int | None, tokenizer: Any) -> list[list[int]]:
-        """Return the token ids of each prompt, as it is asked: with its few-shot examples."""
+    def requests(self, limit: int | None, tokenizer: Any) -> list[Instance]:
+        """Return what is asked of the first `limit` documents, with their few-shot examples, in their order.
+
+        Raises:
+            UsageError: Several answers to one document are asked for.
+        """
+        # Unseeded, lm-eval would draw other examples for each state.
         self.task.set_fewshot_seed(FEWSHOT_SEED)
         template = functools.partial(render_request, tokenizer)
         options: Any = {"limit": limit, "rank": 0, "world_size": 1, "chat_template": template}
         self.task.build_all_requests(**options, **self.asking)
-        return [request_ids(request, tokenizer) for request in self.task.instances]
+        requests: list[Instance] = self.task.instances
+        if self.generative and len({request.doc_id for request in requests}) < len(requests):
+            message = f"suite {self.name!r} asks for several answers to one document, which is not supported"
+            raise UsageError(message, "choose another task")
+        return requests
+
+    def encode(self, limit: int | None, tokenizer: Any) -> list[list[int]]:
+        """Return the token ids of each prompt, as it is asked."""
+        return [request_ids(request, tokenizer) for request in self.requests(limit, tokenizer)]
 
     def scores(self, docs: list[dict], answers: list[str]) -> list[Scores]:
         return score_answers(self.task, docs, answers)
@@ -184,7 +185,7 @@ class Suite:
                 self._refuse_lacking(doc)
                 self._render(doc, with_examples=number == 1)
                 scores = self.blank(doc)
-            except Exception as fault:  # whatever lm-eval's templates and functions raise on other columns
+            except Exception as fault:  # on other columns, lm-eval's templates and functions raise anything
                 row = self.lines[number - 1] if self.lines else f"row {number}"
                 message = f"{row} of suite {self.name!r} cannot be scored: {_reason(fault)}"
                 raise UsageError(message, hint) from fault
@@ -234,9 +235,7 @@ class LikelihoodSuite(Suite):
     def asking(self) -> dict[str, Any]:
         return {}
 
-    def floors(
-        self, limit: int | None, answers: list[str], judge: Judge | None = None, judged_by: str = ""
-    ) -> FloorScores:
+    def floors(self, limit: int | None, answers: list[str], grade: Grade | None = None) -> FloorScores:
         """Return the expected scores of a guess on the first `limit` documents."""
         return {"chance": [self._chance(doc) for doc in self.documents(limit)]}
 
@@ -286,10 +285,10 @@ class LikelihoodSuite(Suite):
             return "\n".join(self.task.doc_to_choice(doc))
         return prompt
 
-    def record(self, row: dict[str, Any]) -> dict[str, Any]:
+    def record(self, doc: dict, answers: list[Any]) -> dict[str, Any]:
         """Return prompt, target, log-likelihoods and, for multiple choice, the likeliest choice."""
-        doc, likelihoods = row["doc"], [answers[0][0] for answers in row["resps"]]
-        stored = {"prompt": self.prompt_of(doc), "response": None, "target": row["target"]}
+        likelihoods, target = [likelihood for likelihood, _ in answers], self.task.doc_to_target(doc)
+        stored = {"prompt": self.prompt_of(doc), "response": None, "target": target}
         if self.task.OUTPUT_TYPE == "multiple_choice":
             choices = self.task.doc_to_choice(doc)
             by_length = self.metrics[0] == "acc_norm"
@@ -298,17 +297,10 @@ class LikelihoodSuite(Suite):
                 weighed.append(likelihood / len(choice) if by_length else likelihood)
             stored["response"] = choices[weighed.index(max(weighed))]
             # With several beginnings, the text is the number of the right one, and the target the common end.
-            right = self.task.doc_to_text(doc) if self.task.multiple_input else row["target"]
+            right = self.task.doc_to_text(doc) if self.task.multiple_input else target
             right = right if isinstance(right, list) else [right]
             stored["target"] = " | ".join(str(choices[one] if isinstance(one, int) else one) for one in right)
         return stored | {"likelihoods": likelihoods}
-
-    def encode(self, limit: int | None, tokenizer: Any) -> list[list[int]]:
-        """Return the token ids of every text whose likelihood is asked for, with its examples."""
-        self.task.set_fewshot_seed(FEWSHOT_SEED)
-        self.task.build_all_requests(limit=limit, rank=0, world_size=1)
-        texts = ["".join(request.args) for request in self.task.instances]
-        return tokenizer(texts)["input_ids"]
 
 
 def _headline_first(name: str, task: Any) -> list[str]:
@@ -347,19 +339,6 @@ def _is_mean(aggregate: Callable[[list], Any]) -> bool:
     return False
 
 
-def score_answers(task: Any, docs: list[dict], answers: list[str]) -> list[Scores]:
-    """Return the scores of an answer to each document, as lm-eval's first chain of filters leaves it."""
-    from lm_eval.api.instance import Instance
-
-    instances = []
-    for doc, answer in zip(docs, answers, strict=True):
-        instances.append(Instance("generate_until", doc, ("", {}), 0, resps=[answer]))
-    # What counts is the part of an answer that the task's first filter leaves, such as a number.
-    first = task._filters[0]
-    first.apply(instances)
-    return [task.process_results(i.doc, [i.filtered_resps[first.name]]) for i in instances]
-
-
 def constraints_of(doc: dict[str, Any]) -> list[str]:
     """Return the constraints that `PER_CONSTRAINT` scores, of `instructions` or IFEval, in words."""
     if kinds := doc.get("instruction_id_list"):
@@ -375,7 +354,7 @@ def load_suite(
     trusted: bool = False,
 ) -> Suite:
     """Load a shipped suite, a task of lm-eval, or what `config.data` names: a file of questions or a task of
-    the user's own, whose code runs only if it is `trusted`.
+    the user's own, which is code and must be `trusted`.
 
     Raises:
         UsageError: The suite is unknown or not supported, or its data could not be loaded or do not fit.
@@ -409,7 +388,7 @@ def _load_stock(name: str, file: Path, path: str | None) -> Suite:
     """Load a task of lm-eval, with a local file in place of its dataset if one is given."""
     settings = stock_settings(name, file)
     if path is None:
-        fail_fast()
+        go_offline_if_unreachable()
         # lm-eval reads the cache of `datasets`, which `hf download` does not fill.
         data = f"dataset {settings['dataset_path']}" if "dataset_path" in settings else "its data"
         online = f"while online, a dry run of this command caches {data}"
@@ -441,12 +420,11 @@ def _load(
 
     manager = TaskManager(include_path=str(folder) if folder else None, include_defaults=False)
     try:
-        loaded = manager.load([task])
-        (one,) = loaded["tasks"].values()
+        (one,) = manager.load([task])["tasks"].values()
         refuse_unsafe(name, getattr(one, "UNSAFE_CODE", False))
         if one.OUTPUT_TYPE in ("multiple_choice", "loglikelihood"):
-            return LikelihoodSuite(name, loaded)
-        return Suite(name, loaded)
+            return LikelihoodSuite(name, one)
+        return Suite(name, one)
     except UsageError:
         raise
     except Exception as fault:  # lm-eval asks the first row for all that it needs

@@ -27,7 +27,7 @@ def is_missing(value: Any) -> bool:
 class Fields:
     """The fields of a row or a message but null and NaN; it remembers which of them were read.
 
-    A blank text stays: it may be an answer that is to be complained of.
+    Blank text is kept, so that an empty answer can be reported.
     """
 
     def __init__(self, row: dict):
@@ -56,7 +56,7 @@ def as_flag(value: Any) -> bool | None:
 
 
 def from_json_text(value: Any) -> Any:
-    """Return the list or object that a text holds as JSON; any other value as it is."""
+    """Return the list or object that a text holds as JSON; any other value unchanged."""
     if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
         return value
     try:
@@ -67,7 +67,7 @@ def from_json_text(value: Any) -> Any:
 
 
 def number_as_text(value: Any) -> Any:
-    """Return a finite number as a CSV file would write it, and any other value as it is."""
+    """Return a finite number as a CSV file would write it, and any other value unchanged."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     return json.dumps(value) if isinstance(value, int) or math.isfinite(value) else value

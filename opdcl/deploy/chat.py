@@ -17,7 +17,7 @@ from opdcl.types import Prompt, Rollout
 
 
 class Chat:
-    """The loaded base with one or two adapters, which may stand on a tuned model beside it."""
+    """The loaded base with one or two adapters, which may belong to a tuned model beside it."""
 
     def __init__(self, base: ModelConfig, adapters: dict[str, Path], tuned: ModelConfig | None = None):
         self.backbone = load_backbone(base, tuned)

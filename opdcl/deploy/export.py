@@ -63,7 +63,7 @@ def export(
         problem = f"--rank is for the adapter of a model that was fine-tuned as a whole, not for {source}"
         raise UsageError(problem, "leave it out, or add --format adapter")
     command = find_converter(converter) if format == "gguf" else []  # fail before merging takes minutes
-    base, tuned, adapters = find_states(source, trust_remote_code, to_merge=format != "adapter")
+    base, tuned, adapters = find_states(source, trust_remote_code)
     state, adapter = pick_state(source, adapters, state)
     run = RunDir(Path(source))
     if base_name and run.is_run():
@@ -93,7 +93,7 @@ def export(
 
 
 def note_local(base: str, format: str, report: StageReport) -> None:
-    """Say where the name of a base that is no Hub id stands in what was written."""
+    """Name the files that hold the name of a base without a Hub id."""
     if is_local(base):
         files = "README.md and adapter_config.json" if format == "adapter" else "README.md"
         report.note(f"before you upload it, replace {portable(base)} in {files} by the base's Hub id")
@@ -167,14 +167,9 @@ def merge(
     The base's original weights are used, in the dtype of their files. If the run quantized them, and with
     `check`, return as `quantization_gap` how far the written model differs from the run's, see `compare`.
     """
-    from opdcl.deploy.merge_rows import holds_rows, merge_rows
     from opdcl.model.load import load_base
-    from opdcl.model.portable import make_portable
+    from opdcl.model.transformers4 import make_portable
 
-    if holds_rows(adapter):
-        report.note("merging")
-        merge_rows(base, adapter, target)
-        return {}
     plain = base.model_copy(update={"quantization": None})
     plain_tuned = tuned and tuned.model_copy(update={"quantization": None})
     backbone = _load(plain, plain_tuned, adapter, as_stored=True)
@@ -202,8 +197,8 @@ def merge(
 def _load(base: ModelConfig, tuned: ModelConfig | None, adapter: Path, as_stored: bool = False) -> Backbone:
     from opdcl.model.accept import accept_adapter
     from opdcl.model.backbone import Backbone
+    from opdcl.model.extended_vocabulary import shared_tokenizer
     from opdcl.model.load import load_base, load_model
-    from opdcl.model.more_tokens import shared_tokenizer
 
     if tuned:
         model, tokenizer = load_model(tuned, as_stored), shared_tokenizer(base, tuned)
@@ -215,7 +210,7 @@ def _load(base: ModelConfig, tuned: ModelConfig | None, adapter: Path, as_stored
 
 
 def write_readme(folder: Path, name: str, base: ModelConfig, state: str, format: str) -> None:
-    """Write what a folder holds, what it was made from, and under which licence its base stands."""
+    """Write what a folder holds, what it was made from, and which licence its base has."""
     origin, licence = portable(base.id), LICENSES.get(base.id)
     which = "an adapter" if state == "adapter" else f"its {state} adapter"
     what = (

@@ -18,8 +18,8 @@ from opdcl.model.adapter_files import (
     refuse_other_copies,
 )
 from opdcl.model.backbone import Backbone, State
+from opdcl.model.extended_vocabulary import read_more_tokens, shared_tokenizer
 from opdcl.model.load import load_base, load_model
-from opdcl.model.more_tokens import read_more_tokens, shared_tokenizer
 
 
 def load_backbone(

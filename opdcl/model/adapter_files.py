@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
-import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +14,16 @@ from opdcl.config.model import ModelConfig
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.adapter_door import SETTINGS, read_adapter_settings
 from opdcl.model.load import model_source, pick_dtype, skeleton
-from opdcl.model.tensors import headers, shown_shape, way_out, weight_files
+from opdcl.model.rules import (
+    COPY_AGAIN,
+    MERGE_FIRST,
+    ON_BASE,
+    OTHER_BASE,
+    OTHER_SETTINGS,
+    copied_weights,
+    first_broken,
+)
+from opdcl.model.tensors import Found, headers, weight_files
 from opdcl.rundir.hashes import ADAPTER
 from opdcl.rundir.layout import adapter_config
 
@@ -29,22 +36,6 @@ HIGHEST_RANK = 2**16
 STATE = "student"
 # What PEFT writes before the base's own names.
 PREFIX = "base_model.model."
-COPIES = re.compile(r"(embed_tokens|embed_in|word_embeddings|wte|lm_head|embed_out)\.weight$")
-COPY_AGAIN = "copy it again from where the adapter was trained"
-OTHER_SETTINGS = "train it without that; docs/repair.md lists what an adapter may have"
-OTHER_BASE = "use the base model that the adapter was trained on"
-
-# What a name in the file holds that it should not -> what left it there, and the way out.
-TRACES = {
-    "_orig_mod.": "torch.compile's wrapper was saved too: take `_orig_mod.` out of the names in the file",
-    "_fsdp_wrapped_module.": "FSDP's wrapper was saved too: save the adapter's full state dict",
-    ".default.": "PEFT's name of the adapter was saved too: save it with save_pretrained, or take `.default` "
-    "out of the names in the file",
-    "language_model.": "it was trained on a model with a vision tower: name that one with --base, or take "
-    "`language_model.` out of the names in the file",
-}
-
-
 Rank = Annotated[int, Field(gt=0, le=HIGHEST_RANK)]
 Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Names = str | list[str] | None
@@ -96,7 +87,7 @@ def checked_settings(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def peft_faults(folder: Path, problem: str = "", hint: str = OTHER_BASE) -> Iterator[None]:
-    """Translate whatever PEFT raises on an adapter's folder; without a `problem`, say what the cause is.
+    """Translate what PEFT raises on an adapter's folder; without a `problem`, name the cause.
 
     PEFT raises a `ValueError` where its layers have no support for a setting of the adapter.
     """
@@ -166,37 +157,26 @@ def refuse_misfit(
     """
     if not (missing or unexpected):
         return
-    held = headers([folder / ADAPTER])
-    hint = way_out(unexpected, TRACES, OTHER_BASE)
-    if unexpected:
-        count = f"{len(unexpected)} of its {len(held)} weights have no counterpart there"
-        raise _misfit(folder, f"{count}, such as {unexpected[0]}", hint)
-    weights = adapted.state_dict()
-    in_file = [name.replace(f".{state}.", ".").removesuffix(f".{state}") for name in missing]
-    for name, stored in zip(missing, in_file, strict=True):
-        if stored in held:
-            found, needed = shown_shape(held[stored].shape), shown_shape(weights[name].shape)
-            raise _misfit(folder, f"{stored} is {found}, and would have to be {needed}", hint)
-    count = f"its file lacks {len(missing)} of the weights that its settings ask for"
-    raise _misfit(folder, f"{count}, such as {in_file[0]}", COPY_AGAIN)
-
-
-def _misfit(folder: Path, reason: str, hint: str) -> UsageError:
-    return UsageError(f"adapter {folder} does not fit the base model: {reason}", hint)
-
-
-def copied_weights(names: Iterable[str]) -> list[str]:
-    """Return which of an adapter's weights are a base's embeddings or head.
-
-    PEFT saves them with an adapter whenever the vocabulary was resized, trained or not.
-    """
-    return [name for name in names if "lora_" not in name and COPIES.search(name)]
+    held, needed = headers([folder / ADAPTER]), adapted.state_dict()
+    in_file = {name.replace(f".{state}.", ".").removesuffix(f".{state}"): name for name in missing}
+    found = Found(
+        missing=[stored for stored in in_file if stored not in held],
+        unexpected=[*unexpected],
+        mismatched=[
+            (stored, held[stored].shape, needed[name].shape)
+            for stored, name in in_file.items()
+            if stored in held
+        ],
+        total=len(held),
+    )
+    if broken := first_broken(ON_BASE, found):
+        raise UsageError(f"adapter {folder} does not fit the base model: {broken.reason}", broken.way_out)
 
 
 def stored_weights(base: ModelConfig, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """Return a base's weights by their names in an adapter, as its files hold them, in the run's precision.
 
-    Of a base that is not in safetensors on this machine, none are returned.
+    Nothing is returned if the base is not in safetensors on this machine.
     """
     import torch
     from safetensors import safe_open
@@ -228,10 +208,4 @@ def refuse_other_copies(folder: Path, weights: Mapping[str, torch.Tensor]) -> No
             weight = weights.get(name)
             if weight is None or not torch.equal(file.get_tensor(name).to(weight), weight):
                 problem = f"it changes more than linear layers and experts: {name} is not its base's"
-                raise UsageError(f"adapter {folder} cannot be recovered: {problem}", merge_hint(folder))
-
-
-def merge_hint(folder: Path) -> str:
-    """Return the hint for an adapter whose learning a merged model keeps, and recovery does not."""
-    merged = f"opdcl export {shlex.quote(str(folder))} -o MODEL merges all of it"
-    return f"{merged}; then opdcl recover MODEL --base BASE, with both models in memory"
+                raise UsageError(f"adapter {folder} cannot be recovered: {problem}", MERGE_FIRST)

@@ -19,7 +19,7 @@ from opdcl.config.finetune import LoraSection
 from opdcl.errors import OpdclError
 from opdcl.model.adapter_door import put_adapter
 from opdcl.model.architecture import eos_ids
-from opdcl.model.lora import base_weight, fuse, merged_weight, parts, scale
+from opdcl.model.lora import adapter_weights, base_weight, fuse, merged_weight, scale
 from opdcl.model.quantized import is_quantized, quantized_layers
 from opdcl.model.targets import lora_config
 
@@ -33,7 +33,7 @@ class Backbone:
     The base weights are never written. `merged` puts base + adapter into storage of its own: merging and
     unmerging in place would drift the base by rounding, and the base is the teacher.
 
-    The adapters may stand on a model that was tuned as a whole. Then `base_lm` is its base, a second module
+    The adapters may belong to a model that was tuned as a whole. Then `base_lm` is its base, a second module
     tree: weights exchanged within one tree, between a forward and its backward pass, would spoil gradients.
     """
 
@@ -49,7 +49,7 @@ class Backbone:
         self.eos_ids = eos_ids((base_lm or model).generation_config, tokenizer)
         self.peft: PeftModel | None = None
         self._known: tuple[tuple[int, ...], str] | None = None  # the last checksum and fingerprint
-        self.sums: list[torch.Tensor] | None = None
+        self.merged_weights: list[torch.Tensor] | None = None
         """`merged` keeps its sums here, at the same addresses, if this is not None: CUDA graphs need it."""
 
     @property
@@ -102,7 +102,7 @@ class Backbone:
         if self.peft is not None:
             self.causal_lm = self.peft.unload()
             self.peft = None
-            self.sums = None if self.sums is None else []
+            self.merged_weights = None if self.merged_weights is None else []
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of all frozen weights' bits, which proves that training did not change them."""
@@ -110,7 +110,7 @@ class Backbone:
         return self._known[1]
 
     def base_fingerprint(self) -> str:
-        """Return the fingerprint of base alone, whether or not a tuned model lies beside it."""
+        """Return the fingerprint of base alone, also if a tuned model is loaded beside it."""
         return _digest(_frozen(self.base_lm)) if self.base_lm else self.known_fingerprint()
 
     def adapter_fingerprint(self, state: State) -> str:
@@ -118,7 +118,7 @@ class Backbone:
         digest = hashlib.sha256()
         for layer in self.adapted_layers(state):
             digest.update(repr(layer.scaling[state]).encode())
-            for weight in parts(layer, state):
+            for weight in adapter_weights(layer, state):
                 digest.update(_hashable(weight))
         return digest.hexdigest()
 
@@ -130,7 +130,7 @@ class Backbone:
         return known
 
     def checksum(self) -> tuple[int, ...]:
-        """Return the sum of each frozen weight's bits, read as integers; of a shard, this worker's part.
+        """Return the sum of each frozen weight's bits, read as integers; this worker's part of a shard.
 
         It stays on the device; on a CPU it takes a seventh of a fingerprint's time. Only a change that leaves
         a sum as it was, such as an exchange of values within a weight, escapes it.
@@ -188,7 +188,7 @@ class Backbone:
             finally:
                 self.causal_lm = student
             return
-        weights = [weight for layer in self.adapted_layers("student") for weight in parts(layer, "student")]
+        weights = self._weights_of("student")
         saved = [weight.data.clone() for weight in weights]
         self.shrink(alpha)
         try:
@@ -204,9 +204,12 @@ class Backbone:
 
     def adapter_norm(self, state: State) -> float:
         """Return the L2 norm of all weights of an adapter."""
-        weights = [weight for layer in self.adapted_layers(state) for weight in parts(layer, state)]
-        norms = torch._foreach_norm([weight.detach().float() for weight in weights])
+        norms = torch._foreach_norm([weight.detach().float() for weight in self._weights_of(state)])
         return float(torch.stack(norms).norm())
+
+    def _weights_of(self, state: State) -> list[torch.nn.Parameter]:
+        """Return all weights of an adapter, layer by layer."""
+        return [weight for layer in self.adapted_layers(state) for weight in adapter_weights(layer, state)]
 
     @contextlib.contextmanager
     def merged(self, name: State) -> Iterator[PreTrainedModel]:
@@ -225,10 +228,10 @@ class Backbone:
             return
         # Permanent sums hold every layer that any adapter changes, so graphs read the same addresses in every
         # state, base included.
-        layers = self.adapted_layers(None if self.sums is not None else name)
+        layers = self.adapted_layers(None if self.merged_weights is not None else name)
         saved = []
         with parallel.unsharded(self.causal_lm):
-            places = self._places(layers)
+            places = self._merged_storage(layers)
             try:
                 for layer in layers:
                     weight = base_weight(layer)
@@ -242,14 +245,14 @@ class Backbone:
                 for weight, original in saved:
                     weight.data = original
 
-    def _places(self, layers: list[BaseTunerLayer]) -> list[torch.Tensor] | None:
+    def _merged_storage(self, layers: list[BaseTunerLayer]) -> list[torch.Tensor] | None:
         """Return where the layers' sums are kept: one behind the other, so that some can be read as one."""
-        if self.sums is not None and len(self.sums) != len(layers):
+        if self.merged_weights is not None and len(self.merged_weights) != len(layers):
             weights = [base_weight(layer).data for layer in layers]
             whole = weights[0].new_empty(sum(weight.numel() for weight in weights))
             parts = whole.split([weight.numel() for weight in weights])
-            self.sums = [part.view_as(weight) for part, weight in zip(parts, weights, strict=True)]
-        return self.sums
+            self.merged_weights = [part.view_as(weight) for part, weight in zip(parts, weights, strict=True)]
+        return self.merged_weights
 
 
 def _bytes(weight: torch.Tensor) -> torch.Tensor:
@@ -273,7 +276,7 @@ def _digest(weights: Iterable[torch.Tensor]) -> str:
 
 
 def _hashable(weight: torch.Tensor) -> memoryview:
-    """Return a copy of a weight's bits, of a shard the whole weight's.
+    """Return a copy of a weight's bits; of the whole weight if this worker has a shard of it.
 
     A copy, because numpy takes hold of the storage that it is shown, which FSDP then cannot free.
     """

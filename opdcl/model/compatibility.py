@@ -32,7 +32,7 @@ def differences(
 ) -> list[str]:
     """Describe the differences between two tokenizers that matter to distillation.
 
-    With `may_have_more`, tokens that only the second one has are none.
+    With `may_have_more`, the second one may have further tokens.
     """
     pair = student, teacher
     reasons = []
@@ -55,7 +55,7 @@ def differences(
     if differing := sorted(token for token in {*a, *b} - more if a.get(token) != b.get(token)):
         reasons.append(f"added tokens differ: {', '.join(differing[:5])}")
     turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "It."}]
-    a, b = (render(t, turns, False, tokenize=False) if t.chat_template else None for t in pair)
+    a, b = (render(t, turns, False) if t.chat_template else None for t in pair)
     if a != b:
         reasons.append(f"the chat template writes {a!r} and {b!r}"[:300])
     return reasons
@@ -64,7 +64,7 @@ def differences(
 def template_difference(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
     """Say how a conversation looks in a tokenizer's own chat template and in another; "" if alike."""
     turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "It."}]
-    own = render(tokenizer, turns, False, tokenize=False)
+    own = render(tokenizer, turns, False)
     try:
         other = tokenizer.apply_chat_template(
             turns, chat_template=on_one_day(template), tokenize=False, enable_thinking=False

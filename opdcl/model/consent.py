@@ -30,7 +30,7 @@ HINT = (
     "serve: -- --trust-remote-code)"
 )
 
-# Settings by which a stage reaches beyond the run: servers, and teachers that lie in a folder or a file.
+# Settings by which a stage reaches beyond the run: servers, and teachers that are a folder or a file.
 SERVERS = ("recover.server.url", "recover.teachers.*.server.url", "eval.server.url")
 TEACHERS = ("recover.teachers.*.adapter", "recover.teachers.*.model.id", "recover.teachers.*.prompts")
 
@@ -66,7 +66,7 @@ def stored_model(record: Any, file: Path) -> ModelConfig:
 def without_consent(saved: Mapping[str, Any], place: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the stored settings of a run without the consent in them, and their origins.
 
-    What reaches beyond the run is marked as stored there, whatever the run says of its origin.
+    What reaches beyond the run is marked as stored there, even if the run names another origin.
 
     Raises:
         UsageError: The settings are those of several runs, which no run directory stores.

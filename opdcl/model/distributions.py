@@ -69,7 +69,7 @@ class TopTokens(NamedTuple):
 
     The remaining mass is spread evenly over all other tokens. Losses of the token itself are therefore exact,
     and so are losses of the top k and the rest together, for k up to K. Entropy and KL are lower bounds: no
-    other token is assumed likelier than the K-th, and all others count as one.
+    other token is assumed more likely than the K-th, and all others count as one.
     """
 
     token_N: torch.Tensor

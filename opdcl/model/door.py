@@ -24,7 +24,7 @@ def read_model_config(source: str, *, trust_remote_code: bool, **options: Any) -
     """Return a model's own configuration.
 
     Raises:
-        UsageError: An adapter lies beside the model.
+        UsageError: There is an adapter beside the model.
     """
     from transformers import AutoConfig
 
@@ -43,7 +43,7 @@ def read_generation(source: str, revision: str | None) -> GenerationConfig:
 
 
 def read_tokenizer(source: str, *, trust_remote_code: bool, **options: Any) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model, or the one that lies beside an adapter."""
+    """Return the tokenizer of a model, or the one in an adapter's folder."""
     from transformers import AutoTokenizer
 
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -60,7 +60,7 @@ def read_model(
     Tensors of another shape are in the report and raise no error.
 
     Raises:
-        UsageError: An adapter lies beside the model.
+        UsageError: There is an adapter beside the model.
     """
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""The training forward pass: hidden states of answers only, with the common prefix computed once.
+"""The training forward pass: hidden states of answers only, by the cheapest of four ways through the model.
 
 Chat prompts share a beginning (the template's system turn), often half of their length. On a CPU, the prefix
 runs through the model as one row, and every row attends to its keys and values. The gradient flows back
@@ -9,6 +9,7 @@ GPU, launching the second pass costs more than the prefix.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from functools import partial
 
 import torch
@@ -16,13 +17,35 @@ from transformers import DynamicCache
 
 from opdcl import parallel
 from opdcl.model.architecture import architecture
-from opdcl.model.llama_pass import packed_states, packs
+from opdcl.model.llama import attends_within_rows, packed_states, trains_as_llama
 from opdcl.model.quantized import is_quantized
-from opdcl.model.side_by_side import side_by_side
+from opdcl.model.thread_parallel import run_in_threads
 from opdcl.types import Example
 
 # Fewest tokens of a part that runs on its own: with fewer, reading the weights takes longer than multiplying.
 PART_TOKENS = 96
+
+
+class Pass(Enum):
+    """How rows run through a model."""
+
+    IN_ONE_KERNEL = "one behind the other; one kernel attends within all rows"
+    BY_LENGTH = "one behind the other, after their common prefix; rows of one length attend together"
+    BEHIND_PREFIX = "padded, after their common prefix, by transformers"
+    PADDED = "padded, by transformers"
+
+
+def pick_pass(causal_lm) -> Pass:
+    """Return how rows run through a model."""
+    config, device = causal_lm.config, causal_lm.device
+    match device.type, trains_as_llama(causal_lm):
+        case "cuda", True if attends_within_rows(config, device, causal_lm.dtype):
+            return Pass.IN_ONE_KERNEL
+        case "cpu", True:
+            return Pass.BY_LENGTH
+        case "cpu", _ if architecture(config).full_attention and not parallel.sharded():
+            return Pass.BEHIND_PREFIX
+    return Pass.PADDED
 
 
 def answer_states(causal_lm, examples: Sequence[Example]) -> torch.Tensor:
@@ -32,21 +55,13 @@ def answer_states(causal_lm, examples: Sequence[Example]) -> torch.Tensor:
         causal_lm: The model whose `base_model` gives hidden states.
         examples: The rows.
     """
-    share_prefix = _shares_prefix(causal_lm)
-    count = _part_count(causal_lm, examples) if share_prefix else 1
+    count = _part_count(causal_lm, examples)
     if count == 1:
-        return _states(causal_lm, examples, share_prefix)
+        return _states(causal_lm, examples)
     weights = [weight for weight in causal_lm.parameters() if weight.requires_grad]
     if not torch.is_grad_enabled():
         weights = []
-    states = partial(_states, causal_lm, share_prefix=share_prefix)
-    return _SideBySide.apply(states, examples, _cut(examples, count), *weights)
-
-
-def _shares_prefix(causal_lm) -> bool:
-    """Return whether the common prefix is computed once: on a CPU, if every layer attends fully."""
-    plain = architecture(causal_lm.config).full_attention
-    return plain and causal_lm.device.type == "cpu" and not parallel.sharded()
+    return _SideBySide.apply(partial(_states, causal_lm), examples, _cut(examples, count), *weights)
 
 
 class _SideBySide(torch.autograd.Function):
@@ -62,7 +77,7 @@ class _SideBySide(torch.autograd.Function):
 
         ctx.parts, ctx.weights = parts, weights
         ctx.answers = [len(example.predicting) for example in examples]
-        ctx.states = side_by_side([partial(run, rows) for rows in parts])
+        ctx.states = run_in_threads([partial(run, rows) for rows in parts])
         by_row: dict[int, torch.Tensor] = {}
         for rows, part in zip(parts, ctx.states, strict=True):
             by_row |= zip(rows, part.detach().split([ctx.answers[row] for row in rows]), strict=True)
@@ -75,7 +90,7 @@ class _SideBySide(torch.autograd.Function):
         for rows, states in zip(ctx.parts, ctx.states, strict=True):
             grad_of_part = torch.cat([grad_of[row] for row in rows])
             tasks.append(partial(torch.autograd.grad, states, ctx.weights, grad_of_part))
-        first, *others = side_by_side(tasks)
+        first, *others = run_in_threads(tasks)
         for grads in others:
             torch._foreach_add_(first, grads)
         return None, None, None, *first
@@ -83,7 +98,7 @@ class _SideBySide(torch.autograd.Function):
 
 def _part_count(causal_lm, examples: Sequence[Example]) -> int:
     """Return into how many parts rows are cut: 1 where threads would draw random numbers in any order."""
-    if causal_lm.device.type != "cpu" or is_quantized(causal_lm):
+    if pick_pass(causal_lm) not in (Pass.BY_LENGTH, Pass.BEHIND_PREFIX) or is_quantized(causal_lm):
         return 1
     if causal_lm.training and any(isinstance(m, torch.nn.Dropout) for m in causal_lm.modules()):
         return 1
@@ -114,18 +129,22 @@ def _cut(examples: Sequence[Example], count: int) -> list[list[int]]:
     return halves(sorted(range(len(examples)), key=lambda row: -len(examples[row].ids)), count)
 
 
-def _states(causal_lm, examples: Sequence[Example], share_prefix: bool) -> torch.Tensor:
-    prefix = _shared_length(examples) if share_prefix else 0
-    longest = max(len(example.ids) for example in examples)
-    if packs(causal_lm, longest):
-        return _packed(causal_lm, examples, prefix)
-    return _padded(causal_lm, examples, prefix, longest - prefix)
+def _states(causal_lm, examples: Sequence[Example]) -> torch.Tensor:
+    prefix, longest = _shared_length(examples), max(len(example.ids) for example in examples)
+    match pick_pass(causal_lm):
+        case Pass.IN_ONE_KERNEL:
+            return _packed(causal_lm, examples, 0, in_one_kernel=True)
+        case Pass.BY_LENGTH:
+            return _packed(causal_lm, examples, prefix, in_one_kernel=False)
+        case Pass.BEHIND_PREFIX:
+            return _padded(causal_lm, examples, prefix, longest - prefix)
+    return _padded(causal_lm, examples, 0, longest)
 
 
-def _packed(causal_lm, examples: Sequence[Example], prefix: int) -> torch.Tensor:
+def _packed(causal_lm, examples: Sequence[Example], prefix: int, in_one_kernel: bool) -> torch.Tensor:
     """Compute the rows one behind the other."""
     tails = [example.ids[prefix:] for example in examples]
-    states_MH, starts = packed_states(causal_lm, examples[0].ids[:prefix], tails)
+    states_MH, starts = packed_states(causal_lm, examples[0].ids[:prefix], tails, in_one_kernel)
     predicts: list[int] = []
     for start, example in zip(starts, examples, strict=True):
         predicts += [start + i - prefix for i in example.predicting]

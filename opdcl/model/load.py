@@ -16,8 +16,9 @@ from opdcl.data.chat import check_template, render, with_variables
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
 from opdcl.hub import Repository, download_command, parse, reachable
 from opdcl.model import consent, door, quantized
-from opdcl.model.portable import make_portable
-from opdcl.model.tensors import Found, headers, refuse_unfit, weight_files
+from opdcl.model.rules import CONFIG, FILES, first_broken
+from opdcl.model.tensors import Found, headers, weight_files
+from opdcl.model.transformers4 import make_portable
 from opdcl.rundir.files import cache_home, folder_appears_whole, write_atomic, write_json
 from opdcl.rundir.hashes import SEAL, damage, file_hash, read_seal, seal
 from opdcl.rundir.layout import TEMPLATE
@@ -86,7 +87,7 @@ def load_model(config: ModelConfig, as_stored: bool = False) -> PreTrainedModel:
         options |= quantized.loading_options(config, dtype, device)
     with to_user_error(config):
         model, report = door.read_model(source, dtype=dtype, **options)
-    refuse_unfit(config.id, model, Found.of(model, report))
+    refuse_unfit(config.id, Found.of(model, report))
     model.config.use_cache = False
     # A mixture that TRL has tuned returns a loss for its routers, which fails with a cache.
     if hasattr(text := model.config.get_text_config(), "output_router_logits"):
@@ -160,7 +161,7 @@ def _read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 def _try_template(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a chat template that fails on one short turn: it may come from anywhere."""
     try:
-        render(tokenizer, [{"role": "user", "content": "Hello."}], True, tokenize=False)
+        render(tokenizer, [{"role": "user", "content": "Hello."}], True)
     except UsageError:  # it refuses this turn; the rows' own may be others
         return
     except Exception as fault:
@@ -184,7 +185,7 @@ def _loading_options(config: ModelConfig) -> tuple[str, dict]:
 
 @contextlib.contextmanager
 def to_user_error(config: ModelConfig, code_hint: str = consent.HINT) -> Iterator[None]:
-    """Translate whatever the libraries raise while they read a model's files into an error with a hint.
+    """Translate what the libraries raise while they read a model's files into an error with a hint.
 
     `code_hint` is the hint where code comes with them that is not allowed to run.
     """
@@ -265,20 +266,25 @@ def check_model(config: ModelConfig) -> list[str]:
         return []
     read_config(config)
     bare = skeleton(config)
-    if bare.config.get_text_config(decoder=True) is not bare.config:
-        problem = (
-            f"model {config.id!r} cannot be used: models of type {bare.config.model_type} have "
-            f"a vision tower, or other parts besides text"
-        )
-        hint = "choose a model for text only, or save its language model alone, with transformers"
-        raise UsageError(problem, hint)
+    if broken := first_broken(CONFIG, bare.config):
+        raise UsageError(f"model {config.id!r} cannot be used: {broken.reason}", broken.way_out)
     source, options = model_source(config)
     if not os.path.isdir(source) or "gguf_file" in options:
         return []
     tensors = headers(weight_files(Path(source), config.id))
     with to_user_error(config):
         model, report = door.read_tensors(bare, tensors)
-    return refuse_unfit(config.id, model, Found.of(model, report))
+    return refuse_unfit(config.id, Found.of(model, report))
+
+
+def refuse_unfit(name: str, found: Found) -> list[str]:
+    """Refuse a model that its files do not give whole; return notes on tensors that are not part of it."""
+    if broken := first_broken(FILES, found):
+        raise UsageError(f"model {name!r} cannot be used: {broken.reason}", broken.way_out)
+    if not found.unexpected:
+        return []
+    count = f"{len(found.unexpected)} tensors in the files of {name} are not part of the language model"
+    return [f"{count}, such as {found.unexpected[0]}: they are not used"]
 
 
 def read_config(config: ModelConfig) -> PretrainedConfig:
@@ -361,7 +367,7 @@ def model_source(config: ModelConfig, convert: bool = True) -> tuple[str, dict]:
 
 
 def model_files(config: TeacherModel) -> list[Path]:
-    """Return the files of a model that lies here; none of one on the Hub or in the package."""
+    """Return the files of a model on this machine; none if it is on the Hub or in the package."""
     path = Path(os.path.expanduser(config.id))
     if path.suffix == ".gguf" and os.path.isfile(path):
         return [path]

@@ -26,7 +26,7 @@ def base_weight(layer: Linear | ParamWrapper) -> torch.nn.Parameter:
     return layer.get_param() if isinstance(layer, ParamWrapper) else layer.get_base_layer().weight
 
 
-def parts(layer: Linear | ParamWrapper, name: str) -> list[torch.nn.Parameter]:
+def adapter_weights(layer: Linear | ParamWrapper, name: str) -> list[torch.nn.Parameter]:
     """Return an adapter's weights in a layer: A, B, and the row norms m of DoRA."""
     holders = (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector)
     return [holder[name].weight for holder in holders if name in holder]
@@ -38,7 +38,7 @@ def scale(layer: Linear | ParamWrapper, name: str, alpha: float) -> None:
 
     The row norms of DoRA move to those of the base in the same proportion.
     """
-    _, b_NR, *norms = parts(layer, name)
+    _, b_NR, *norms = adapter_weights(layer, name)
     b_NR.mul_(alpha)
     for norm_N in norms:
         weight = dequantize_module_weight(layer.get_base_layer()).float()
@@ -54,7 +54,7 @@ def merged_weight(layer: Linear | ParamWrapper, name: str) -> torch.Tensor:
         left, right, scaling = layer.get_delta_factors(name)
         return torch.baddbmm(weight, left, right, alpha=scaling)
     merged = weight.float() + layer.get_delta_weight(name).float()
-    for norm_N in parts(layer, name)[2:]:
+    for norm_N in adapter_weights(layer, name)[2:]:
         factor_N = norm_N.float() / _row_norms(layer, merged)
         merged *= factor_N if layer.fan_in_fan_out else factor_N[:, None]
     return merged.to(weight.dtype)
@@ -64,56 +64,31 @@ def _row_norms(layer: Linear, weight: torch.Tensor) -> torch.Tensor:
     return weight.norm(dim=0 if layer.fan_in_fan_out else 1)
 
 
-class _LoraLinears(torch.autograd.Function):
-    """Layers that share an input. The base weights are frozen, so only x and each A and B have gradients."""
+class _LoraLinear(torch.autograd.Function):
+    """A layer's pass. The base weight is frozen, so only x, A and B have gradients."""
 
     @staticmethod
-    def forward(ctx, x, scalings, *weights):
+    def forward(ctx, x, scaling, weight_NK, bias_N, a_RK, b_NR):
+        ctx.scaling, ctx.shape, ctx.adapter_dtype = scaling, x.shape, a_RK.dtype
         x_MK = x.reshape(-1, x.shape[-1])
-        ctx.scalings, ctx.shape, ctx.adapter_dtype = scalings, x.shape, weights[2].dtype
-        saved, outs = [x_MK], []
-        for i, scaling in enumerate(scalings):
-            weight_NK, bias_N, a_RK, b_NR = weights[4 * i : 4 * i + 4]
-            # The adapter is stored in fp32 and multiplied in the base's precision, as autocast does.
-            a_RK, b_NR = a_RK.to(x.dtype), b_NR.to(x.dtype)
-            low_MR = x_MK @ a_RK.T
-            out_MN = torch.nn.functional.linear(x_MK, weight_NK, bias_N)
-            outs.append(out_MN.addmm_(low_MR, b_NR.T, alpha=scaling).view(*x.shape[:-1], -1))
-            saved += [low_MR, weight_NK, a_RK, b_NR]
-        ctx.save_for_backward(*saved)
-        return tuple(outs)
+        # The adapter is stored in fp32 and multiplied in the base's precision, as autocast does.
+        a_RK, b_NR = a_RK.to(x.dtype), b_NR.to(x.dtype)
+        low_MR = x_MK @ a_RK.T
+        out_MN = torch.nn.functional.linear(x_MK, weight_NK, bias_N)
+        ctx.save_for_backward(x_MK, low_MR, weight_NK, a_RK, b_NR)
+        return out_MN.addmm_(low_MR, b_NR.T, alpha=scaling).view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx, *grads):
-        x_MK, *saved = ctx.saved_tensors
+    def backward(ctx, grad):
+        x_MK, low_MR, weight_NK, a_RK, b_NR = ctx.saved_tensors
+        grad_MN = grad.reshape(-1, grad.shape[-1])
+        grad_low_MR = (grad_MN @ b_NR).mul_(ctx.scaling)
         grad_x = None
-        found: list[torch.Tensor | None] = []
-        for i, (grad, scaling) in enumerate(zip(grads, ctx.scalings, strict=True)):
-            low_MR, weight_NK, a_RK, b_NR = saved[4 * i : 4 * i + 4]
-            grad_MN = grad.reshape(-1, grad.shape[-1])
-            grad_low_MR = (grad_MN @ b_NR).mul_(scaling)
-            if ctx.needs_input_grad[0]:
-                grad_x = grad_MN @ weight_NK if grad_x is None else grad_x.addmm_(grad_MN, weight_NK)
-                grad_x.addmm_(grad_low_MR, a_RK)
-            grad_a = (grad_low_MR.T @ x_MK).to(ctx.adapter_dtype)
-            grad_b = (grad_MN.T @ low_MR).to(ctx.adapter_dtype).mul_(scaling)
-            found += [None, None, grad_a, grad_b]
-        return None if grad_x is None else grad_x.view(ctx.shape), None, *found
-
-
-def linears(x: torch.Tensor, *layers: torch.nn.Module) -> tuple[torch.Tensor, ...]:
-    """Return the outputs of linear layers that share an input: one node if all have a simple adapter."""
-    adapted = [layer for layer in layers if isinstance(layer, Linear) and _is_plain(layer, x)]
-    if len(adapted) < len(layers):
-        return tuple(layer(x) for layer in layers)
-    weights: list[torch.Tensor] = []
-    scalings = []
-    for layer in adapted:
-        base, (name,) = layer.get_base_layer(), layer.active_adapters
-        weights += [base.weight, base.bias, layer.lora_A[name].weight, layer.lora_B[name].weight]
-        scalings.append(layer.scaling[name])
-    outs: tuple[torch.Tensor, ...] = _LoraLinears.apply(x, scalings, *weights)
-    return outs
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad_MN @ weight_NK).addmm_(grad_low_MR, a_RK).view(ctx.shape)
+        grad_a = (grad_low_MR.T @ x_MK).to(ctx.adapter_dtype)
+        grad_b = (grad_MN.T @ low_MR).to(ctx.adapter_dtype).mul_(ctx.scaling)
+        return grad_x, None, None, None, grad_a, grad_b
 
 
 def fuse(model: torch.nn.Module) -> None:
@@ -131,7 +106,10 @@ def _fused_forward(layer: Linear, peft_forward):
     def forward(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if args or kwargs or not _is_plain(layer, x):
             return peft_forward(x, *args, **kwargs)
-        return linears(x, layer)[0]
+        base, (name,) = layer.get_base_layer(), layer.active_adapters
+        a_RK, b_NR = adapter_weights(layer, name)
+        out: torch.Tensor = _LoraLinear.apply(x, layer.scaling[name], base.weight, base.bias, a_RK, b_NR)
+        return out
 
     return forward
 

@@ -1,7 +1,7 @@
 """Models whose linear layers bitsandbytes quantizes to 4 or 8 bits while they are loaded.
 
 4 bits are NF4 with quantized scales (Dettmers et al., arXiv 2305.14314), 8 bits are LLM.int8() (arXiv
-2208.07339). Embeddings, norms and head stay as they are.
+2208.07339). Embeddings, norms and head keep their precision.
 """
 
 from __future__ import annotations

@@ -22,27 +22,19 @@ ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 SAVE_AGAIN = "load it with transformers and save it again: save_pretrained writes safetensors"
 
-# What a name in the files holds that the model's own names do not -> what left it there, and the way out.
-TRACES = {
-    "base_model.model.": "PEFT's wrapper was saved too: merge_and_unload() first, then save the model",
-    "base_layer.": "PEFT's layers were saved too: merge_and_unload() first, then save the model",
-    "_orig_mod.": "torch.compile's wrapper was saved too: save model._orig_mod",
-    "_fsdp_wrapped_module.": "FSDP's wrapper was saved too: save the full state dict",
-    "language_model.": "their names are those of a model with a vision tower: use its config.json",
-    "module.": "DataParallel's wrapper was saved too: save model.module",
-}
-
 
 @dataclass(frozen=True)
 class Found:
-    """What transformers reports on loading a model: names of tensors, and shapes that differ."""
+    """What is reported on loading a model or an adapter: names in its files, and shapes that differ."""
 
     missing: list[str]
     unexpected: list[str]
     mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
     """A name, the shape in the file, and the shape in the model."""
     total: int
-    """How many tensors the model has."""
+    """How many tensors the model has, or the file of an adapter holds."""
+    left_over: Sequence[str] = ()
+    """Unexpected tensors that bear the name of one of the model's layers."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, report: Mapping[str, Any]) -> Found:
@@ -53,49 +45,9 @@ class Found:
         missing = {name for name in missing if tied.get(name) not in missing}
         shapes = [(key, tuple(here), tuple(there)) for key, here, there in report["mismatched_keys"]]
         total = len(set(model.state_dict()) - set(tied))
-        return cls(sorted(missing), sorted(report["unexpected_keys"]), sorted(shapes), total)
-
-
-def refuse_unfit(name: str, model: PreTrainedModel, found: Found) -> list[str]:
-    """Refuse a model that its files do not give whole; return notes on tensors that are not part of it.
-
-    Raises:
-        UsageError: A tensor of the model is missing, has another shape, or the files hold more for one of its
-            layers than the model has a place for, such as a bias.
-    """
-    other_config = "use the config.json of these weights"
-    if found.missing:
-        rest = f"; the files hold {found.unexpected[0]} instead" if found.unexpected else ""
-        problem = (
-            f"model {name!r} cannot be used: {len(found.missing)} of {found.total} tensors of the model "
-            f"are not in its files, such as {found.missing[0]}{rest}"
-        )
-        hint = way_out(found.unexpected, TRACES, "save the model again, or copy all its files")
-        raise UsageError(problem, hint)
-    if found.mismatched:
-        key, here, there = found.mismatched[0]
-        shapes = f"{key} is {shown_shape(here)} in its files, and {shown_shape(there)} by its config.json"
-        raise UsageError(f"model {name!r} cannot be used: {shapes}", other_config)
-    layers = {layer for layer, _ in model.named_modules()}
-    for key in found.unexpected:
-        if key.rpartition(".")[0] in layers:
-            problem = (
-                f"model {name!r} cannot be used: its files hold {key}, "
-                f"for which its config.json leaves no place"
-            )
-            raise UsageError(problem, other_config)
-    if not found.unexpected:
-        return []
-    count = f"{len(found.unexpected)} tensors in the files of {name} are not part of the language model"
-    return [f"{count}, such as {found.unexpected[0]}: they are not used"]
-
-
-def way_out(names: Sequence[str], traces: Mapping[str, str], otherwise: str) -> str:
-    """Return the hint that belongs to the first of these traces in a tensor's name."""
-    for trace, hint in traces.items():
-        if any(trace in name for name in names):
-            return hint
-    return otherwise
+        unexpected, layers = sorted(report["unexpected_keys"]), {name for name, _ in model.named_modules()}
+        left_over = [key for key in unexpected if key.rpartition(".")[0] in layers]
+        return cls(sorted(missing), unexpected, sorted(shapes), total, left_over)
 
 
 def shown_shape(shape: Sequence[int]) -> str:

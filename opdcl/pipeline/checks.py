@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from opdcl.types import Prompts, StreamName
 
 
-# What a model and its base have in common, whatever was trained.
+# What a tuned model and its base have in common.
 SHAPE = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
@@ -101,7 +101,7 @@ def refuse_foreign(run: RunDir) -> None:
 
 
 def refuse_other_finetune(job: Job, tasks: list[Task], donor: RunDir) -> None:
-    """Refuse a second recovery whose fine-tune is not the one that `donor` holds, and would be made anew."""
+    """Refuse a second recovery whose fine-tune is not the one in `donor`, and would be made again."""
     known = outcomes(donor)
     if all(task.fingerprint in known for task in tasks if task.name == "finetune"):
         return
@@ -131,7 +131,7 @@ def _refuse_stale(job: Job, tasks: list[Task], records: Records) -> None:
         place = job.run.path
         ways.insert(0, f"a second recovery beside it (opdcl recover {place} -o {place}-2, same options)")
     reasons = "; ".join(f"{task.name} {task.why}" for task in stale)
-    message = f"{job.run.path} does not hold what this command would make; {reasons}"
+    message = f"{job.run.path} was made with other settings or data; {reasons}"
     raise UsageError(message, ", or ".join(ways))
 
 
@@ -164,10 +164,10 @@ def _check_gates(workflow: Workflow, tasks: list[Task]) -> None:
 
 
 def _check_tuned_model(job: Job) -> None:
-    """Refuse a tuned model whose base this is not, and settings that need every adapter to stand on base."""
+    """Refuse a whole model with another base, and settings that need an adapter on base."""
     from opdcl.model.adapters import tuned_model
     from opdcl.model.compatibility import check_same_tokenizer
-    from opdcl.model.more_tokens import has_tokenizer
+    from opdcl.model.extended_vocabulary import has_tokenizer
 
     workflow, base = job.workflow, job.workflow.model
     tuned = tuned_model(workflow.start, base)
@@ -175,7 +175,7 @@ def _check_tuned_model(job: Job) -> None:
         return
     hint = "--base names the model that it was fine-tuned from"
     if (Path(base.id).resolve(), base.revision) == (Path(tuned.id).resolve(), tuned.revision):
-        raise UsageError(f"{tuned.id} is named as its own base", hint)
+        raise UsageError(f"base and tuned model are both {tuned.id}", hint)
     shape = text_config(tuned)
     # By its own tokenizer: rows behind base's are tokens that base lacks, or padding.
     has_more = has_tokenizer(tuned) and shape.vocab_size > job.shape.vocab_size
@@ -205,10 +205,7 @@ def _check_tuned_model(job: Job) -> None:
             "leave it out",
         ),
         "a teacher of kind adapter": (any(t.adapter for t in teachers), "use kind model"),
-        "a trust_region around base": (
-            any(t.kind == "trust_region" for t in teachers),
-            "set reference: tuned",
-        ),
+        "a trust_region around base": (any(t.kind == "trust_region" for t in teachers), "use kind base"),
     }
     if recover:
         used["recover.method interpolate"] = (recover.method == "interpolate", "use alternating")
@@ -220,11 +217,11 @@ def _check_tuned_model(job: Job) -> None:
             reason = "its weights are not base's plus an adapter"
             if has_more:
                 reason += ", and it has tokens that base lacks, or more rows of embeddings"
-            raise UsageError(f"start is the whole model {tuned.id}, which excludes {what}: {reason}", remedy)
+            raise UsageError(f"{what} does not work with {tuned.id}, a whole model: {reason}", remedy)
 
 
 def _needing_the_same_tokens(workflow: Workflow) -> dict[str, tuple[Any, str]]:
-    """Return what a tuned model with tokens of its own excludes, if it is used, with the remedy."""
+    """Return what does not work with a tuned model that has tokens of its own: is it used, and the remedy."""
     recover, teachers = workflow.recover, workflow.teachers().values()
     by_token = recover and (recover.reward or recover.loss.kind in ("policy_gradient", "cross_entropy"))
     return {

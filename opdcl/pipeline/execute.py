@@ -93,7 +93,7 @@ def execute(
                 _announce(job, tasks, notes, output)
             Session(mine, backbone, manifest, output, tracking).do(tasks)
         else:
-            output.note("everything is done already")
+            output.note("nothing to do: all stages are finished")
         return parallel.on_first_worker(lambda: finish(job.workflow, run, output, tracking))
 
 
@@ -116,7 +116,7 @@ def _check(
     tasks, notes = checked_plan(job, records, force, continued)
     seals.remove_unfinished(run)
     seals.forget_removed(run)
-    # An attempt that produced nothing imposes no model.
+    # The manifest of an attempt that has made nothing is ignored: this one may have another base.
     return tasks, notes, {} if records.empty else run.read_manifest()
 
 
@@ -167,7 +167,7 @@ def _settle(job: Job, tasks: list[Task], donors: Sequence[RunDir], base: str, ou
     seals.forget(run, *replaced, run.config, run.workflow, run.data)
     for folder in replaced:
         shutil.rmtree(folder, ignore_errors=True)
-    # First the file by which a run is recognized: after a crash here, the same command goes on.
+    # First the file by which a run is recognized: after a crash here, the same command continues.
     # With former settings: runs of an earlier version have them, and equal arms are pooled.
     settings = job.workflow.model_dump(context=FINGERPRINT)
     write_json(run.config, {"workflow": settings, "origins": job.origins})
@@ -281,8 +281,9 @@ class Session:
         record.finish(stage)
 
     def _learn(self, task: Task, stage: StageDir, line: StageLine) -> None:
-        """Recover or fine-tune, by one of two methods; the adapter is in the stage's folder then."""
+        """Recover or fine-tune, and write the adapter into the stage's folder."""
         from opdcl.model.adapters import find_adapter
+        from opdcl.train.completion_cache import CompletionCache
         from opdcl.train.finetune import finetune
         from opdcl.train.provide import provided
         from opdcl.train.recover import recover
@@ -298,8 +299,8 @@ class Session:
         if workflow.finetune.method == "self-distill":
             self_distill(workflow.finetune, *job.self_distillation, backbone, start, stage, line)
         else:
-            examples = job.examples
-            finetune(workflow.finetune, examples.encoded, examples.replay, backbone, start, stage, line)
+            rows, general, cache = job.examples.encoded, job.examples.replay, CompletionCache(backbone)
+            finetune(workflow.finetune, rows, general, backbone, start, stage, line, cache)
 
     def _measure(self, task: Task) -> None:
         """Measure one state on one suite, or its closeness to base."""
@@ -356,12 +357,12 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracking: Tracking) 
 
     results = Results(run)
     summary = results.summary
-    verdicts = gates.judge(workflow.gates.model_dump(), results)
+    verdicts = gates.judge_gates(workflow.gates.model_dump(), results)
     seals.seal_new(run)
     for file in write(results):
         output.note(f"wrote {file}")
     report = run.reports[0].read_text(encoding="utf-8")
-    told = {**scores(run_document(summary)), "verdict": summary.verdict, "report": report}
+    told = {**scores(run_document(summary)), "verdict": summary.verdict.text, "report": report}
     tracking.send({f"eval/{key}": value for key, value in told.items()}, steps_done(run))
     tracking.close()
     for verdict in verdicts:
@@ -369,9 +370,9 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracking: Tracking) 
     try:
         gates.refuse(verdicts, f"opdcl report {run.path}")
     except (GateError, InconclusiveError):
-        # The result itself is not shown then, but what speaks against it must be.
+        # The command ends without showing the result; its faults and notes must be seen all the same.
         output.remarks(summary.faults, [note for note in summary.notes if note not in summary.faults])
-        output.note(summary.verdict)
+        output.note(summary.verdict.text)
         raise
     return summary
 

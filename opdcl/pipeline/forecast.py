@@ -21,14 +21,14 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.model.adapter_files import read_lora_config
 from opdcl.model.adapters import tuned_model
 from opdcl.model.architecture import architecture
-from opdcl.model.llama_pass import FAMILY, WIDE, attends_within_rows
+from opdcl.model.llama import FAMILY, WIDE, attends_within_rows
 from opdcl.model.load import pick_device, pick_dtype, skeleton
 from opdcl.model.lora import base_weight
 from opdcl.model.targets import lora_config
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task
-from opdcl.stages.answers import DRAWN_TOGETHER
+from opdcl.stages.answers import SAMPLING_BATCH
 from opdcl.stages.evaluate import LOGIT_BYTES, max_answer_tokens
 from opdcl.train.finetune import planned_steps
 from opdcl.train.losses import CHUNK, CUDA_CHUNK
@@ -173,7 +173,7 @@ def _size(model: ModelConfig, rank: int) -> Size:
 
 
 def _finetune_need(job: Job, size: Size) -> int:
-    """Return the bytes that a fine-tune takes, besides the base."""
+    """Return the bytes that a fine-tune takes on top of the base."""
     config, examples = job.workflow.finetune, job.examples
     if config.method == "self-distill":
         return _recovery_need(job, *job.self_distillation, size)
@@ -185,7 +185,7 @@ def _finetune_need(job: Job, size: Size) -> int:
 
 
 def _recovery_need(job: Job, config: RecoverConfig, prompts: dict[StreamName, Prompts], size: Size) -> int:
-    """Return the bytes that a recovery takes, besides the base, if all answers are as long as they may be."""
+    """Return the bytes that a recovery takes on top of the base, if all answers have their maximum length."""
     need = size.merged + size.adapter * 20
     named = {
         config.general_teacher,
@@ -219,7 +219,7 @@ def _eval_need(job: Job, suite: str, size: Size) -> int:
     config, asked = job.workflow.eval, job.prompt_ids[suite]
     if not asked:
         return size.merged + LOGIT_BYTES
-    batch, answer = DRAWN_TOGETHER, config.closeness_tokens
+    batch, answer = SAMPLING_BATCH, config.closeness_tokens
     if suite != CLOSENESS:
         if config.server:
             return 0

@@ -11,7 +11,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.shipped import SHIPPED_DATA, package_folder
 from opdcl.config.workflow import Workflow
 from opdcl.data.examples import TrainingRows, with_answers
-from opdcl.data.rows import Row, RowError, Tell, check_lines, load_rows, on_hub, pinned, source_files
+from opdcl.data.rows import CheckedRows, Row, Tell, check_lines, on_hub, pinned, read_rows, source_files
 from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
 from opdcl.rundir.hashes import hash_files
@@ -29,48 +29,35 @@ class Inputs:
     def __init__(self, given: Mapping[str, str] | None = None, tell: Tell | None = None) -> None:
         """Take `given`, the contents of JSONL files by path, as files that `save` will write.
 
-        `tell` is told how many rows have been read, where that takes long.
+        `tell` reports how many rows have been read, where that takes long.
         """
         self.tell = tell
         self.given = dict(given or {})
         self.files: dict[str, list[Row]] = {}
         """The user's files that were read, with their rows."""
-        self._rows: dict[tuple[Any, ...], tuple[list[Row], list[UsageError]]] = {}
+        self._rows: dict[tuple[Any, ...], CheckedRows] = {}
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
         self._hashes: dict[tuple[Path, ...], str] = {}
 
-    def rows(
-        self,
-        source: str,
-        split: str = "train",
-        columns: Mapping[Any, str] | None = None,
-        bad: list[UsageError] | None = None,
-    ) -> list[Row]:
-        """Return the checked rows of a source; the list is the caller's own.
-
-        Rows that cannot be used are left out if there is a list `bad`, which takes their errors.
+    def rows(self, source: str, split: str = "train", columns: Mapping[Any, str] | None = None) -> list[Row]:
+        """Return the rows of a source; the list is the caller's own.
 
         Raises:
-            UsageError: The source cannot be read, or a row of it is refused.
+            UsageError: The source cannot be read, or a row of it is bad.
         """
+        return list(self._checked(source, split, columns).all())
+
+    def _checked(self, source: str, split: str, columns: Mapping[Any, str] | None) -> CheckedRows:
         names = dict(columns or {})
         key = pinned(source), split, *names.items()
         if key not in self._rows:
-            found: list[UsageError] = []
-            kept = None if bad is None else found
             if text := self.given.get(source):
-                rows = check_lines(text, Path(source).stem, names, kept)
+                self._rows[key] = check_lines(text, Path(source).stem, names)
             else:
-                rows = load_rows(source, split, names, kept, self.tell)
-            self._rows[key] = rows, found
-        rows, errors = self._rows[key]
+                self._rows[key] = read_rows(source, split, names, self.tell)
         if source not in SHIPPED_DATA:
-            self.files[source] = rows
-        if bad is not None:
-            bad += errors
-        elif errors:
-            raise errors[0]
-        return list(rows)
+            self.files[source] = self._rows[key].usable
+        return self._rows[key]
 
     def training_rows(self, workflow: Workflow) -> TrainingRows:
         """Return the checked rows of the fine-tune, and what is known of those that `bad_rows` leaves out.
@@ -78,14 +65,8 @@ class Inputs:
         Raises:
             UsageError: The source is missing or malformed, or a row has no answer to learn.
         """
-        config, bad = workflow.finetune, list[UsageError]()
-        skipped = bad if config.bad_rows == "skip" else None
-        try:
-            rows = self.rows(config.data, columns=workflow.columns, bad=skipped)
-        except RowError as fault:
-            hint = f"{fault.hint}; --set finetune.bad_rows=skip leaves such rows out"
-            raise UsageError(fault.message, hint) from fault
-        return with_answers(rows, config, bad)
+        usable, bad = self._checked(workflow.finetune.data, "train", workflow.columns)
+        return with_answers(usable, workflow.finetune, bad)
 
     def tokenizer(self, model: ModelConfig) -> PreTrainedTokenizerBase:
         """Return a model's tokenizer, which has a chat template."""

@@ -97,7 +97,7 @@ class Job:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The base model's tokenizer, or that of a tuned model with more tokens."""
         from opdcl.model.adapters import tuned_model
-        from opdcl.model.more_tokens import shared_tokenizer
+        from opdcl.model.extended_vocabulary import shared_tokenizer
 
         base = self.workflow.model
         return shared_tokenizer(base, tuned_model(self.workflow.start, base), self.inputs.tokenizer)
@@ -247,5 +247,5 @@ class Job:
                     raise UsageError(f"eval.data.{suite}: {path} does not exist", hint)
 
     def plan(self) -> list[Task]:
-        """Return what there is to do in the run directory, as it is now."""
+        """Return the plan for the present state of the run directory."""
         return make_plan(self.workflow, self.hashes, read_records(self.run))

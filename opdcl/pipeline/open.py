@@ -25,9 +25,9 @@ def open_or_begin(
 ) -> tuple[Path, dict[str, Any]]:
     """Return the run directory of `source`, a run, an adapter or a model, and its settings so far.
 
-    `out` is the run directory for an adapter, a model or a second recovery of a run's fine-tune; if a run is
-    there, it goes on. `base` replaces the base that the adapter names. A model names none: without `base` it
-    is measured alone, if `next_stage` is `eval`. Nothing is written.
+    `out` is the run directory for an adapter, a model or a second recovery of a fine-tune; a run that is
+    there continues. `base` replaces the base that the adapter names. A model names none: without `base` it is
+    measured alone, if `next_stage` is `eval`. Nothing is written.
 
     Raises:
         UsageError: `source` is none of these, or its base was not found.
@@ -52,7 +52,7 @@ def open_or_begin(
         return run.path, _alone(saved, tuned, place)
     if is_whole and not tuned:
         hint = "a tuned model is a folder with safetensors, or a Hub id; opdcl eval MODEL measures one alone"
-        raise UsageError(f"{source} cannot stand beside a base", hint)
+        raise UsageError(f"{source} cannot be compared with a base", hint)
     folder = Path() if tuned else find_adapter(source)
     if run.is_run():
         if tuned and not saved["workflow"].get("start"):

@@ -80,7 +80,7 @@ def read_record(stage: StageDir) -> StageRecord | None:
     """Return the record of a training stage; None before it has started.
 
     Raises:
-        UsageError: The record lacks what later code relies on.
+        UsageError: The record lacks a value that later code reads.
     """
     state = stage.state()
     if not state:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def copy_finished(tasks: Sequence[Task], run: RunDir, donors: Sequence[RunDir], weights: str) -> list[str]:
-    """Copy the outcome of each task that begins anew from the first donor that has it; return notes.
+    """Copy the outcome of each task that has not begun from the first donor that has it; return notes.
 
     `weights` is the hash of base's weights, which a donor must share.
     """

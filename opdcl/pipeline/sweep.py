@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opdcl import parallel
-from opdcl.config.load import flatten, validate
+from opdcl.config.load import Note, flatten, validate
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output
 from opdcl.errors import GateError, InconclusiveError, Interrupted, OpdclError, UsageError
@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 REFERENCE = "arm:"
 
 
-def expand(flow: Workflow, out: Path) -> dict[str, Workflow]:
-    """Return run name -> workflow, for runs that lie in `out`.
+def expand(flow: Workflow, out: Path, note: Note = lambda text: None) -> dict[str, Workflow]:
+    """Return run name -> workflow, for runs that lie in `out`; `note` reports what an arm leaves out.
 
     The arms of one seed follow each other, so that an early stop leaves whole comparisons.
     """
+    left_out: list[str] = []
     common = flow.model_dump(exclude={"arms", "seeds"})
     runs: dict[str, Workflow] = {}
     for seed in flow.seeds or [None]:
@@ -45,14 +46,18 @@ def expand(flow: Workflow, out: Path) -> dict[str, Workflow]:
                 if seed is not None and tree.get(stage):
                     tree[stage]["seed"] = seed
             try:
-                runs[name] = validate(tree | {"name": name}, own=flatten(settings))
+                said: list[str] = []
+                runs[name] = validate(tree | {"name": name}, own=flatten(settings), note=said.append)
+                left_out += [f"arms.{arm}: {text}" for text in said]
             except UsageError as fault:
                 raise UsageError(f"arms.{arm}: {fault}", fault.hint) from fault
+    for text in dict.fromkeys(left_out):  # once for all seeds
+        note(text)
     return runs
 
 
 def _resolve(tree: dict[str, Any], earlier: dict[str, str], arm: str) -> dict[str, Any]:
-    """Replace each `arm:NAME` that stands for an adapter by that arm's run directory, at every depth."""
+    """Replace each adapter `arm:NAME` by the run directory of that arm, at every depth."""
     resolved = dict(tree)
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -91,13 +96,18 @@ def _other_runs(out: Path, runs: dict[str, Workflow]) -> list[RunDir]:
 
 
 def describe_all(
-    flow: Workflow, origins: dict[str, str], out: Path, inputs: Inputs, force: bool = False
+    flow: Workflow,
+    origins: dict[str, str],
+    out: Path,
+    inputs: Inputs,
+    force: bool = False,
+    note: Note = lambda text: None,
 ) -> tuple[list[list[str]], list[dict[str, Any]]]:
     """Return what each run would do, as table rows and as data. Writes nothing."""
     from opdcl.pipeline.dry_run import describe
 
     rows, plans = [], []
-    runs = expand(flow, out)
+    runs = expand(flow, out, note)
     made_by = offered(_other_runs(out, runs))
     for name, workflow in runs.items():
         needs = [path for path in _needs(workflow, out) if path.name in runs]
@@ -131,7 +141,7 @@ def execute_all(
     from opdcl.results.compare import refuse_folder
 
     parallel.on_first_worker(lambda: refuse_folder(out))
-    runs = expand(flow, out)
+    runs = expand(flow, out, output.note)
     donors = _other_runs(out, runs)
     finished: list[RunDir] = []
     failed: list[str] = []
@@ -174,7 +184,7 @@ def execute_all(
 
 def _compared(runs: list[RunDir], out: Path) -> tuple[Compared, list[Path]]:
     """Compare runs; return the comparison and the files that it was written to."""
-    from opdcl.results.compare import compare, write
+    from opdcl.results.compare import compare_runs, write_comparison
 
-    comparison = compare(runs)
-    return comparison, list(write(comparison, out))
+    comparison = compare_runs(runs)
+    return comparison, list(write_comparison(comparison, out))

@@ -27,7 +27,7 @@ GLOBAL_STEP = "train/global_step"
 
 
 class Tracking:
-    """The open trackers of one run, if any. `note` is told of those that fail."""
+    """The open trackers of one run, if any. `note` reports those that fail."""
 
     def __init__(self, names: Sequence[str], run: RunDir, note: Callable[[str], None]):
         self._note, self._file = note, run.path / "tracking.json"

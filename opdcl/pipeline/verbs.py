@@ -31,13 +31,16 @@ def run_files(
     out: PathLike | None,
     chosen: Mapping[str, Any],
     settings: Settings = None,
+    quiet: bool = False,
     **how: bool,
 ) -> Result | Comparison | Plan:
     """Run the workflow of some files, or of none; `chosen` are settings by key; `how` is as in `Options`."""
     overrides, flags, rows = as_settings(settings, chosen)
-    flow, origins = load(strings(files), overrides, flags, consent.is_stored_file)
+    output = Output("quiet" if quiet else "human")
+    flow, origins = load(strings(files), overrides, flags, consent.is_stored_file, output.note)
     consent.refuse_consent_of_files(flow, origins)
-    return _carry_out(flow, origins, as_folder(out or Path("runs") / flow.name), rows, None, **how)
+    folder = as_folder(out or Path("runs") / flow.name)
+    return _carry_out(flow, origins, folder, rows, None, output, **how)
 
 
 def add_stage(
@@ -46,6 +49,7 @@ def add_stage(
     out: PathLike | None,
     chosen: Mapping[str, Any],
     settings: Settings = None,
+    quiet: bool = False,
     **how: bool,
 ) -> Result | Comparison | Plan:
     """Run the workflow of a run or an adapter, `source`, with one more stage: `recover` or `eval`."""
@@ -57,9 +61,11 @@ def add_stage(
     folder, saved = open_or_begin(str(source), place, flags.get("model.id"), stage)
     if not how.get("force"):
         _refuse_another_file(RunDir(folder), saved["workflow"], flags)
-    flow, origins = load_tree(*consent.without_consent(saved, folder), overrides, flags, stage)
+    output = Output("quiet" if quiet else "human")
+    stored = consent.without_consent(saved, folder)
+    flow, origins = load_tree(*stored, overrides, flags, stage, output.note)
     consent.refuse_stored_consent(saved["workflow"], flow, folder)
-    return _carry_out(flow, origins, folder, rows, donor, **how)
+    return _carry_out(flow, origins, folder, rows, donor, output, **how)
 
 
 def _carry_out(
@@ -68,16 +74,16 @@ def _carry_out(
     folder: Path,
     rows: Mapping[str, str],
     donor: RunDir | None,
+    output: Output,
     dry_run: bool = False,
     force: bool = False,
-    quiet: bool = False,
 ) -> Result | Comparison | Plan:
-    """Run a workflow in a folder, or describe what it would do; from here on its settings stay as they are.
+    """Run a workflow in a folder, or describe what it would do; its settings are final.
 
     `rows` has the rows in memory by their setting, as text. What `donor` has finished with the same settings
     is taken from it, the fine-tune always.
     """
-    output, given = Output("quiet" if quiet else "human"), dict[str, str]()
+    given = dict[str, str]()
     for key, text in rows.items():
         file = str((folder / "data" / f"{key}.jsonl").resolve())
         flow, given[file] = with_setting(flow, key, file), text
@@ -85,7 +91,7 @@ def _carry_out(
     several, title = bool(flow.arms or flow.seeds), f"dry run: {folder}"
     if several and dry_run:
         with output.busy("checking model and data"), quiet_libraries():
-            lines, plans = describe_all(flow, origins, folder, inputs, force)
+            lines, plans = describe_all(flow, origins, folder, inputs, force, output.note)
         return Plan(title, [Table(title, ["run", "stage", "action", "why"], lines, "")], plans)
     if several:
         parallel.join()

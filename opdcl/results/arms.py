@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 
 from opdcl.errors import UsageError
-from opdcl.results import closeness, stats, writing
+from opdcl.results import closeness, response_stats, stats
 from opdcl.results.board import Board, Column, cells, compared, pool, said_by, scores_of, seed_notes
 from opdcl.results.closeness import Closeness
 from opdcl.results.format import CHANGE, NATS, SHARE, cell, interval, metric_words
 from opdcl.results.intervals import Estimate
 from opdcl.results.origins import START, as_key, without_seed
 from opdcl.results.page import Page
-from opdcl.results.samples import Group, side_by_side
-from opdcl.results.scores import Row, Suite, section, states_of, values_of
+from opdcl.results.samples import Group, answers_by_run
+from opdcl.results.scores import MeasuredSuite, Row, section, states_of, values_of
 from opdcl.results.status import HEADLINE_ROLES, STATES
 from opdcl.results.summary import Results
-from opdcl.results.tables import IN_DOMAIN_STYLE, MISSING, Table, by_state, distances, with_rows
+from opdcl.results.tables import IN_DOMAIN_STYLE, MISSING, Table, by_state, distance_cells, with_rows
 from opdcl.results.verdict import writing_sentence
 from opdcl.rundir.identity import Identity
 from opdcl.rundir.layout import RunDir
@@ -58,7 +58,7 @@ class Arms(Board):
         return [arm for arm in self.columns if not any(run.missing for run in arm.pooled)]
 
     @property
-    def further(self) -> list[Suite]:
+    def further(self) -> list[MeasuredSuite]:
         """Every further suite that all finished arms answered on the same prompts."""
         members = [run for arm in self.finished for run in arm.pooled]
         found = []
@@ -68,7 +68,7 @@ class Arms(Board):
                 found.append(suite)
         return found
 
-    def on_further(self, arm: Column, suite: Suite) -> tuple[dict[str, Estimate], Estimate | None]:
+    def on_further(self, arm: Column, suite: MeasuredSuite) -> tuple[dict[str, Estimate], Estimate | None]:
         """Return state -> an arm's score on a further suite, and D if it is one of the domain."""
         scores: dict[str, Estimate] = {}
         for state in STATES:
@@ -94,7 +94,7 @@ def compare_arms(runs: Sequence[RunDir]) -> Arms:
     """
     groups = load_arms(runs)
     members = [member for group in groups.values() for member in group]
-    suites: dict[str, Suite] = {}
+    suites: dict[str, MeasuredSuite] = {}
     for role in HEADLINE_ROLES:
         suite = _first_measured(members, role).headline.get(role)
         if suite:
@@ -152,7 +152,7 @@ def _first_measured(members: list[Results], role: str) -> Results:
     return next((m for m in members if role in m.headline and m.headline[role].rows), members[0])
 
 
-def mismatch(role: str, one: Suite | None, other: Suite | None) -> str:
+def mismatch(role: str, one: MeasuredSuite | None, other: MeasuredSuite | None) -> str:
     """Say why two suites of a role cannot be compared; empty if they can, or if one is not measured yet."""
     name, other_name = (suite.name if suite else "none" for suite in (one, other))
     if name != other_name:
@@ -179,7 +179,7 @@ def _remedy(model: Results, other: Results) -> str:
     return shlex.join(words)
 
 
-def _arm(name: str, members: list[Results], suites: Mapping[str, Suite]) -> Column:
+def _arm(name: str, members: list[Results], suites: Mapping[str, MeasuredSuite]) -> Column:
     """Return an arm: the scores of its runs' last models, and what follows from them."""
     first, scores = members[0], {}
     runs = [member for member in members if not member.missing] or members
@@ -189,8 +189,8 @@ def _arm(name: str, members: list[Results], suites: Mapping[str, Suite]) -> Colu
         if ends is not None:
             scores[role] = ends
     retention, domain = (own.get(role, []) for role in HEADLINE_ROLES)
-    tests = writing.compared_with_base(retention)
-    findings = stats.findings(states_of(retention), states_of(domain), writing.alike(tests))
+    tests = response_stats.compared_with_base(retention)
+    findings = stats.findings(states_of(retention), states_of(domain), response_stats.alike(tests))
     return Column(
         name=name,
         state=first.end,
@@ -203,14 +203,14 @@ def _arm(name: str, members: list[Results], suites: Mapping[str, Suite]) -> Colu
     )
 
 
-def _closeness(arm: Column, near: Suite | None) -> Closeness | None:
+def _closeness(arm: Column, near: MeasuredSuite | None) -> Closeness | None:
     """Return an arm's closeness; None unless all its runs measured it, on the prompts of the other arms."""
     found = [run.near for run in arm.pooled]
     is_whole = near is not None and all(suite.rows and suite.prompts == near.prompts for suite in found)
-    return closeness.summarise(found) if is_whole else None
+    return closeness.closeness_of(found) if is_whole else None
 
 
-def _references(state: str, arms: list[Column], suites: Mapping[str, Suite]) -> list[Column]:
+def _references(state: str, arms: list[Column], suites: Mapping[str, MeasuredSuite]) -> list[Column]:
     """Return a column for each different result of base or tuned."""
     results: list[dict[str, np.ndarray]] = []
     # The results that the runs of an arm have, by their numbers -> the names of the arms.
@@ -247,7 +247,7 @@ def _index(results: list[dict[str, np.ndarray]], scores: dict[str, np.ndarray]) 
     return len(results) - 1
 
 
-def _answered(member: Results, suite: Suite) -> bool:
+def _answered(member: Results, suite: MeasuredSuite) -> bool:
     """Return whether a run's last model answered the prompts of another run's suite."""
     own = member.named.get(suite.name)
     return own is not None and member.end in own.rows and not mismatch(suite.role, own, suite)
@@ -297,7 +297,7 @@ def _setting_notes(arms: list[Column], differences: dict[str, dict]) -> list[str
     return notes
 
 
-def _measuring_notes(arms: list[Column], near: Suite | None) -> list[str]:
+def _measuring_notes(arms: list[Column], near: MeasuredSuite | None) -> list[str]:
     """Say what is not measured yet, and whose closeness was measured on other prompts."""
     notes = []
     for arm in arms:
@@ -402,7 +402,7 @@ def _closeness_table(board: Arms) -> Table:
         if near := arm.closeness:
             last = next(near.states[state] for state in reversed(STATES) if near.states.get(state))
             shown = [cell(last["median"], NATS), cell(last["domain_manner"], SHARE), cell(near.c)]
-            rows.append([arm.label, *distances(near), *shown])
+            rows.append([arm.label, *distance_cells(near), *shown])
     caption = (
         "The mean distance of each state from base, in nats per token, on answers at temperature 1; that of "
         "base is noise. Median and share in domain style are the last model's. C is the share of the "
@@ -423,7 +423,7 @@ def _rivals_table(board: Arms) -> Table:
     return Table(title, ["arm", *HEADLINE_ROLES], rows, caption)
 
 
-def _further_table(board: Arms, suite: Suite) -> Table:
+def _further_table(board: Arms, suite: MeasuredSuite) -> Table:
     columns, rows = ["arm", *STATES], []
     for arm in board.finished:
         scores, kept = board.on_further(arm, suite)
@@ -487,6 +487,6 @@ def answers(board: Arms) -> dict[str, list[Group]]:
                 rows.setdefault("base", own["base"])
                 # A run may be called like a model.
                 rows[f"{name} (run)" if name in STATES else name] = own[run.end]
-        if len(rows) > 2 and (groups := side_by_side(replace(suite, results={}, rows=rows))):
+        if len(rows) > 2 and (groups := answers_by_run(replace(suite, results={}, rows=rows))):
             found[suite.name] = groups
     return found

@@ -12,12 +12,12 @@ from opdcl.results import stats
 from opdcl.results.closeness import Closeness
 from opdcl.results.format import SCORE, Unit, cell
 from opdcl.results.intervals import Estimate
-from opdcl.results.scores import Suite, stacked
+from opdcl.results.response_stats import ResponseTests
+from opdcl.results.scores import MeasuredSuite, stacked
 from opdcl.results.stats import Findings
 from opdcl.results.summary import Results
-from opdcl.results.writing import WritingTests
 
-# What is known of a model of which R and D are not asked.
+# The findings of a model that has no R and no D of its own.
 NOTHING_FOUND = stats.findings(None, None)
 
 
@@ -31,13 +31,13 @@ class Column:
     seeds: int
     """Of how many results its scores are the mean."""
     scores: dict[str, np.ndarray]
-    """Suite -> `(S, N)` scores, for the suites that are measured."""
+    """MeasuredSuite -> `(S, N)` scores, for the suites that are measured."""
     members: list[Results] = field(default_factory=list)
     """Its runs, which differ only in their seeds. A reference, base or tuned, has none of its own."""
     pooled: list[Results] = field(default_factory=list)
     """Those behind its numbers: the finished ones, or all if none is finished."""
     findings: Findings = NOTHING_FOUND
-    writing: WritingTests = field(default_factory=dict)
+    writing: ResponseTests = field(default_factory=dict)
     closeness: Closeness | None = None
 
     @property
@@ -49,7 +49,7 @@ class Column:
 class Board:
     """Suites, and the models that were measured on them, each in one column."""
 
-    suites: dict[str, Suite]
+    suites: dict[str, MeasuredSuite]
     """By name; the headline suites of arms by role."""
     columns: list[Column]
     faults: list[str]

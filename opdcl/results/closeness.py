@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from opdcl.config.evaluate import CLOSENESS
-from opdcl.results import writing
+from opdcl.results import response_stats
 from opdcl.results.intervals import Clusters, Estimate, mean, median, ratio, total
-from opdcl.results.scores import Suite, floors_of, load_suite, stacked
+from opdcl.results.response_stats import ResponseTests
+from opdcl.results.scores import MeasuredSuite, floors_of, load_measured, stacked
 from opdcl.results.status import DOMAIN_STYLE, MOST_OF_THE_GAIN, STATES, Retention
-from opdcl.results.writing import WritingTests
 from opdcl.rundir.layout import RunDir
 
-# What is told of how a state writes, and its name among the measures of `writing`.
+# The response statistics of a state, and their names in `response_stats`.
 MEASURES = {"length": "tokens", "ended": "ended", "repetition": "repetition"}
 
 
@@ -39,7 +39,7 @@ class Closeness:
     """State -> `distance`, the mean over requests, its two directions `forward` and `reverse`, its `median`,
     `domain_manner`, the share of requests answered in domain style, and how the state writes. Empty without a
     measurement."""
-    writing: WritingTests
+    writing: ResponseTests
     seconds: float
 
     @property
@@ -64,19 +64,19 @@ class Closeness:
 
     @property
     def how_written(self) -> dict[str, dict[str, Estimate]]:
-        """State -> measure of `writing` -> estimate."""
+        """State -> measure of `response_stats` -> estimate."""
         written: dict[str, dict[str, Estimate]] = {}
         for state, found in self.states.items():
             written[state] = {MEASURES[name]: found[name] for name in MEASURES if name in found}
         return written
 
 
-def load(run: RunDir) -> Suite:
+def load_closeness(run: RunDir) -> MeasuredSuite:
     """Return the states' answers and distances, paired by prompt, as a suite of the metric `distance`."""
-    return load_suite(run, CLOSENESS, CLOSENESS)
+    return load_measured(run, CLOSENESS, CLOSENESS)
 
 
-def summarise(suites: Sequence[Suite]) -> Closeness | None:
+def closeness_of(suites: Sequence[MeasuredSuite]) -> Closeness | None:
     """Return the distances, C with its interval, and how each state writes; None without base's answers.
 
     `suites` are those of one run, or of the training seeds of an arm, on the same prompts.
@@ -84,7 +84,7 @@ def summarise(suites: Sequence[Suite]) -> Closeness | None:
     distances = {}
     for state in STATES:
         if suites and all(state in suite.rows for suite in suites):
-            distances[state] = values(suites, state)
+            distances[state] = distances_of(suites, state)
     if "base" not in distances:
         return None
     floor, clusters = floors_of(suites), suites[0].clusters
@@ -104,12 +104,12 @@ def summarise(suites: Sequence[Suite]) -> Closeness | None:
         floor=None if floor is None else round(float(floor.mean()), 6),
         noise=round(float(distances["base"].mean()), 6),
         states=states,
-        writing=writing.compared_with_base(suites) if "recovered" in distances else {},
+        writing=response_stats.compared_with_base(suites) if "recovered" in distances else {},
         seconds=round(seconds, 1),
     )
 
 
-def values(suites: Sequence[Suite], state: str, name: str = "distance") -> np.ndarray:
+def distances_of(suites: Sequence[MeasuredSuite], state: str, name: str = "distance") -> np.ndarray:
     """Return a state's `(S, N)` numbers in nats per token: its distance, or one direction of it."""
     columns = []
     for suite in suites:
@@ -117,16 +117,16 @@ def values(suites: Sequence[Suite], state: str, name: str = "distance") -> np.nd
     return stacked(columns)
 
 
-def _estimates(suites: Sequence[Suite], state: str) -> dict[str, Estimate]:
+def _estimates(suites: Sequence[MeasuredSuite], state: str) -> dict[str, Estimate]:
     """Return a state's distance: mean, both directions, median, share in domain style; and how it writes."""
     clusters = suites[0].clusters
     found = {}
     for name in ("distance", "forward", "reverse"):
-        found[name] = total([([values(suites, state, name)], clusters)]).rounded()
-    distances = values(suites, state)
+        found[name] = total([([distances_of(suites, state, name)], clusters)]).rounded()
+    distances = distances_of(suites, state)
     found["median"] = median(distances, clusters).rounded()
     found["domain_manner"] = mean((distances > DOMAIN_STYLE).astype(float), clusters).rounded()
-    written = writing.measures(suites, state)
+    written = response_stats.measures(suites, state)
     for name, measure in MEASURES.items():
         if measure in written:
             found[name] = mean(written[measure], clusters).rounded()

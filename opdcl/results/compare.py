@@ -11,12 +11,12 @@ from typing import Any
 from urllib.parse import quote
 
 from opdcl.errors import UsageError
-from opdcl.results import arms, continual
+from opdcl.results import arms, chains
 from opdcl.results.arms import MOST_RUNS, Arms
 from opdcl.results.board import Board
-from opdcl.results.continual import Chains
+from opdcl.results.chains import Chains
 from opdcl.results.document import arms_document, chains_document
-from opdcl.results.page import Page, render
+from opdcl.results.page import Page, render_page
 from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.layout import RunDir
 from opdcl.sanitize import harmless
@@ -24,10 +24,10 @@ from opdcl.sanitize import harmless
 Compared = Arms | Chains
 
 
-def compare(runs: Sequence[RunDir]) -> Compared:
+def compare_runs(runs: Sequence[RunDir]) -> Compared:
     """Return the comparison of two or more runs.
 
-    Runs that build on one another are compared step by step (`opdcl.results.continual`).
+    Runs that build on one another are compared step by step (`opdcl.results.chains`).
 
     Raises:
         UsageError: A run is named twice, has no results, or was not measured like the others.
@@ -40,7 +40,7 @@ def compare(runs: Sequence[RunDir]) -> Compared:
         if run.path.resolve() in seen:
             raise UsageError(f"{run.path} is named twice", "name each run once")
         seen.add(run.path.resolve())
-    return continual.compare_chains(runs) if continual.build_on_one_another(runs) else arms.compare_arms(runs)
+    return chains.compare_chains(runs) if chains.build_on_one_another(runs) else arms.compare_arms(runs)
 
 
 def plain(board: Compared) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def plain(board: Compared) -> dict[str, Any]:
 
 def comparison_page(board: Compared) -> Page:
     """Lay out a comparison: arms side by side, or steps that build on one another."""
-    return continual.chains_page(board) if isinstance(board, Chains) else arms.arms_page(board)
+    return chains.chains_page(board) if isinstance(board, Chains) else arms.arms_page(board)
 
 
 def refuse_folder(folder: Path) -> None:
@@ -66,7 +66,7 @@ def refuse_folder(folder: Path) -> None:
         )
 
 
-def write(board: Compared, folder: Path) -> list[Path]:
+def write_comparison(board: Compared, folder: Path) -> list[Path]:
     """Write `compare.md`, `compare.html` and `compare.json` into a folder; return their paths."""
     page, svg, left_out = comparison_page(board), None, []
     if isinstance(board, Arms):
@@ -74,8 +74,8 @@ def write(board: Compared, folder: Path) -> list[Path]:
         left_out = [arm.name for arm in board.columns[MOST_RUNS:]]
     more = {"svg": svg, "left_out": left_out, "several": len(board.columns) > 1}
     text, html, data = (folder / f"compare.{ending}" for ending in ("md", "html", "json"))
-    write_atomic(text, render("compare.md", page))
-    write_atomic(html, render("compare.html", page, reports=_reports(board, folder), **more))
+    write_atomic(text, render_page("compare.md", page))
+    write_atomic(html, render_page("compare.html", page, reports=_reports(board, folder), **more))
     write_json(data, plain(board))
     return [text, html, data]
 

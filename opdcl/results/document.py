@@ -12,12 +12,12 @@ from opdcl.rundir.layout import RunDir
 if TYPE_CHECKING:
     from opdcl.results.arms import Arms
     from opdcl.results.board import Column
+    from opdcl.results.chains import Chains
     from opdcl.results.closeness import Closeness
-    from opdcl.results.continual import Chains
     from opdcl.results.intervals import Estimate
+    from opdcl.results.response_stats import ResponseTests
     from opdcl.results.result_types import Scores, Summary
     from opdcl.results.stats import Findings
-    from opdcl.results.writing import WritingTests
 
 Document = dict[str, Any]
 
@@ -38,9 +38,9 @@ def run_document(summary: Summary) -> Document:
         ratios = {"recovery": found.recovery, "recovery_raw": found.recovery_raw}
         groups[name] = _scores(group) | _estimates(ratios)
     return {
-        "verdict": summary.verdict,
-        "further": summary.further,
-        "to_do": summary.to_do,
+        "verdict": summary.verdict.text,
+        "further": summary.verdict.further,
+        "to_do": summary.verdict.to_do,
         "name": summary.name,
         "alone": summary.alone,
         "headline": summary.headline,
@@ -145,8 +145,8 @@ def _scores(scores: Scores) -> Document:
     return {"n": scores.n, "floor": scores.floor, **_measured(STATES, scores.states)}
 
 
-def _writing(tests: WritingTests) -> Document:
-    """Return measure -> what a test of it found: an estimate with the fields of `WritingTest`."""
+def _writing(tests: ResponseTests) -> Document:
+    """Return measure -> what a test of it found: an estimate with the fields of `ResponseTest`."""
     return {measure: {**vars(test)} if test else None for measure, test in tests.items()}
 
 

@@ -114,7 +114,7 @@ def nats(kl: float | None) -> str:
     return "\N{EN DASH}" if kl is None else f"{kl:.3f}"
 
 
-def cut(text: str, limit: int) -> str:
+def shorten(text: str, limit: int) -> str:
     """Shorten `text` at a space near `limit`, and say how many characters are left out."""
     if len(text) <= limit * 1.1:
         return text
@@ -124,10 +124,10 @@ def cut(text: str, limit: int) -> str:
 
 
 def markdown(text: str) -> str:
-    """Escape `text` so that Markdown shows it literally, on one line: no address is a link, no name is told.
+    """Escape `text` so that Markdown shows it literally, on one line, without links and mentions.
 
-    Where text is shown, GitHub makes a mention of `@name` and a link of `a@b.c` whatever was escaped, so a
-    character without width (U+2060) stands behind that sign.
+    Where text is shown, GitHub makes a mention of `@name` and a link of `a@b.c` even if they are escaped,
+    so a character without width (U+2060) follows that sign.
     """
     line = " ".join(harmless(text).split())
     line = re.sub(r"([\\`*_<>|~#$&!]|\](?=[(\[:])|:(?=//)|(?<=www)\.)", r"\\\1", line, flags=re.IGNORECASE)

@@ -20,7 +20,7 @@ from opdcl.results.closeness import Closeness
 from opdcl.results.format import DISTANCE, POINTS, interval
 from opdcl.results.intervals import Estimate
 from opdcl.results.result_types import Summary
-from opdcl.results.scores import Suite
+from opdcl.results.scores import MeasuredSuite
 from opdcl.results.status import FAULT, NoRatio, Retention
 from opdcl.results.summary import Results
 from opdcl.results.verdict import why_no_domain_retention, why_no_ratio
@@ -40,7 +40,7 @@ FOUND = (1.96 + 0.84) / 1.96
 MOST_PROMPTS = 100_000
 
 
-def judge(gates: Mapping[str, Any], results: Results) -> list[Record]:
+def judge_gates(gates: Mapping[str, Any], results: Results) -> list[Record]:
     """Return what each gate of a workflow says about a run's stored scores.
 
     Raises:
@@ -54,7 +54,7 @@ def judge(gates: Mapping[str, Any], results: Results) -> list[Record]:
     if gates.get("max_drop") is not None:
         found += _drops(gates["max_drop"], results)
     if summary.findings.status == FAULT:
-        found = [_undecided(record["gate"], f"{record['gate']}: {summary.verdict}") for record in found]
+        found = [_undecided(record["gate"], f"{record['gate']}: {summary.verdict.text}") for record in found]
     return found
 
 
@@ -132,7 +132,7 @@ def _drops(limits: float | Mapping[str, float], results: Results) -> list[Record
     return found or [_undecided("max_drop", "max_drop: no retention suite is measured")]
 
 
-def judge_drop(suite: Suite, limit: float) -> Record:
+def judge_drop(suite: MeasuredSuite, limit: float) -> Record:
     """Judge how far the last measured state lies below base on a suite; `limit` is in points."""
     gate, state = f"max_drop {suite.name}", suite.latest
     if "base" not in suite.rows or state is None:
@@ -186,4 +186,4 @@ def judge_again(run: RunDir, file: Path) -> tuple[Summary, list[Record]]:
             hint = f"opdcl verify {run.path}  # lists all; opdcl eval {run.path} --force measures again"
             raise OpdclError(message, hint)
     results = Results(run)
-    return results.summary, judge(required, results)
+    return results.summary, judge_gates(required, results)

@@ -1,6 +1,6 @@
-"""Which domain a run learned, among those that it was measured on: the order of its suites does not tell.
+"""Which domain a run learned, among those that it was measured on: the order of its suites does not say it.
 
-The rows of its fine-tune tell, if they are those of one suite, by file or by name. Otherwise the suite that
+The rows of its fine-tune decide, if they are those of one suite, by file or by name. Otherwise the suite that
 gained most does, if a gain is shown. If neither does, nothing is taken for learned.
 """
 
@@ -14,8 +14,8 @@ from opdcl.results.board import Column
 from opdcl.results.summary import Results
 
 
-def learned(step: Column, start: Results | None = None) -> tuple[str | None, str]:
-    """Return the suite of the domain that a step learned, and a note where its rows do not tell.
+def domain_suite(step: Column, start: Results | None = None) -> tuple[str | None, str]:
+    """Return the suite of the domain that a step learned, and a note where its rows do not decide.
 
     `start` is the run that the step started from; without one, its gain counts from base.
     """

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from opdcl.config.recover import NO_WORSE
 from opdcl.errors import UsageError
 from opdcl.results.format import percent
-from opdcl.results.scores import Suite, section, states_of
+from opdcl.results.scores import MeasuredSuite, section, states_of
 from opdcl.results.stats import difference, headroom_fault, mean
 from opdcl.results.status import HEADLINE_ROLES, Retention
 from opdcl.rundir.layout import RunDir
@@ -25,13 +25,13 @@ DOMAIN_BACK = 0.85
 # From this score of base on, a suite has no room above base.
 CEILING = 0.95
 
-# Share of fresh tokens whose probabilities differ between sampler and trainer, from which it is told.
+# Share of fresh tokens whose probabilities differ between sampler and trainer, above which a note says so.
 MISMATCHED = 0.001
 
 Rows = list[dict[str, Any]]
 
 
-def inert(suites: Sequence[Suite]) -> list[str]:
+def inert(suites: Sequence[MeasuredSuite]) -> list[str]:
     """Return a fault if tuned answers every prompt of every suite as base does."""
     count = 0
     for suite in suites:
@@ -45,7 +45,7 @@ def inert(suites: Sequence[Suite]) -> list[str]:
     return [what] if count else []
 
 
-def faults_of(run: RunDir, suites: Sequence[Suite]) -> list[str]:
+def faults_of(run: RunDir, suites: Sequence[MeasuredSuite]) -> list[str]:
     """Return the reasons not to believe the results: changed files, other base weights, other adapters."""
     damage = [*run.adapter_damage().values()]
     hint = "the results here are those of the adapter that the run recorded, not of this file"
@@ -86,7 +86,7 @@ def _changed_files(run: RunDir, said: str) -> list[str]:
     return found
 
 
-def suite_notes(suite: Suite) -> list[str]:
+def suite_notes(suite: MeasuredSuite) -> list[str]:
     """Return the caveats about missing answers and about the floor of a retention suite."""
     notes = []
     if suite.unpaired:
@@ -106,7 +106,7 @@ def suite_notes(suite: Suite) -> list[str]:
     return notes
 
 
-def _noise_notes(suite: Suite) -> list[str]:
+def _noise_notes(suite: MeasuredSuite) -> list[str]:
     """Say how far two scores of base lie apart by chance, if its answers were drawn twice."""
     rows = suite.rows.get("base", [])
     if not rows or any("again" not in row for row in rows):
@@ -117,7 +117,7 @@ def _noise_notes(suite: Suite) -> list[str]:
     return [f"{suite.name}: base against itself, with other draws: ±{noise:.1f} points."]
 
 
-def _ceiling_notes(suite: Suite) -> list[str]:
+def _ceiling_notes(suite: MeasuredSuite) -> list[str]:
     """Say what a suite cannot show because base has nearly all of its points."""
     if suite.role not in HEADLINE_ROLES or "base" not in suite.rows:
         return []
@@ -161,11 +161,24 @@ def _reward_note(rows: Rows, suite: str) -> str:
     return f"Recovery also used the reward of {suite}: its mean was {means}."
 
 
-def validations_of(rows: Rows) -> tuple[dict[int, dict[str, Any]], int | None]:
-    """Return step -> held-out numbers, and the step whose adapter was kept; None without one."""
-    validations = {row["step"]: of_the_student(row) for row in rows if row.get("validation")}
-    kept = [step for step, validation in validations.items() if validation.get("best")]
-    return validations, max(kept, default=None)
+class Validations(NamedTuple):
+    """The held-out measurements in the metrics of a recovery."""
+
+    by_step: dict[int, dict[str, Any]]
+    """Step -> the student's numbers."""
+    kept: int | None
+    """The step whose adapter was kept; None without one."""
+    tuned: dict[str, Any]
+    """Tuned's numbers; empty if the student started as tuned."""
+
+
+def validations_of(rows: Rows) -> Validations:
+    """Return the validations in the rows of a recovery's metrics."""
+    held_out = [row for row in rows if row.get("validation")]
+    by_step = {row["step"]: of_the_student(row) for row in held_out}
+    kept = [step for step, found in by_step.items() if found.get("best")]
+    tuned: dict[str, Any] = next((row["validation"] for row in held_out if started_elsewhere(row)), {})
+    return Validations(by_step, max(kept, default=None), tuned)
 
 
 def of_the_student(row: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +195,7 @@ def started_elsewhere(row: dict[str, Any]) -> bool:
 def _validation_notes(rows: Rows) -> list[str]:
     """Describe the held-out KL to further teachers, and answers that run on."""
     notes: list[str] = []
-    validations, kept = validations_of(rows)
+    validations, kept, _ = validations_of(rows)
     if kept is None:
         return notes
     first, best = validations[min(validations)], validations[kept]
@@ -201,16 +214,16 @@ def _validation_notes(rows: Rows) -> list[str]:
 def start_notes(rows: Rows) -> list[str]:
     """Say where a recovery started, and what that start did for it, from the rows of its metrics."""
     chosen = next((row["start"] for row in rows if "start" in row), None)
-    validations, kept = validations_of(rows)
-    is_scaled = any(map(started_elsewhere, rows))
-    scaled = f"the tuned adapter times {chosen['alpha']:g}" if is_scaled else "the tuned adapter"
+    validations, kept, _ = validations_of(rows)
+    elsewhere = any(map(started_elsewhere, rows))
+    scaled = f"the tuned adapter times {chosen['alpha']:g}" if elsewhere else "the tuned adapter"
     if kept == 0:
         return [f"Recovered is {scaled}: no training step came nearer to the teachers on held-out prompts."]
     if chosen is None or kept is None:
         return []
     if not any("loss" in row for row in rows):
         return [f"Recovered is {scaled}: no training was done."]
-    if not is_scaled:
+    if not elsewhere:
         return []
     notes = [f"The recovery started from {scaled}."]
     # Earlier versions called this share `domain_kept`.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import jinja2
 from markupsafe import Markup
 
 from opdcl.results import format
-from opdcl.results.samples import RULE, Example, Group
+from opdcl.results.samples import RULE, Group, PickedExample
 from opdcl.results.status import STATES
 from opdcl.results.tables import MISSING, Table
 from opdcl.sanitize import harmless
@@ -41,7 +40,7 @@ class Page:
     """The sentences after the verdict, without what to do."""
     to_do: str = ""
     next: str = ""
-    tone: str = ""
+    severity: str = ""
     ratios: list[dict[str, str]] = field(default_factory=list)
     """R and D: name, meaning, value and bounds, or why there is none."""
     bars: list[dict[str, Any]] = field(default_factory=list)
@@ -50,15 +49,15 @@ class Page:
     made: dict[str, str] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
     """What it takes to repeat the run."""
-    examples: list[Example] = field(default_factory=list)
+    examples: list[PickedExample] = field(default_factory=list)
     answers: dict[str, list[Group]] = field(default_factory=dict)
-    """Suite -> all its prompts, by what became of them."""
+    """MeasuredSuite -> all its prompts, by what became of them."""
     model: dict[str, Any] = field(default_factory=dict)
-    """What the card tells of the adapter: state, place, licence, opdcl's version, the model that it is for;
+    """What the card says about the adapter: state, place, licence, opdcl's version, the model that it is for;
     the base that this is a fine-tune `of`, if it is one, and the id of an `embedded` base."""
 
 
-def render(template: str, page: Page, **more: Any) -> str:
+def render_page(template: str, page: Page, **more: Any) -> str:
     """Render a page as `md` or `html`, with what only this form shows."""
     return _environment(template.endswith(".html")).get_template(f"{template}.j2").render(page=page, **more)
 
@@ -80,11 +79,7 @@ def _environment(is_html: bool) -> jinja2.Environment:
         lstrip_blocks=True,
     )
     for filter in FILTERS:
-        environment.filters[filter.__name__] = _marked_up(filter)
+        environment.filters[filter.__name__] = lambda value, format=filter: Markup(format(value))
     environment.filters["unbroken"] = format.unbroken
     environment.globals |= {"states": STATES, "missing": MISSING, "sample_rule": RULE}
     return environment
-
-
-def _marked_up(filter: Callable[[Any], str]) -> Callable[[Any], Markup]:
-    return lambda value: Markup(filter(value))

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from opdcl.results.intervals import Estimate
-from opdcl.results.notes import of_the_student, started_elsewhere
+from opdcl.results.notes import validations_of
 from opdcl.results.result_types import Summary
 
 STYLE = Path(__file__).parent / "templates" / "figure.mplstyle"
@@ -49,6 +49,15 @@ NARROW = (3.6, 2.9)
 # The main plot has half a desktop page.
 WIDE, TALL = 4.1, 3.1
 LEGEND_LINE = 0.2
+# The curves of one stream's KL, and their styles.
+TRAINING, HELD_OUT, OWN = "training batches", "held-out answers", "the student's own"
+CURVES: dict[str, dict[str, Any]] = {
+    TRAINING: {"alpha": 0.35, "linewidth": 1.1, "marker": ".", "markersize": 4},
+    HELD_OUT: {"marker": "o", "markersize": 4},
+    OWN: {"linestyle": ":"},
+}
+# Step and KL of each point.
+Points = list[tuple[float, float]]
 # In nats. A smaller KL, such as tuned's to itself, lies on the lower edge of the logarithmic axis.
 SMALLEST_KL = 0.001
 
@@ -68,6 +77,11 @@ class Mark:
         """Domain and retention in percent."""
         return 100 * self.domain.value, 100 * self.retention.value
 
+    @property
+    def label(self) -> str:
+        """Its name in a legend, which omits labels that begin with an underscore."""
+        return _plain(self.name).lstrip("_")
+
 
 def recovery_kl(rows: list[dict], teachers: dict[str, str]) -> list[Markup]:
     """Plot KL(student, teacher) over the steps, one figure for each stream that has points.
@@ -78,23 +92,20 @@ def recovery_kl(rows: list[dict], teachers: dict[str, str]) -> list[Markup]:
 
     `teachers` maps each stream to the name of its teacher.
     """
-    held_out = [row for row in rows if row.get("validation")]
-    best = max((row["step"] for row in held_out if row["validation"].get("best")), default=None)
-    measured = [(row["step"], of_the_student(row)) for row in held_out]
-    tuned: dict[str, float] = next((row["validation"] for row in held_out if started_elsewhere(row)), {})
+    trained = [row for row in rows if row.get("kl") is not None]
+    measured, best, tuned = validations_of(rows)
     figures = []
     for stream, teacher in teachers.items():
-        curves = Curves(
-            training=[(row["step"], row["kl"]) for row in rows if _is_training(row, stream)],
-            held_out=_held_out_points(measured, f"{stream}_kl"),
-            own=_held_out_points(measured, "own_kl") if stream == "general" else [],
-            tuned=tuned.get(f"{stream}_kl"),
-        )
-        if not curves.points:
+        curves = {
+            TRAINING: [(row["step"], row["kl"]) for row in trained if row.get("stream") == stream],
+            HELD_OUT: _held_out_points(measured, f"{stream}_kl"),
+            OWN: _held_out_points(measured, "own_kl") if stream == "general" else [],
+        }
+        if not any(curves.values()):
             continue
         with _figure(*NARROW) as figure:
             axes = figure.subplots()
-            _plot_curves(axes, PAINT[stream], curves, best)
+            _plot_curves(axes, PAINT[stream], curves, tuned.get(f"{stream}_kl"), best)
             axes.set_title(f"{stream.capitalize()} prompts: KL to {_plain(teacher)} (nats)")
             axes.set_xlabel("optimizer step")
             figure.legend(loc="outside lower left", ncols=2, frameon=False)
@@ -102,47 +113,28 @@ def recovery_kl(rows: list[dict], teachers: dict[str, str]) -> list[Markup]:
     return figures
 
 
-@dataclass(frozen=True)
-class Curves:
-    """What one stream's plot shows: step and KL of each point."""
-
-    training: list[tuple[float, float]]
-    held_out: list[tuple[float, float]]
-    own: list[tuple[float, float]]
-    tuned: float | None
-    """The KL of the tuned adapter; None if the student started as tuned."""
-
-    @property
-    def points(self) -> list[tuple[float, float]]:
-        return [*self.training, *self.held_out, *self.own]
-
-
-def _is_training(row: dict[str, Any], stream: str) -> bool:
-    return row.get("stream") == stream and row.get("kl") is not None
-
-
-def _plot_curves(axes: Axes, colour: str, curves: Curves, best: int | None) -> None:
-    values = [value for _, value in curves.points]
-    if curves.tuned is not None:
-        values.append(curves.tuned)
+def _plot_curves(
+    axes: Axes, colour: str, curves: dict[str, Points], tuned: float | None, best: int | None
+) -> None:
+    """Draw one stream's curves; `tuned` is the KL of tuned, None if the student started there."""
+    values = [value for points in curves.values() for _, value in points]
+    if tuned is not None:
+        values.append(tuned)
     lowest = max(min(values), SMALLEST_KL)
     highest = max(*values, 2 * lowest)
-    training, held_out, own = (
-        _raised(line, lowest) for line in (curves.training, curves.held_out, curves.own)
-    )
-    faint = {"alpha": 0.35, "linewidth": 1.1, "marker": ".", "markersize": 4}
-    _line(axes, training, "training batches", color=colour, **faint)
-    _line(axes, held_out, "held-out answers", color=colour, marker="o", markersize=4)
-    _line(axes, own, "the student's own", color=colour, linestyle=":")
-    if curves.tuned is not None:
-        level = max(curves.tuned, lowest)
+    raised = {}  # no KL is below the lower edge of the axis
+    for label, points in curves.items():
+        raised[label] = [(step, max(value, lowest)) for step, value in points]
+        _line(axes, raised[label], label, color=colour, **CURVES[label])
+    if tuned is not None:
+        level = max(tuned, lowest)
         axes.axhline(level, label="tuned", color=PAINT["muted"], linestyle="--", linewidth=0.9)
-    kept = [(step, value) for step, value in held_out if step == best]
+    kept = [(step, value) for step, value in raised[HELD_OUT] if step == best]
     ring = {"linestyle": "none", "marker": "o", "markersize": 10, "markerfacecolor": "none"}
     _line(axes, kept, "adapter kept", color=PAINT["ink"], **ring)
-    if held_out:
-        text = f"{curves.held_out[-1][1]:.2f}"
-        _label(axes, text, held_out[-1], (0, 9), ha="right", va="bottom", color=colour)
+    if curves[HELD_OUT]:
+        text = f"{curves[HELD_OUT][-1][1]:.2f}"
+        _label(axes, text, raised[HELD_OUT][-1], (0, 9), ha="right", va="bottom", color=colour)
     axes.set_yscale("log")
     axes.set_ylim(lowest / 1.4, 1.4 * highest)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if highest < 100 * lowest else (1,)))
@@ -151,23 +143,18 @@ def _plot_curves(axes: Axes, colour: str, curves: Curves, best: int | None) -> N
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
-def _raised(points: list[tuple[float, float]], lowest: float) -> list[tuple[float, float]]:
-    """Return the points with no KL below the lower edge of the axis."""
-    return [(step, max(value, lowest)) for step, value in points]
-
-
-def _line(axes: Axes, points: list[tuple[float, float]], label: str, **style: Any) -> None:
+def _line(axes: Axes, points: Points, label: str, **style: Any) -> None:
     """Draw a line with its name in the legend; without points, neither."""
     if points:
         axes.plot([x for x, _ in points], [y for _, y in points], label=label, **style)
 
 
-def _held_out_points(measured: list[tuple[int, dict[str, float]]], key: str) -> list[tuple[float, float]]:
-    return [(step, values[key]) for step, values in measured if values.get(key) is not None]
+def _held_out_points(measured: dict[int, dict[str, float]], key: str) -> Points:
+    return [(step, found[key]) for step, found in measured.items() if found.get(key) is not None]
 
 
 def tradeoff(summary: Summary) -> Markup | None:
-    """Plot domain (x) against retention (y) with 95 % intervals; None unless two states have both."""
+    """Plot the three states of a run; None unless two of them have both headline scores."""
     domain, retention = summary.headline_suite("domain"), summary.headline_suite("retention")
     if domain is None or retention is None:
         return None
@@ -178,8 +165,7 @@ def tradeoff(summary: Summary) -> Markup | None:
     if len(marks) < 2:
         return None
     with _figure(WIDE, TALL) as figure:
-        axes = figure.subplots()
-        axes.grid(True, axis="both")
+        axes = _retention_against_domain(figure, summary.headline, 0.16)
         arrow = {"arrowstyle": "->", "color": PAINT["muted"], "linewidth": 0.8, "shrinkA": 7, "shrinkB": 7}
         for start, end in itertools.pairwise(marks):
             axes.annotate("", end.centre, start.centre, arrowprops=arrow)
@@ -190,9 +176,8 @@ def tradeoff(summary: Summary) -> Markup | None:
             axes.axhline(height, color=PAINT["muted"], linestyle="--", linewidth=0.9)
             edge = {"xycoords": axes.get_yaxis_transform(), "color": PAINT["muted"]}
             _label(axes, "floor", (1, height), (0, 2), ha="right", va="bottom", **edge)
-        axes.margins(0.16)
         _name_marks(axes, marks)
-        return _svg(figure, "tradeoff", _name_axes(axes, summary.headline, marks))
+        return _svg(figure, "tradeoff", _where(marks))
 
 
 def _name_marks(axes: Axes, marks: list[Mark]) -> None:
@@ -207,21 +192,36 @@ def _name_marks(axes: Axes, marks: list[Mark]) -> None:
 
 
 def frontier(headline: dict[str, str | None], marks: list[Mark]) -> Markup | None:
-    """Plot the marks of references and arms, on the headline suites; None below two marks."""
+    """Plot the marks of references and arms, named in a legend; None below two marks."""
     if None in headline.values() or len(marks) < 2:
         return None
-    # A legend omits labels that begin with an underscore.
-    labels = [_plain(mark.name).lstrip("_") for mark in marks]
-    columns = 2 if max(map(len, labels)) <= 20 else 1
+    columns = 2 if max(len(mark.label) for mark in marks) <= 20 else 1
     with _figure(WIDE, TALL + LEGEND_LINE * math.ceil(len(marks) / columns)) as figure:
-        axes = figure.subplots()
-        axes.grid(True, axis="both")
-        for i, (mark, label) in enumerate(zip(marks, labels, strict=True)):
+        axes = _retention_against_domain(figure, headline, 0.08)
+        for i, mark in enumerate(marks):
             size = 7 + 6 * coinciding(mark, marks[:i])
-            _cross(axes, mark, label=label, markerfacecolor="none", markersize=size)
-        axes.margins(0.08)
+            _cross(axes, mark, label=mark.label, markerfacecolor="none", markersize=size)
         figure.legend(loc="outside lower left", ncols=columns, frameon=False)
-        return _svg(figure, "frontier", escape(_name_axes(axes, headline, marks)))
+        return _svg(figure, "frontier", _where(marks))
+
+
+def _retention_against_domain(figure: Figure, headline: dict[str, str | None], margin: float) -> Axes:
+    """Return axes that are named by the headline suites; a margin is a share of their length."""
+    axes = figure.subplots()
+    axes.grid(True, axis="both")
+    axes.margins(margin)
+    axes.set_xlabel(f"domain: {_plain(headline['domain'] or '')} (%)")
+    axes.set_title(f"Retention: {_plain(headline['retention'] or '')} (%)")
+    return axes
+
+
+def _where(marks: Sequence[Mark]) -> str:
+    """Describe a figure with these marks."""
+    shown = []
+    for mark in marks:
+        x, y = mark.centre
+        shown.append(f"{mark.label} {y:.0f} % at {x:.0f} % domain")
+    return escape(f"Retention against domain: {'; '.join(shown)}")
 
 
 def arm_styles() -> Iterator[tuple[str, str]]:
@@ -232,17 +232,6 @@ def arm_styles() -> Iterator[tuple[str, str]]:
 def coinciding(mark: Mark, drawn: Sequence[Mark]) -> int:
     """Count the drawn marks at the place of a mark: its own must be larger, or it would hide them."""
     return sum(math.dist(mark.centre, other.centre) < 1 for other in drawn)
-
-
-def _name_axes(axes: Axes, headline: dict[str, str | None], marks: list[Mark]) -> str:
-    """Name the axes by their suites; return the description of a figure with these marks."""
-    axes.set_xlabel(f"domain: {_plain(headline['domain'] or '')} (%)")
-    axes.set_title(f"Retention: {_plain(headline['retention'] or '')} (%)")
-    shown = []
-    for mark in marks:
-        x, y = mark.centre
-        shown.append(f"{_plain(mark.name).lstrip('_')} {y:.0f} % at {x:.0f} % domain")
-    return f"Retention against domain: {'; '.join(shown)}"
 
 
 def _cross(axes: Axes, mark: Mark, markersize: int = 7, **style: Any) -> None:

@@ -11,14 +11,14 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from opdcl.hub import HUB_IDS
 from opdcl.results import format, report_tables
-from opdcl.results.notes import of_the_student, started_elsewhere, validations_of
-from opdcl.results.page import Page, render
+from opdcl.results.notes import validations_of
+from opdcl.results.page import Page, render_page
 from opdcl.results.result_types import Summary
 from opdcl.results.samples import pick_examples, sort_samples, worst_samples
-from opdcl.results.scores import Suite, section
+from opdcl.results.scores import MeasuredSuite, section
 from opdcl.results.status import STATES
-from opdcl.results.summary import Results, further_teachers
-from opdcl.results.verdict import next_command, split, tone, why_no_domain_retention, why_no_ratio
+from opdcl.results.summary import Results
+from opdcl.results.verdict import next_command, severity, why_no_domain_retention, why_no_ratio
 from opdcl.rundir.files import write_atomic
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.records import read_metrics
@@ -47,12 +47,18 @@ def write(results: Results) -> list[Path]:
     """
     from opdcl.results import plots
 
-    page, rows = run_page(results), _metrics(results.run, "recover")
-    numbers, kept = _validations(rows), validations_of(rows)[1]
+    page, stage = run_page(results), results.run.find_stage("recover")
+    # If a resumed run repeated a step, its last row counts.
+    last = {}
+    for row in read_metrics(stage.metrics) if stage else []:
+        last[row.get("step", 0), "validation" in row, "loss" in row] = row
+    rows = [last[key] for key in sorted(last)]
+    measured = validations_of(rows)
+    told = ({"tuned": measured.tuned} if measured.tuned else {}) | measured.by_step
     tradeoff, kl = plots.tradeoff(results.summary), plots.recovery_kl(rows, _teachers(results.run))
     texts = [
-        render("report.md", page, recovery=rows, validations=numbers, best_step=kept),
-        render("report.html", page, tradeoff=tradeoff, kl=kl),
+        render_page("report.md", page, recovery=rows, validations=told, best_step=measured.kept),
+        render_page("report.html", page, tradeoff=tradeoff, kl=kl),
         _render_card(page, results.summary, []),
     ]
     changed = []
@@ -68,7 +74,7 @@ def pull_request(run: RunDir, summary: Summary, gates: Sequence[Mapping[str, str
     results = Results(run)
     retention = results.headline.get("retention")
     worst = worst_samples(retention, WORST_PROMPTS) if retention else None
-    return render("pull_request.md", run_page(results, summary), gates=gates, worst=worst).strip() + "\n"
+    return render_page("pull_request.md", run_page(results, summary), gates=gates, worst=worst).strip() + "\n"
 
 
 def card(run: RunDir, state: str, base: str, place: str, license: str | None, datasets: list[str]) -> str:
@@ -113,7 +119,7 @@ def _render_card(page: Page, summary: Summary, datasets: list[str]) -> str:
         model_name=harmless(summary.name) if scores else None,
         eval_results=scores or None,
     )
-    return f"---\n{metadata.to_yaml()}\n---\n\n{render('card.md', page)}"
+    return f"---\n{metadata.to_yaml()}\n---\n\n{render_page('card.md', page)}"
 
 
 def run_page(results: Results, summary: Summary | None = None) -> Page:
@@ -122,7 +128,7 @@ def run_page(results: Results, summary: Summary | None = None) -> Page:
     manifest = {"created": None, "device": None, "opdcl": None} | run.read_manifest()
     base = dict.fromkeys(("id", "revision", "license", "quantization")) | section(run, "model")
     base |= manifest.get("base") or {}
-    heading, sentence = split(summary.verdict)
+    said = summary.verdict
     answers = {suite.name: groups for suite in results.suites if (groups := sort_samples(suite))}
     headline = {suite.name: answers.get(suite.name, []) for suite in results.headline.values()}
     embedded, model = str(base["id"]) in HUB_IDS, _public(str(base["id"] or "unknown"))
@@ -131,17 +137,17 @@ def run_page(results: Results, summary: Summary | None = None) -> Page:
         about_base.append(QUANTIZED.format(model, base["quantization"]))
     return Page(
         name=summary.name,
-        heading=heading,
-        sentence=sentence,
+        heading=said.heading,
+        sentence=said.sentence[:1].upper() + said.sentence[1:],
         sections=report_tables.main_tables(summary),
         details=report_tables.detail_tables(summary),
         faults=summary.faults,
         notes=summary.notes,
-        verdict=summary.verdict,
-        further=[line for line in summary.further if line != summary.to_do],
-        to_do=summary.to_do,
+        verdict=said.text,
+        further=[line for line in said.further if line != said.to_do],
+        to_do=said.to_do,
         next=next_command(run, summary, "RUN"),
-        tone=tone(summary),
+        severity=severity(summary),
         ratios=_ratios(summary, results.headline.get("domain")),
         bars=report_tables.bars(summary),
         examples=pick_examples(headline),
@@ -154,7 +160,7 @@ def run_page(results: Results, summary: Summary | None = None) -> Page:
 
 
 def _model(results: Results, manifest: dict, name: str, base: dict) -> dict[str, Any]:
-    """Return what a card says of the last adapter, and of the model that it is for."""
+    """Return what a card says about the last adapter, and about the model that it is for."""
     state, place, adapters = "base" if results.alone else None, None, manifest.get("adapters") or {}
     for later in STATES[1:]:
         if not results.alone and any(later in suite.rows for suite in results.suites):
@@ -167,24 +173,13 @@ def _model(results: Results, manifest: dict, name: str, base: dict) -> dict[str,
     return about | ({"base": _public(tuned["id"]), "of": name} if tuned else {"base": name, "of": ""})
 
 
-def _validations(recovery: list[dict]) -> list[dict[str, Any]]:
-    """Return the held-out numbers of the student by step; before them tuned's, if it started elsewhere."""
-    rows: list[dict[str, Any]] = []
-    for row in recovery:
-        if row.get("validation"):
-            if started_elsewhere(row):
-                rows.append({"step": "tuned", "validation": row["validation"]})
-            rows.append({"step": row["step"], "validation": of_the_student(row)})
-    return rows
-
-
 def _public(model: str) -> str:
     """Return a model's Hub id, or its folder's name: a path means nothing to readers, and may be private."""
     return HUB_IDS.get(model, Path(model).name if Path(model).is_absolute() else model)
 
 
-def _ratios(summary: Summary, domain: Suite | None) -> list[dict[str, str]]:
-    """Return R and D with what they mean, or why there is none; of base alone, nothing."""
+def _ratios(summary: Summary, domain: MeasuredSuite | None) -> list[dict[str, str]]:
+    """Return R and D with what they mean, or why one is missing; nothing for base alone."""
     if summary.alone:
         return []
     recovered = "the share of the lost score that came back, counted from tuned or the floor, the higher one"
@@ -235,17 +230,12 @@ def _facts(run: RunDir, manifest: dict, base: dict) -> dict[str, str]:
 def _teachers(run: RunDir) -> dict[str, str]:
     """Return the names of each stream's teachers: base and tuned unless configured otherwise."""
     config = run.stage_record("recover").get("config", {})
-    further = further_teachers(config)
+    of_streams = config.get("general_teacher"), config.get("domain_teacher")
+    teachers = (config.get("teachers") or {}).items()
+    # Those that grade a part of the domain prompts.
+    further = [name for name, teacher in teachers if name not in of_streams or teacher.get("prompts")]
     own = [config.get("domain_teacher", "tuned")] if config.get("domain") or not further else []
     return {
         "general": config.get("general_teacher", "base"),
         "domain": " and ".join(map(str, [*own, *further])),
     }
-
-
-def _metrics(run: RunDir, stage: str) -> list[dict]:
-    """Return a stage's metric rows by step; if a resumed run repeated a step, its last row counts."""
-    folder = run.find_stage(stage)
-    rows = read_metrics(folder.metrics) if folder else []
-    last = {(row.get("step", 0), "validation" in row, "loss" in row): row for row in rows}
-    return [last[key] for key in sorted(last)]

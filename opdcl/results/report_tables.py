@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Any
 from opdcl.config.shipped import SHIPPED_DATA
 from opdcl.results import format
 from opdcl.results.format import CHANGE, Unit, cell, metric_words
+from opdcl.results.response_stats import MARGINS
 from opdcl.results.scores import section
 from opdcl.results.status import HEADLINE_ROLES, NON_INFERIORITY_MARGIN, STATES
 from opdcl.results.tables import (
     WRITING,
     Table,
     by_state,
+    distance_cells,
     distance_rows,
-    distances,
     of_base_alone,
-    with_rows,
     writing_rows,
 )
-from opdcl.results.writing import MARGINS
 from opdcl.rundir.layout import RunDir
 
 if TYPE_CHECKING:
@@ -68,11 +67,24 @@ def _at(score: float, axis: float) -> str:
 def terminal_tables(summary: Summary) -> list[Table]:
     """Return the score table for a terminal, if there are scores."""
     table = Table("", ["suite", "n", "floor", *STATES], terminal_rows(summary), "")
-    return _of_its_states(summary, with_rows([table]))
+    return _shown(summary, [table])
 
 
-def _of_its_states(summary: Summary, tables: list[Table]) -> list[Table]:
-    return [of_base_alone(table) for table in tables] if summary.alone else tables
+def _shown(summary: Summary, tables: list[Table]) -> list[Table]:
+    """Return the tables with rows, and with the columns that the run has."""
+    return [of_base_alone(table) if summary.alone else table for table in tables if table.rows]
+
+
+def brief_table(summary: Summary) -> list[Table]:
+    """Return what a terminal shows at the end of a run: the headline suites and the distance to base."""
+    rows = []
+    for role in ("retention", "domain"):
+        suite = summary.headline_suite(role)
+        if suite and suite.n:
+            rows.append([f"{summary.headline[role]}\n{suite.n} prompts", *by_state(suite.states, n=suite.n)])
+    if near := summary.closeness:
+        rows.append([f"distance to base, nats\n{near.n} requests", *distance_cells(near)])
+    return _shown(summary, [Table("", ["", *STATES], rows)])
 
 
 def terminal_rows(summary: Summary) -> list[list[str]]:
@@ -118,7 +130,7 @@ def main_tables(summary: Summary) -> list[Table]:
         "in the same answer."
     )
     scores = Table("Scores", ["suite", *STATES], rows, caption)
-    return _of_its_states(summary, [scores, *with_rows([_groups_table(summary)]), *near])
+    return _shown(summary, [scores, _groups_table(summary), *near])
 
 
 def _groups_table(summary: Summary) -> Table:
@@ -135,8 +147,8 @@ def closeness_table(near: Closeness) -> Table:
     """Return the distances of the states from base, and how their sampled answers are written."""
     rows = [
         *distance_rows(near),
-        ["forward KL\non base's answers", *distances(near, "forward")],
-        ["reverse KL\non the state's own answers", *distances(near, "reverse")],
+        ["forward KL\non base's answers", *distance_cells(near, "forward")],
+        ["reverse KL\non the state's own answers", *distance_cells(near, "reverse")],
         *writing_rows(near.how_written, near.n),
     ]
     if near.c:
@@ -163,9 +175,11 @@ def detail_tables(summary: Summary) -> list[Table]:
     metrics = Table("All metrics", ["metric", *STATES], rows, caption)
     rows = [[stage, *_cost_cells(spent)] for stage, spent in summary.cost.items()]
     cost = Table("Cost", ["stage", "time, min:s", "tokens", "peak memory"], rows)
-    tables = [_differences_table(summary), metrics, cost]
-    tables += [_dose_table(summary.cost), _parts_table(summary.cost)]
-    return _of_its_states(summary, with_rows(tables))
+    spent = summary.cost.get("recover", {}).get("parts", {})
+    rows = [[part, format.clock(seconds)] for part, seconds in spent.items()]
+    parts = Table("Time of the recovery", ["part", "min:s"], rows)
+    tables = [_differences_table(summary), metrics, cost, _dose_table(summary.cost), parts]
+    return _shown(summary, tables)
 
 
 def _differences_table(summary: Summary) -> Table:
@@ -216,13 +230,6 @@ def _dose_table(cost: Mapping[str, Mapping[str, Any]]) -> Table:
     return Table("Dose", ["stage", "prompts", "answers by", "answers", "tokens"], rows, caption)
 
 
-def _parts_table(cost: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return how long the parts of a recovery took."""
-    parts = cost.get("recover", {}).get("parts", {})
-    rows = [[part, format.clock(seconds)] for part, seconds in parts.items()]
-    return Table("Time of the recovery", ["part", "min:s"], rows, "")
-
-
 def _cost_cells(spent: Mapping[str, Any]) -> list[str]:
     if not spent:
         return ["not run", "", ""]
@@ -256,7 +263,8 @@ def made(run: RunDir, manifest: dict[str, Any], base_model: str) -> dict[str, st
             facts["Recovered with prompts of"] = " and ".join(prompts)
     if manifest["created"]:
         where = _where(manifest)
-        facts["Made"] = _date(manifest["created"]) + (f", {where}" if where else "")
+        day = datetime.fromisoformat(manifest["created"].replace("Z", "+00:00"))
+        facts["Made"] = f"{day.day} {day:%B %Y}" + (f", {where}" if where else "")
     return {label: value for label, value in facts.items() if value}
 
 
@@ -280,9 +288,3 @@ def _short_name(source: str) -> str:
 def _count(parameters: int) -> str:
     size, unit = (parameters / 1e9, "B") if parameters >= 1e9 else (parameters / 1e6, "M")
     return f"{size:.0f} {unit}" if size >= 10 else f"{size:.1f} {unit}"
-
-
-def _date(created: str) -> str:
-    """Format `2026-11-23T01:35:24Z` as `23 November 2026`."""
-    day = datetime.fromisoformat(created.replace("Z", "+00:00"))
-    return f"{day.day} {day:%B %Y}"

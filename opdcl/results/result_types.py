@@ -8,8 +8,8 @@ from typing import Any
 from opdcl.results.closeness import Closeness
 from opdcl.results.format import percent
 from opdcl.results.intervals import Estimate
+from opdcl.results.response_stats import ResponseTests
 from opdcl.results.stats import Findings
-from opdcl.results.writing import WritingTests
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,22 @@ class Scores:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """What the results say, in words."""
+
+    heading: str
+    sentence: str
+    further: list[str] = field(default_factory=list)
+    """The sentences after it: distance to base, how the answers differ, what to do."""
+    to_do: str = ""
+    """What to do next, which is also the last of `further`; empty where nothing is missing."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.heading}: {self.sentence}"
+
+
+@dataclass(frozen=True)
 class Summary:
     """What was measured of a run, what follows from it by statistics, and the verdict."""
 
@@ -50,16 +66,12 @@ class Summary:
     """Pair of states, such as `tuned_minus_base` -> paired difference of the retention suite, and behind
     `domain_` of the domain suite; None where a state is not measured."""
     detectable_drop: float | None
-    writing: WritingTests
+    writing: ResponseTests
     cost: dict[str, dict[str, Any]]
     faults: list[str]
     notes: list[str]
     """What to know when reading the results. It begins with the faults."""
-    verdict: str = ""
-    further: list[str] = field(default_factory=list)
-    """The sentences after the verdict: distance to base, how the answers differ, what to do."""
-    to_do: str = ""
-    """What to do next, which is also the last of `further`; empty where nothing is missing."""
+    verdict: Verdict = Verdict("", "")
 
     def headline_suite(self, role: str) -> Scores | None:
         name = self.headline[role]
@@ -71,7 +83,7 @@ class Summary:
         return suite.n if suite else 0
 
     @property
-    def writing_tests(self) -> WritingTests:
+    def writing_tests(self) -> ResponseTests:
         """How recovered writes beside base: greedily on the suite, and sampled for the closeness."""
         tests = dict(self.writing)
         if self.closeness:

@@ -1,4 +1,4 @@
-"""Sort a suite's prompts by what became of them, with the answers of all states, for the report."""
+"""Group a suite's prompts by outcome, with the answers of all states, for the report."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from opdcl.repetition import WORD
-from opdcl.results import format, writing
-from opdcl.results.scores import Suite
+from opdcl.results import format, response_stats
+from opdcl.results.scores import MeasuredSuite
 from opdcl.results.status import STATES
 
 LONGEST_PROMPT, LONGEST_ANSWER = 900, 700
@@ -27,35 +27,37 @@ RULE = (
     f"and repeats nothing, then by the length of base's answer, from {FEWEST_WORDS} words on."
 )
 
-# What can become of a prompt: whether base, tuned and, if it is measured, recovered pass it (1) or not (0) ->
-# the title of its group. The groups of a page are in this order; those that the fine-tune changed come first.
+PASS, FAIL = True, False
+
+# The outcomes of a prompt: whether base, tuned and, if it is measured, recovered pass it -> the title of
+# its group. The groups of a page are in this order; those that the fine-tune changed come first.
 SKILL = {
-    "101": "Lost by the fine-tune, regained by recovery",
-    "100": "Lost by the fine-tune, not regained",
-    "10": "Lost by the fine-tune",
-    "110": "Newly lost in the recovery",
-    "111": "Never lost",
-    "11": "Never lost",
-    "001": "Passed by recovered, not by base",
-    "011": "Passed by recovered, not by base",
-    "01": "Passed by tuned, not by base",
-    "000": "Passed by neither base nor recovered",
-    "010": "Passed by neither base nor recovered",
-    "00": "Passed by neither base nor tuned",
+    (PASS, FAIL, PASS): "Lost by the fine-tune, regained by recovery",
+    (PASS, FAIL, FAIL): "Lost by the fine-tune, not regained",
+    (PASS, FAIL): "Lost by the fine-tune",
+    (PASS, PASS, FAIL): "Newly lost in the recovery",
+    (PASS, PASS, PASS): "Never lost",
+    (PASS, PASS): "Never lost",
+    (FAIL, FAIL, PASS): "Passed by recovered, not by base",
+    (FAIL, PASS, PASS): "Passed by recovered, not by base",
+    (FAIL, PASS): "Passed by tuned, not by base",
+    (FAIL, FAIL, FAIL): "Passed by neither base nor recovered",
+    (FAIL, PASS, FAIL): "Passed by neither base nor recovered",
+    (FAIL, FAIL): "Passed by neither base nor tuned",
 }
 DOMAIN = {
-    "011": "Learned by the fine-tune, kept by recovery",
-    "010": "Learned by the fine-tune, lost again",
-    "01": "Learned by the fine-tune",
-    "001": "Newly learned in the recovery",
-    "000": "Not learned",
-    "00": "Not learned",
-    "111": "Passed by base already",
-    "101": "Passed by base already",
-    "11": "Passed by base already",
-    "110": "Passed by base, not by recovered",
-    "100": "Passed by base, not by recovered",
-    "10": "Passed by base, not by tuned",
+    (FAIL, PASS, PASS): "Learned by the fine-tune, kept by recovery",
+    (FAIL, PASS, FAIL): "Learned by the fine-tune, lost again",
+    (FAIL, PASS): "Learned by the fine-tune",
+    (FAIL, FAIL, PASS): "Newly learned in the recovery",
+    (FAIL, FAIL, FAIL): "Not learned",
+    (FAIL, FAIL): "Not learned",
+    (PASS, PASS, PASS): "Passed by base already",
+    (PASS, FAIL, PASS): "Passed by base already",
+    (PASS, PASS): "Passed by base already",
+    (PASS, PASS, FAIL): "Passed by base, not by recovered",
+    (PASS, FAIL, FAIL): "Passed by base, not by recovered",
+    (PASS, FAIL): "Passed by base, not by tuned",
 }
 # The beginning of the titles of the prompts that the fine-tune changed.
 CHANGED = ("Lost by the fine-tune", "Learned by the fine-tune")
@@ -86,7 +88,7 @@ class Sample:
 
 @dataclass
 class Group:
-    """The prompts of a suite of which the same became, the most readable ones first."""
+    """The prompts of a suite with the same outcome, the most readable ones first."""
 
     title: str
     count: int = 0
@@ -99,7 +101,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Example:
+class PickedExample:
     """A prompt for the top of the report: one of `count`, among `of` that the fine-tune changed."""
 
     title: str
@@ -109,22 +111,22 @@ class Example:
     sample: Sample
 
 
-def sort_samples(suite: Suite) -> list[Group]:
-    """Return the prompts of a suite, grouped by what became of them.
+def sort_samples(suite: MeasuredSuite) -> list[Group]:
+    """Return the prompts of a suite, grouped by outcome.
 
     It is empty without written answers of base and tuned.
     """
     if not {"base", "tuned"} <= set(suite.rows):
         return []
-    titles = DOMAIN if suite.role == "domain" else SKILL
+    titles: Mapping[tuple[bool, ...], str] = DOMAIN if suite.role == "domain" else SKILL
 
     def title_of(passed: dict[str, bool]) -> str:
-        return titles["".join(str(int(passed[state])) for state in STATES if state in passed)]
+        return titles[tuple(passed[state] for state in STATES if state in passed)]
 
     return _grouped(suite, list(titles.values()), title_of)
 
 
-def side_by_side(suite: Suite) -> list[Group]:
+def answers_by_run(suite: MeasuredSuite) -> list[Group]:
     """Return the prompts of a suite, grouped by which of several runs pass them.
 
     The rows of the suite are those of base and, by name, of each run's last model.
@@ -147,11 +149,17 @@ def side_by_side(suite: Suite) -> list[Group]:
     return _grouped(suite, [better, worse, every, none], title_of)
 
 
-def _grouped(suite: Suite, titles: Sequence[str], title_of: Callable[[dict[str, bool]], str]) -> list[Group]:
+def _grouped(
+    suite: MeasuredSuite, titles: Sequence[str], title_of: Callable[[dict[str, bool]], str]
+) -> list[Group]:
     """Group a suite's prompts by the title for which of its states pass; empty without written answers."""
     if all(row.get("response") is None for row in suite.rows["base"]):
         return []
-    shares, needed = _shares(suite), _needed(suite)
+    # Of several parts all must pass, one part may be a fraction.
+    needed = 1.0 if any(len(parts) != 1 for parts in suite.parts("base")) else 0.5
+    shares = {}  # of its score that each prompt reaches, by state
+    for state in suite.rows:
+        shares[state] = [sum(parts) / max(len(parts), 1) for parts in suite.parts(state)]
     groups = {title: Group(title) for title in titles}
     readability = _readability(suite)
     for i in sorted(range(len(readability)), key=readability.__getitem__):
@@ -163,36 +171,22 @@ def _grouped(suite: Suite, titles: Sequence[str], title_of: Callable[[dict[str, 
     return [group for group in groups.values() if group.samples]
 
 
-def _shares(suite: Suite) -> dict[str, list[float]]:
-    """Return state -> the share of its score that each prompt reaches."""
-    found = {}
-    for state in suite.rows:
-        found[state] = [sum(parts) / max(len(parts), 1) for parts in suite.parts(state)]
-    return found
-
-
-def _needed(suite: Suite) -> float:
-    """Return the share from which a prompt passes: several parts must all pass, one may be a fraction."""
-    return 1.0 if any(len(parts) != 1 for parts in suite.parts("base")) else 0.5
-
-
-def pick_examples(samples: Mapping[str, Sequence[Group]]) -> list[Example]:
+def pick_examples(samples: Mapping[str, Sequence[Group]]) -> list[PickedExample]:
     """Return the most readable prompt of each suite's first group that the fine-tune changed."""
     examples = []
     for name, groups in samples.items():
         changed = [group for group in groups if group.is_changed]
         if changed:
             first, of = changed[0], sum(group.count for group in changed)
-            examples.append(Example(first.title, name, first.count, of, _shortened(first.samples[0])))
+            sample, short = first.samples[0], []
+            for answer in sample.answers:
+                short.append(replace(answer, text=format.shorten(answer.text, EXAMPLE_ANSWER)))
+            shown = replace(sample, answers=short)
+            examples.append(PickedExample(first.title, name, first.count, of, shown))
     return examples
 
 
-def _shortened(sample: Sample) -> Sample:
-    answers = [replace(answer, text=format.cut(answer.text, EXAMPLE_ANSWER)) for answer in sample.answers]
-    return replace(sample, answers=answers)
-
-
-def worst_samples(suite: Suite, count: int) -> dict[str, Any] | None:
+def worst_samples(suite: MeasuredSuite, count: int) -> dict[str, Any] | None:
     """Return the prompts on which the last measured state falls furthest below base, and how many do."""
     state = suite.latest
     if state is None or "base" not in suite.rows:
@@ -222,21 +216,21 @@ def _whole_or_ends(row: dict[str, Any]) -> str:
     """Return a prompt; of a long conversation, its beginning and its last question."""
     prompt, question = str(row["prompt"]), _question(row)
     if question == prompt or len(prompt) <= LONGEST_PROMPT:
-        return format.cut(prompt, LONGEST_PROMPT)
-    return f"{format.cut(prompt, LONGEST_PROMPT // 3)}\n\n{format.cut(question, LONGEST_PROMPT // 2)}"
+        return format.shorten(prompt, LONGEST_PROMPT)
+    return f"{format.shorten(prompt, LONGEST_PROMPT // 3)}\n\n{format.shorten(question, LONGEST_PROMPT // 2)}"
 
 
 def _line(text: Any, longest: int) -> str:
     """Return a text on one line, cut to a length."""
-    return format.cut(" ".join(str(text or "nothing").split()), longest)
+    return format.shorten(" ".join(str(text or "nothing").split()), longest)
 
 
-def _readability(suite: Suite) -> list[tuple[bool, bool, int, int]]:
+def _readability(suite: MeasuredSuite) -> list[tuple[bool, bool, int, int]]:
     """Return a sort key per prompt, by `RULE`."""
     # Whether an answer of any state was truncated or repeats itself, where that is recorded.
     unclean = np.zeros(len(suite.measured), bool)
     for state in suite.rows:
-        written = writing.values(suite, state)
+        written = response_stats.response_values(suite, state)
         if "ended" in written:
             unclean |= written["ended"] < 1
         if "repetition" in written:
@@ -248,18 +242,18 @@ def _readability(suite: Suite) -> list[tuple[bool, bool, int, int]]:
     return keys
 
 
-def _sample(suite: Suite, i: int, shares: dict[str, list[float]], passed: dict[str, bool]) -> Sample:
+def _sample(suite: MeasuredSuite, i: int, shares: dict[str, list[float]], passed: dict[str, bool]) -> Sample:
     row = suite.rows["base"][i]
     answers = []
     for state, rows in suite.rows.items():
         share, is_passed = shares[state][i], passed[state]
         mark = ("pass" if is_passed else "fail") if share in (0, 1) else f"{100 * share:.0f} %"
-        text = format.cut(str(rows[i].get("response") or ""), LONGEST_ANSWER)
+        text = format.shorten(str(rows[i].get("response") or ""), LONGEST_ANSWER)
         answers.append(Answer(state, text, is_passed, mark, [] if is_passed else _violated(rows[i])))
     return Sample(
         number=row["doc_id"],
         prompt=_whole_or_ends(row),
-        target=format.cut(str(row["target"]), LONGEST_ANSWER) if row.get("target") else None,
+        target=format.shorten(str(row["target"]), LONGEST_ANSWER) if row.get("target") else None,
         answers=answers,
     )
 

@@ -26,7 +26,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Suite:
+class MeasuredSuite:
     """One suite's results on the prompts that every measured state answered, in one order."""
 
     name: str
@@ -78,7 +78,7 @@ class Suite:
 
     @property
     def measured(self) -> list[Row]:
-        """The rows of the first measured state, which tell of the prompts."""
+        """The rows of the first measured state, which have the prompts."""
         return next(iter(self.rows.values()), [])
 
     @property
@@ -114,7 +114,7 @@ class Suite:
         """The groups of prompts that are told apart, such as `seen` and `unseen`."""
         return sorted({row["group"] for row in self.measured if row.get("group")})
 
-    def only(self, group: str) -> Suite:
+    def only(self, group: str) -> MeasuredSuite:
         """Return the suite on the prompts of one group, without results that hold for all prompts."""
         chosen = {}
         for state, rows in self.rows.items():
@@ -148,14 +148,14 @@ def stacked(columns: Sequence[Any]) -> np.ndarray:
     return array[0] if len(array) == 1 else array
 
 
-def values_of(suites: Sequence[Suite], state: str) -> np.ndarray | None:
+def values_of(suites: Sequence[MeasuredSuite], state: str) -> np.ndarray | None:
     """Return a state's scores on one suite in one or several runs, or None unless all are measured."""
     if not suites or any(state not in suite.rows for suite in suites):
         return None
     return stacked([suite.values(state) for suite in suites])
 
 
-def floors_of(suites: Sequence[Suite]) -> np.ndarray | None:
+def floors_of(suites: Sequence[MeasuredSuite]) -> np.ndarray | None:
     """Return the scores of the best content-free answer in one or several runs, or None if one has none."""
     floors = [suite.floor_values() for suite in suites]
     if not floors or any(floor is None for floor in floors):
@@ -163,7 +163,7 @@ def floors_of(suites: Sequence[Suite]) -> np.ndarray | None:
     return stacked(floors)
 
 
-def states_of(suites: Sequence[Suite]) -> States | None:
+def states_of(suites: Sequence[MeasuredSuite]) -> States | None:
     """Return the scores of one suite in one or several runs, or None unless all three states are measured."""
     base, tuned, recovered = (values_of(suites, state) for state in STATES)
     if base is None or tuned is None or recovered is None:
@@ -188,7 +188,7 @@ def _weighted(parts: list[list[float]]) -> np.ndarray:
     return sums * len(parts) / count
 
 
-def load_suites(run: RunDir) -> list[Suite]:
+def load_suites(run: RunDir) -> list[MeasuredSuite]:
     """Load every suite that is configured or measured, in the order of the configuration."""
     evaluation = section(run, "eval")
     roles = {}
@@ -198,19 +198,19 @@ def load_suites(run: RunDir) -> list[Suite]:
     for path in sorted(run.evals.glob("*/*.json")):
         if path.parent.name in STATES and path.stem != CLOSENESS:
             roles.setdefault(path.stem, str(read_result(path).get("role", "control")))
-    return [load_suite(run, name, role) for name, role in roles.items()]
+    return [load_measured(run, name, role) for name, role in roles.items()]
 
 
-def headline_of(suites: Sequence[Suite]) -> dict[str, Suite]:
+def headline_of(suites: Sequence[MeasuredSuite]) -> dict[str, MeasuredSuite]:
     """Return the first retention suite and the first domain suite, by role; the verdict depends on them."""
-    headline: dict[str, Suite] = {}
+    headline: dict[str, MeasuredSuite] = {}
     for suite in suites:
         if suite.role in HEADLINE_ROLES:
             headline.setdefault(suite.role, suite)
     return headline
 
 
-def load_suite(run: RunDir, name: str, role: str) -> Suite:
+def load_measured(run: RunDir, name: str, role: str) -> MeasuredSuite:
     """Load one suite's results; without any, a suite without rows."""
     results: dict[str, Row] = {}
     answers: dict[str, dict[tuple, Row]] = {}
@@ -228,7 +228,7 @@ def load_suite(run: RunDir, name: str, role: str) -> Suite:
             # Each task of a group counts its documents from 0, so the prompt is part of the key.
             answers[state] = {(row["doc_id"], row["prompt"]): row for row in rows}
     if not results:
-        return Suite(name, role, None, {}, {}, faults=faults)
+        return MeasuredSuite(name, role, None, {}, {}, faults=faults)
     asked = [set(by_prompt) for by_prompt in answers.values()]
     shared = set.intersection(*asked)
     if not shared:
@@ -239,7 +239,7 @@ def load_suite(run: RunDir, name: str, role: str) -> Suite:
     for state, by_prompt in answers.items():
         paired[state] = [by_prompt[key] for key in order]
     first = next(iter(results.values()))
-    return Suite(
+    return MeasuredSuite(
         name=name,
         role=str(first.get("role", role)),
         metric=first["metric"],
@@ -256,7 +256,7 @@ def _wrong_scores(rows: list[Row], metric: str) -> str:
     for row in rows:
         scores = [*_as_list(row.get("scores", {}).get(metric)), *_as_list(row.get("floor", 0))]
         for score in scores:
-            if not _is_number(score):
+            if not isinstance(score, int | float) or not math.isfinite(score):
                 wrong[row["doc_id"]] = "missing" if score is None else f"{score}, not a number"
                 break
     if not wrong:
@@ -264,10 +264,6 @@ def _wrong_scores(rows: list[Row], metric: str) -> str:
     prompt, fault = next(iter(wrong.items()))
     others = f" (and those of {len(wrong) - 1} more prompts)" if len(wrong) > 1 else ""
     return f"the score of prompt {prompt} is {fault}{others}"
-
-
-def _is_number(score: Any) -> bool:
-    return isinstance(score, int | float) and math.isfinite(score)
 
 
 def _mismatch(rows: list[Row], result: Row) -> str:

@@ -184,20 +184,13 @@ def domain_status_of(states: States) -> Domain:
     return Domain.LOST if kept.high < HALF_OF_THE_GAIN else Domain.NOT_SHOWN
 
 
-def recovery(states: States) -> Estimate | None:
+def recovery(states: States, raw: bool = False) -> Estimate | None:
     """Estimate R = (recovered - start) / (base - start): the share of the skill above the start.
 
-    None without measurable forgetting, and if base is less than `SMALLEST_DROP` above the start.
+    The start is tuned or the floor, if higher; if `raw`, tuned wherever the floor lies. None without
+    measurable forgetting, and if base is less than `SMALLEST_DROP` above the start.
     """
-    return _recovery(states, states.above_floor(states.tuned))
-
-
-def raw_recovery(states: States) -> Estimate | None:
-    """Estimate (recovered - tuned) / (base - tuned), wherever the floor lies."""
-    return _recovery(states, states.tuned)
-
-
-def _recovery(states: States, start: np.ndarray) -> Estimate | None:
+    start = states.tuned if raw else states.above_floor(states.tuned)
     if not forgot(states) or np.mean(states.base) - np.mean(start) < SMALLEST_DROP:
         return None
     return ratio(states.recovered - start, states.base - start, states.clusters)
@@ -212,20 +205,12 @@ def why_no_recovery(states: States) -> NoRatio | None:
     return None if recovery(states) else NoRatio.SMALL_DROP
 
 
-def domain_retention(states: States) -> Estimate | None:
+def domain_retention(states: States, raw: bool = False) -> Estimate | None:
     """Estimate D = (recovered - start) / (tuned - start), where the start is base or the floor, if higher.
 
-    None unless tuned is measurably above the start.
+    If `raw`, the start is base wherever the floor lies. None unless tuned is measurably above the start.
     """
-    return _domain_retention(states, states.above_floor(states.base))
-
-
-def raw_domain_retention(states: States) -> Estimate | None:
-    """Estimate (recovered - base) / (tuned - base), wherever the floor lies."""
-    return _domain_retention(states, states.base)
-
-
-def _domain_retention(states: States, start: np.ndarray) -> Estimate | None:
+    start = states.base if raw else states.above_floor(states.base)
     if difference(states.tuned, start, states.clusters).low <= 0:
         return None
     return ratio(states.recovered - start, states.tuned - start, states.clusters)
@@ -261,13 +246,13 @@ def findings(retention: States | None, domain: States | None, written_alike: boo
         shown["non_inferiority"] = non_inferiority(recovered, base, retention.clusters)
         if found not in FLOOR_REASONS:
             shown["recovery"] = _rounded(recovery(retention))
-            shown["recovery_raw"] = _rounded(raw_recovery(retention))
+            shown["recovery_raw"] = _rounded(recovery(retention, raw=True))
     if found is Retention.RECOVERED and not written_alike:
         found = Retention.PARTLY
     if domain:
         kept = domain_status_of(domain)
         shown["domain_retention"] = _rounded(domain_retention(domain))
-        shown["domain_retention_raw"] = _rounded(raw_domain_retention(domain))
+        shown["domain_retention_raw"] = _rounded(domain_retention(domain, raw=True))
     return Findings(both_halves(found, kept), found, kept, **shown)
 
 

@@ -31,18 +31,18 @@ ELSE_MORE_STEPS = "{prompts}; if not, take more steps: {steps}"
 
 
 class _Status(StrEnum):
-    """A status, which scripts may rely on; the verdict's first words, the page's tone, and what to do next.
+    """A status, which scripts may rely on; the verdict's first words, the page's colour, and what to do next.
 
     In the advice `{prompts}` says how to measure on more of them, `{steps}` is a longer recovery.
     """
 
     heading: str
-    tone: str
+    severity: str
     advice: str
 
-    def __new__(cls, status: str, heading: str = "", tone: str = "", advice: str = "") -> Self:
+    def __new__(cls, status: str, heading: str = "", severity: str = "", advice: str = "") -> Self:
         outcome = str.__new__(cls, status)
-        outcome._value_, outcome.heading, outcome.tone, outcome.advice = status, heading, tone, advice
+        outcome._value_, outcome.heading, outcome.severity, outcome.advice = status, heading, severity, advice
         return outcome
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from opdcl.errors import UsageError
-from opdcl.results import closeness, notes, stats, verdict, writing
+from opdcl.results import closeness, notes, response_stats, stats, verdict
 from opdcl.results.intervals import Clusters, Estimate
 from opdcl.results.origins import is_adapter, origins_of, split_seeds
 from opdcl.results.result_types import Scores, Summary
-from opdcl.results.scores import Suite, headline_of, load_suites, states_of
+from opdcl.results.scores import MeasuredSuite, headline_of, load_suites, states_of
 from opdcl.results.status import ALONE, HEADLINE_ROLES, NO_RECOVERY, STATES, Retention
 from opdcl.rundir.files import RESTORE
 from opdcl.rundir.identity import Identity
@@ -31,10 +31,12 @@ class Results:
         with _damage_is_named(run):
             self.run = run
             self.suites = load_suites(run)
-            self.near = closeness.load(run)
+            self.near = closeness.load_closeness(run)
         self.headline = headline_of(self.suites)
         self.named = {suite.name: suite for suite in self.suites}
-        self.alone = _is_alone(run)
+        planned = any(run.settings().get(key) for key in ("start", "finetune", "recover"))
+        self.alone = not planned and not run.adapters()
+        """Whether the run measures base alone: it has no fine-tune, and is not to have one."""
         self.path, self.place = str(run.path), run.path.resolve()
 
     @cached_property
@@ -120,8 +122,8 @@ def _measured(results: Results) -> Summary:
     headline = {role: results.headline.get(role) for role in HEADLINE_ROLES}
     retention, domain = headline["retention"], headline["domain"]
     pair = _pair(retention, "tuned", "base")
-    tests = writing.compared_with_base([retention] if retention else [])
-    distance = closeness.summarise([near])
+    tests = response_stats.compared_with_base([retention] if retention else [])
+    distance = closeness.closeness_of([near])
     faults = notes.inert(suites) + notes.faults_of(run, [*suites, near])
     remarks = list(faults)
     for suite in suites:
@@ -134,7 +136,7 @@ def _measured(results: Results) -> Summary:
         findings=stats.findings(
             states_of([retention]) if retention else None,
             states_of([domain]) if domain else None,
-            writing.alike(tests),
+            response_stats.alike(tests),
         ),
         closeness=distance,
         groups=_groups(retention),
@@ -147,13 +149,7 @@ def _measured(results: Results) -> Summary:
     )
 
 
-def _is_alone(run: RunDir) -> bool:
-    """Return whether a run measures base alone: it has no fine-tune, and is not to have one."""
-    planned = [key for key in ("start", "finetune", "recover") if run.settings().get(key)]
-    return not planned and not run.adapters()
-
-
-def _scores(suite: Suite) -> Scores:
+def _scores(suite: MeasuredSuite) -> Scores:
     """Return the number of prompts, the floor, and the estimated score of each measured state."""
     floor = suite.floor_values()
     states: dict[str, Estimate] = {}
@@ -172,18 +168,18 @@ def _scores(suite: Suite) -> Scores:
         role=suite.role,
         metric=suite.metric,
         metrics=metrics,
-        writing=writing.estimates(suite),
+        writing=response_stats.estimates(suite),
     )
 
 
-def _estimate(suite: Suite, state: str) -> Estimate:
+def _estimate(suite: MeasuredSuite, state: str) -> Estimate:
     parts = suite.parts(state)
     if any(len(of_prompt) != 1 for of_prompt in parts):
         return stats.clustered_mean(parts, suite.clusters)
     return stats.mean(suite.values(state), suite.clusters)
 
 
-def _groups(retention: Suite | None) -> dict[str, tuple[Scores, stats.Findings]]:
+def _groups(retention: MeasuredSuite | None) -> dict[str, tuple[Scores, stats.Findings]]:
     """Return what the headline shows on each group of its prompts; empty unless there are several groups."""
     if retention is None or len(retention.groups) < 2:
         return {}
@@ -194,7 +190,7 @@ def _groups(retention: Suite | None) -> dict[str, tuple[Scores, stats.Findings]]
     return groups
 
 
-def _changes(retention: Suite | None, domain: Suite | None) -> dict[str, Estimate | None]:
+def _changes(retention: MeasuredSuite | None, domain: MeasuredSuite | None) -> dict[str, Estimate | None]:
     changes = {}
     for prefix, suite in (("", retention), ("domain_", domain)):
         for later, earlier in PAIRS:
@@ -204,21 +200,16 @@ def _changes(retention: Suite | None, domain: Suite | None) -> dict[str, Estimat
     return changes
 
 
-def _pair(suite: Suite | None, later: str, earlier: str) -> tuple[np.ndarray, np.ndarray, Clusters] | None:
+def _pair(
+    suite: MeasuredSuite | None, later: str, earlier: str
+) -> tuple[np.ndarray, np.ndarray, Clusters] | None:
     """Return the scores of two states and the clusters of their prompts, or None if one is not measured."""
     if suite is None or not {later, earlier} <= suite.rows.keys():
         return None
     return suite.values(later), suite.values(earlier), suite.clusters
 
 
-def further_teachers(recover: dict[str, Any]) -> list[str]:
-    """Return the names of teachers that grade a part of the domain prompts, by the settings of a recovery."""
-    of_streams = recover.get("general_teacher"), recover.get("domain_teacher")
-    teachers = (recover.get("teachers") or {}).items()
-    return [name for name, teacher in teachers if name not in of_streams or teacher.get("prompts")]
-
-
-def _cost(run: RunDir, suites: list[Suite]) -> dict[str, dict[str, Any]]:
+def _cost(run: RunDir, suites: list[MeasuredSuite]) -> dict[str, dict[str, Any]]:
     """Return seconds, tokens and peak memory per stage; empty if a stage is not finished.
 
     A training also has its dose, unless an earlier version has recorded it: answers and tokens that were

@@ -17,7 +17,7 @@ IN_DOMAIN_STYLE = f"answered in domain style\nabove {DOMAIN_STYLE:g} nat per tok
 
 MISSING = "\N{EN DASH}"
 
-# What is told of how answers are written: its label and unit.
+# Labels and units of the response statistics.
 WRITING = {
     "ended": ("answers that end", SCORE),
     "tokens": ("tokens per answer", LENGTH),
@@ -56,7 +56,7 @@ def by_state(estimates: Mapping[str, Estimate | None], unit: Unit = SCORE, n: in
     return [cell(estimates.get(state), unit, n) for state in STATES]
 
 
-def distances(near: Closeness, name: str = "distance") -> list[str]:
+def distance_cells(near: Closeness, name: str = "distance") -> list[str]:
     """Return each state's distance to base, or one direction of it, in nats."""
     return by_state({state: found.get(name) for state, found in near.states.items()}, NATS, near.n)
 
@@ -65,14 +65,14 @@ def distance_rows(near: Closeness) -> list[list[str]]:
     """Return label and cell of each state for its distance: mean, median, and share in domain style."""
     shares = {state: found.get("domain_manner") for state, found in near.states.items()}
     return [
-        ["distance to base, mean\nnats per token", *distances(near)],
-        ["distance to base, median\nnats per token", *distances(near, "median")],
+        ["distance to base, mean\nnats per token", *distance_cells(near)],
+        ["distance to base, median\nnats per token", *distance_cells(near, "median")],
         [IN_DOMAIN_STYLE, *by_state(shares, SHARE, near.n)],
     ]
 
 
 def writing_rows(writing: Mapping[str, Mapping[str, Estimate]], n: int) -> list[list[str]]:
-    """Return label and cell of each state for every measure that one of them has; see `results.writing`.
+    """Return label and cell of each state for every measure that one of them has.
 
     The script is left out where all answers keep to it.
     """

@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from opdcl.results import writing
+from opdcl.results import response_stats
 from opdcl.results.format import POINTS, SCORE, SHARE, interval, is_few, percent, points
-from opdcl.results.result_types import Summary
+from opdcl.results.result_types import Summary, Verdict
 from opdcl.results.scores import PLAIN_WORDS
 from opdcl.results.status import (
     ALONE,
     FAULT,
-    FLOOR_REASONS,
     MOST_OF_THE_GAIN,
     SMALLEST_DROP,
     STATES,
@@ -29,8 +28,9 @@ from opdcl.results.status import (
 if TYPE_CHECKING:
     from opdcl.results.closeness import Closeness
     from opdcl.results.intervals import Estimate
-    from opdcl.results.scores import Suite
-    from opdcl.results.writing import WritingTest, WritingTests
+    from opdcl.results.response_stats import ResponseTests
+    from opdcl.results.scores import MeasuredSuite
+    from opdcl.results.stats import Findings
     from opdcl.rundir.layout import RunDir
 
 # Fewer prompts hardly ever show that a model as good as base has recovered; the estimate says more.
@@ -45,13 +45,14 @@ FAULTS = {
 # The place of the run in a command. A page says RUN, since it may be moved.
 PLACE = re.compile(r"(opdcl [a-z]+ |-o )RUN\b")
 
+NOT_YET = "Not measured yet"
 NOTHING_COMPARED = "No other model is compared with it: opdcl eval OTHER --base MODEL does that."
 
 
 def conclude(
     summary: Summary,
-    retention: Suite | None,
-    domain: Suite | None,
+    retention: MeasuredSuite | None,
+    domain: MeasuredSuite | None,
     settings: Mapping[str, Any],
     faults: Sequence[str] = (),
 ) -> Summary:
@@ -61,25 +62,34 @@ def conclude(
     """
     for suite in filter(None, (retention, domain)):
         faults = [*faults, *suite.faults]
-    findings, closeness = summary.findings, summary.closeness
-    if findings.retention_status is Retention.NO_HEADROOM and closeness and closeness.status:
-        found = closeness.status
-        if found is Retention.RECOVERED and not writing.alike(summary.writing_tests):
+    summary = replace(summary, findings=_settled(summary, faults))
+    findings = summary.findings
+    if findings.status == FAULT:
+        more = f"; {len(faults) - 1} more of this kind" if len(faults) > 1 else ""
+        verdict = Verdict("Fault", f"{faults[0]}{more}. So there is no R, no D and no verdict.")
+    elif findings.status == ALONE:
+        verdict = Verdict("Base alone", f"{_scores_of_base(summary)}.", [NOTHING_COMPARED])
+    else:
+        to_do, written = _advice(summary, settings), writing_sentence(summary.writing_tests)
+        further = [_distance(summary.closeness), _neighbours(summary), written, to_do]
+        heading, sentence = _outcome(summary, retention, domain)
+        verdict = Verdict(heading, f"{sentence}.", [*filter(None, further)], to_do)
+    return replace(summary, verdict=verdict)
+
+
+def _settled(summary: Summary, faults: Sequence[str]) -> Findings:
+    """Return the findings after closeness, which counts where the suite has no headroom, and faults."""
+    findings, near = summary.findings, summary.closeness
+    if findings.retention_status is Retention.NO_HEADROOM and near and near.status:
+        found = near.status
+        if found is Retention.RECOVERED and not response_stats.alike(summary.writing_tests):
             found = Retention.PARTLY
         status = both_halves(found, findings.domain_status)
         findings = replace(findings, retention_status=found, status=status)
-        summary = replace(summary, findings=findings)
-    status, further, to_do = findings.status, [""], ""
     if faults:
-        status, text = FAULT, _fault(faults)
-    elif summary.alone and any(suite.n for suite in summary.suites.values()):
-        status, text, further = ALONE, _scores_of_base(summary), [NOTHING_COMPARED]
-    else:
-        text, to_do = _verdict(summary, retention, domain), _advice(summary, settings)
-        tests = summary.writing_tests
-        further = [_distance(closeness), _neighbours(summary), writing_sentence(tests), to_do]
-    findings, further = replace(findings, status=status), [*filter(None, further)]
-    return replace(summary, findings=findings, verdict=text, further=further, to_do=to_do)
+        return replace(findings, status=FAULT)
+    is_alone = summary.alone and any(suite.n for suite in summary.suites.values())
+    return replace(findings, status=ALONE) if is_alone else findings
 
 
 def at_place(summary: Summary, place: str) -> Summary:
@@ -88,7 +98,9 @@ def at_place(summary: Summary, place: str) -> Summary:
     def placed(text: str) -> str:
         return PLACE.sub(lambda found: f"{found[1]}{place}", text)
 
-    return replace(summary, to_do=placed(summary.to_do), further=[placed(text) for text in summary.further])
+    said = summary.verdict
+    further = [placed(text) for text in said.further]
+    return replace(summary, verdict=replace(said, to_do=placed(said.to_do), further=further))
 
 
 def _scores_of_base(summary: Summary) -> str:
@@ -96,33 +108,29 @@ def _scores_of_base(summary: Summary) -> str:
     for name, suite in summary.suites.items():
         if base := suite.states.get("base"):
             scores.append(f"{PLAIN_WORDS.get(name, name)} {interval(base, SCORE)} on {suite.n} prompts")
-    return f"Base alone: {', '.join(scores)}."
+    return ", ".join(scores)
 
 
-def _fault(faults: Sequence[str]) -> str:
-    more = f"; {len(faults) - 1} more of this kind" if len(faults) > 1 else ""
-    return f"Fault: {faults[0]}{more}. So there is no R, no D and no verdict."
-
-
-def _verdict(summary: Summary, retention: Suite | None, domain: Suite | None) -> str:
+def _outcome(
+    summary: Summary, retention: MeasuredSuite | None, domain: MeasuredSuite | None
+) -> tuple[str, str]:
     """Return the first words, and the outcome in one sentence."""
     if retention is None or not retention.rows:
         if not summary.suites:
-            return "Not measured yet: nothing was evaluated."
+            return NOT_YET, "nothing was evaluated"
         missing = f"suite {retention.name} has no results" if retention else "there is no retention suite"
-        return f"Not measured yet: {missing}."
+        return NOT_YET, missing
     states = summary.suites[retention.name].states
     scores = {state: percent(score.value) for state, score in states.items()}
     change, prompts = summary.changes["tuned_minus_base"], len(retention.measured)
     if change and not retention.complete:
-        head = "Not recovered yet" if change.high < 0 else "No forgetting measured"
         changed = f"the fine-tune changed {retention.plain} by {interval(change, POINTS, n=prompts)}"
         shown = f"from {scores['base']} to {scores['tuned']}{_learned(summary, domain)}"
-        return f"{head}: {changed}, {shown}."
+        return "Not recovered yet" if change.high < 0 else "No forgetting measured", f"{changed}, {shown}"
     if not retention.complete:
         missing = " and ".join(retention.missing)
         known = ", ".join(f"{state} {score}" for state, score in scores.items())
-        return f"Not measured yet: {retention.plain} has no result for {missing} (so far: {known})."
+        return NOT_YET, f"{retention.plain} has no result for {missing} (so far: {known})"
     recovery, kept = summary.findings.recovery, summary.findings.domain_retention
     is_back = summary.findings.retention_status in (Retention.RECOVERED, Retention.PARTLY)
     if is_back and recovery and not _deciding_closeness(summary):
@@ -135,10 +143,10 @@ def _verdict(summary: Summary, retention: Suite | None, domain: Suite | None) ->
         domain_outcome = f"{_share(kept)} of the domain gain is kept (D = {bounded})"
     else:
         domain_outcome = f"no D, because {why_no_domain_retention(domain)}"
-    return f"{_heading(summary)}: {outcome}; {domain_outcome}."
+    return _heading(summary), f"{outcome}; {domain_outcome}"
 
 
-def _learned(summary: Summary, domain: Suite | None) -> str:
+def _learned(summary: Summary, domain: MeasuredSuite | None) -> str:
     """Say what the fine-tune taught of the domain, if that is measured."""
     if domain is None or not {"base", "tuned"} <= domain.rows.keys():
         return ""
@@ -169,7 +177,7 @@ def _heading(summary: Summary) -> str:
 
 
 def _first_look(summary: Summary) -> int:
-    """Return the number of prompts if they are so few that R tells more than its status; else 0."""
+    """Return the number of prompts if they are so few that R says more than its status; else 0."""
     findings, suite = summary.findings, summary.headline_suite("retention")
     if findings.retention_status is not Retention.PARTLY or findings.recovery is None or suite is None:
         return 0
@@ -187,7 +195,7 @@ def _deciding_closeness(summary: Summary) -> Closeness | None:
     return summary.closeness if unfit and summary.closeness and summary.closeness.c else None
 
 
-def _retention_clause(summary: Summary, retention: Suite, scores: dict[str, str]) -> str:
+def _retention_clause(summary: Summary, retention: MeasuredSuite, scores: dict[str, str]) -> str:
     """Return the scores of the three models, and R, or why there is none."""
     findings, gain = summary.findings, summary.changes["recovered_minus_tuned"]
     base, tuned, recovered = (scores[state] for state in STATES)
@@ -246,7 +254,9 @@ def _advice(summary: Summary, settings: Mapping[str, Any]) -> str:
         command = f"opdcl recover RUN --set recover.domain_rollouts={rows} -o RUN-2"
         return f"To keep more of the domain, learn from more of its rows in each step: {command}"
     advice = found.advice
-    almost_all = recovery and recovery.value >= MOST_OF_THE_GAIN and writing.alike(summary.writing_tests)
+    almost_all = (
+        recovery and recovery.value >= MOST_OF_THE_GAIN and response_stats.alike(summary.writing_tests)
+    )
     if found is Retention.PARTLY and (almost_all or _first_look(summary)):
         advice = "To show more, {prompts}"
     return advice.format(prompts=_more_prompts(summary, settings), steps=more_steps) if advice else ""
@@ -264,18 +274,24 @@ def _more_prompts(summary: Summary, settings: Mapping[str, Any]) -> str:
     detectable, unfit = summary.detectable_drop, summary.findings.no_recovery_because
     # Four times as many prompts have intervals half as wide.
     enough = 4 * measured
-    if summary.findings.retention_status is Retention.TOO_FEW and unfit not in FLOOR_REASONS.values():
+    is_floor_too_near = unfit is NoRatio.FLOOR_TOO_NEAR
+    if summary.findings.retention_status is Retention.TOO_FEW and not is_floor_too_near:
         enough = _prompts_to_tell(measured, detectable or 0.0)
     return f"measure on more prompts: opdcl eval RUN --limit {enough}"
 
 
 def _prompts_to_tell(prompts: int, detectable: float) -> int:
-    """Estimate how many prompts would detect the smallest relevant drop, given what this many detect."""
-    return _rounded_up(prompts * (detectable / SMALLEST_DROP) ** 2)
+    """Estimate how many prompts would detect the smallest relevant drop, given what this many detect.
+
+    It is rounded up to two significant digits: an estimate is not more exact.
+    """
+    enough = prompts * (detectable / SMALLEST_DROP) ** 2
+    unit = 10 ** max(0, math.floor(math.log10(enough)) - 1)
+    return math.ceil(enough / unit) * unit
 
 
 def next_command(run: RunDir, summary: Summary, place: str) -> str:
-    """Return the command that leads on: what the run lacks, else its answers.
+    """Return the next command to suggest: the missing stage, or chat.
 
     `place` stands for the run directory in it.
     """
@@ -304,21 +320,19 @@ def next_command(run: RunDir, summary: Summary, place: str) -> str:
     return f"opdcl chat {place}" if measured else f"opdcl eval {place} --domain TEST.jsonl"
 
 
-def writing_sentence(tests: WritingTests) -> str:
+def writing_sentence(tests: ResponseTests) -> str:
     """Say how recovered writes unlike base; empty where no difference is shown."""
     faults = []
     for key, test in tests.items():
         if test and test.different and not test.shown:
             name, _, where = key.partition(" ")
-            fault = _writing_fault(name, test)
+            if name == "tokens":
+                longer = "shorter" if test.value < 0 else "longer"
+                fault = f"they are {100 * abs(test.value):.0f} % {longer}"
+            else:
+                fault = FAULTS[name].format(percent(test.recovered), percent(test.base))
             faults.append(f"{where}, {fault}" if where else fault)
     return f"Its answers still differ from base's: {'; '.join(faults)}." if faults else ""
-
-
-def _writing_fault(name: str, test: WritingTest) -> str:
-    if name == "tokens":
-        return f"they are {100 * abs(test.value):.0f} % {'shorter' if test.value < 0 else 'longer'}"
-    return FAULTS[name].format(percent(test.recovered), percent(test.base))
 
 
 def why_no_ratio(summary: Summary) -> str:
@@ -332,8 +346,8 @@ def why_no_ratio(summary: Summary) -> str:
     if findings.retention_status is Retention.NOT_MEASURED:
         return "recovered is not measured"
     reason = findings.no_recovery_because
-    if reason in FLOOR_REASONS.values():
-        return str(reason)
+    if reason in (NoRatio.FLOOR_TOO_HIGH, NoRatio.FLOOR_TOO_NEAR):
+        return reason.value
     if change.low > 0:
         return f"tuned is {points(change.value).lstrip('+')} points above base"
     # + 0.0 turns -0.0 into 0.0.
@@ -355,13 +369,7 @@ def why_no_ratio(summary: Summary) -> str:
     return f"because base is less than {needed:.0f} points above the floor"
 
 
-def _rounded_up(number: float) -> int:
-    """Round up to two significant digits: an estimate is not more exact."""
-    unit = 10 ** max(0, math.floor(math.log10(number)) - 1)
-    return math.ceil(number / unit) * unit
-
-
-def why_no_domain_retention(domain: Suite | None) -> str:
+def why_no_domain_retention(domain: MeasuredSuite | None) -> str:
     """Say why there is no D."""
     if domain is None:
         return "there is no domain suite"
@@ -372,16 +380,10 @@ def why_no_domain_retention(domain: Suite | None) -> str:
     return "tuned's score on the domain is not measurably above base's and the floor"
 
 
-def tone(summary: Summary) -> str:
+def severity(summary: Summary) -> str:
     """Return whether the outcome is `good` in both halves, `mixed`, `bad` in one, or open: an empty text."""
     findings = summary.findings
     found, kept = findings.retention_status, findings.domain_status
     if findings.status == FAULT or kept is Domain.LOST:
         return "bad"
-    return "good" if (found, kept) == (Retention.RECOVERED, Domain.KEPT) else found.tone
-
-
-def split(text: str) -> tuple[str, str]:
-    """Split a verdict into its first words and the sentence after them."""
-    heading, _, rest = text.partition(": ")
-    return (heading, rest[:1].upper() + rest[1:]) if rest else ("Verdict", text)
+    return "good" if (found, kept) == (Retention.RECOVERED, Domain.KEPT) else found.severity

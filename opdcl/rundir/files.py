@@ -69,7 +69,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a file that holds either the old or the complete new content, even after a power failure.
 
     Raises:
-        OpdclError: It lies in a run whose lock another process has taken over.
+        OpdclError: The file is in a run whose lock another process has taken over.
     """
     for lock, mine in [*_guarded.items()]:
         if path.absolute().is_relative_to(lock.parent) and is_lost(lock, mine):

@@ -1,7 +1,7 @@
 """What a result depends on, as one value.
 
 The plan, reuse, shared reading, kept answers and arms compare identities to decide whether two things are the
-same. A part is a setting or a content hash. A name or a path stands in only if the content cannot be read.
+same. A part is a setting or a content hash. A name or a path is used only if the content cannot be read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Identity:
 def weights_of_base(manifest: Mapping[str, Any]) -> str:
     """Return the hash of the weights of a run's base, by its manifest; "" if it recorded none."""
     base = manifest.get("base") or {}
-    # The fingerprint of a run with a tuned model covers both; such a run records that of base alone besides.
+    # With a whole tuned model the fingerprint covers both models, and `weights` the base alone.
     return str(base.get("weights") or base.get("fingerprint_before") or "")
 
 

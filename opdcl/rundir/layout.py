@@ -66,7 +66,7 @@ class RunDir:
     path: Path
 
     def __post_init__(self) -> None:
-        # From Python, or as `-o '~/run'`, it has not passed a shell.
+        # In a call from Python, or in quotes, no shell has expanded `~`.
         self.path = Path(os.path.expanduser(self.path))
         self.workflow = self.path / "workflow.yaml"
         self.config = self.path / "config.json"

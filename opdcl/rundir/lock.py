@@ -1,4 +1,4 @@
-"""The lock that lets one process write to a run directory, and lets another one go on when that has died."""
+"""The lock that lets one process write to a run directory, and another one continue when that has died."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def locked(run: RunDir, note: Callable[[str], None] = lambda text: None) -> Iter
     The lock file stays: deleting it would let two processes lock two files of the same name. Only if nothing
     else was written into a new directory, both go. The file contains the owner, who touches it every minute,
     and is empty while nobody holds the lock. On a shared disk, the owner on another machine counts as dead
-    after five minutes; `note` is told of the wait.
+    after five minutes; `note` reports the wait.
 
     Raises:
         UsageError: Another process holds the lock, or the file system has no locks.

@@ -1,4 +1,4 @@
-"""Read what a run has recorded, and refuse a record without what later code relies on."""
+"""Read the records of a run, and refuse those that lack what later code reads."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def final_files(run: RunDir) -> list[Path]:
     """Return the files that no later call may change without a word: settings, data, stages and results.
 
     Left out are reports and cards, which are made from these again and again, logs, checkpoints, which have
-    seals of their own, and whatever belongs to a stage that is not done.
+    seals of their own, and the files of a stage that is not done.
     """
     files = [run.config, run.workflow, run.manifest]
     for folder in (run.data, run.evals):
@@ -32,7 +32,7 @@ def final_files(run: RunDir) -> list[Path]:
 
 
 def is_done(stage: StageDir) -> bool:
-    """Return whether a stage is done, or was: an unreadable record is damage, not a stage that goes on."""
+    """Return whether a stage is done, or was: an unreadable record is damage, not an unfinished stage."""
     try:
         return stage.is_done()
     except UsageError:
@@ -158,7 +158,7 @@ def _remove(run: RunDir, name: str) -> None:
     for place in places:
         if place.is_dir():
             shutil.rmtree(place, ignore_errors=True)
-        # The settings are written anew by every command; without them, this is no run.
+        # Every command writes the settings again; without them, this is no run.
         elif place not in (run.config, run.workflow):
             place.unlink(missing_ok=True)
 

@@ -2,11 +2,11 @@
 
 A small model's decoding step launches dozens of kernels a layer, and launching takes longer than computing.
 A CUDA graph launches a whole step at once, if it reads and writes the same addresses each time. So slabs,
-positions and draws lie in permanent buffers; the number of rows and columns comes from a few buckets, and
+positions and draws are in permanent buffers; the number of rows and columns comes from a few buckets, and
 tokens reach the host only every few steps.
 
 Without graphs a step has exactly the rows and columns that it needs. In both cases it is that of
-`opdcl.sampling.llama_step`; for other families it is the model's own forward pass, so every one whose layers
+`opdcl.model.llama`; for other families it is the model's own forward pass, so every one whose layers
 attend fully or in windows is served.
 """
 
@@ -22,8 +22,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from opdcl.model.architecture import architecture
+from opdcl.model.llama import LlamaStep, decodes_as_llama
 from opdcl.sampling.layout import PADDING, Layout, attention_mask
-from opdcl.sampling.llama_step import LlamaStep, is_llama, plain_step
 
 # With graphs, steps between two looks at the tokens: each look waits for the device.
 STEPS = 8
@@ -121,7 +121,7 @@ class Decoder:
         layers = architecture(model.config).layers
         self.cache = Cache(layers=[SlabLayer(rows, capacity, self.column_1) for _ in range(layers)])
         # Without a reference to the model itself, whose end is also the buffers'.
-        self.llama_step = LlamaStep(model) if is_llama(model) else None
+        self.llama_step = LlamaStep(model) if decodes_as_llama(model) else None
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self.stream: torch.cuda.Stream | None = None
         self.addresses: tuple[int, ...] = ()
@@ -129,7 +129,9 @@ class Decoder:
     def fits(self, model, rows: int, capacity: int, temperature: float) -> bool:
         """Return whether the buffers and graphs serve a batch; graphs need the weights where they were."""
         enough = rows <= self.rows and capacity <= self.capacity and temperature == self.temperature
-        same_step = is_llama(model) == (self.llama_step is not None)  # with an adapter it is another one
+        same_step = decodes_as_llama(model) == (
+            self.llama_step is not None
+        )  # with an adapter it is another one
         return enough and same_step and self.addresses == _addresses(model)
 
     @property
@@ -186,7 +188,7 @@ class Decoder:
         self.column_1 += 1
 
     def run(self, model, count: int, rows: int, columns: int) -> None:
-        """Run `count` steps of `rows`, the last of which fills the last of `columns`."""
+        """Run `count` steps of `rows`; the last step fills the last of `columns`."""
         if self.in_buckets:
             rows, columns = bucket(rows), min(-(-columns // COLUMNS) * COLUMNS, self.capacity)
         if not self.in_buckets or model.device.type != "cuda":
@@ -232,6 +234,16 @@ class Decoder:
             layer.keep(rows_K, filled)
         for buffer in (self.token_R, self.position_R, self.key_RC, self.uniform_RT):
             buffer[: len(indices)] = buffer[rows_K]
+
+
+def plain_step(model, token_B, position_B, key_BS, cache) -> torch.Tensor:
+    """Run one token per row through the model's own forward pass; arguments as for `LlamaStep`."""
+    return model(
+        input_ids=token_B[:, None],
+        attention_mask=attention_mask(model, position_B[:, None], key_BS),
+        position_ids=position_B[:, None],
+        past_key_values=cache,
+    ).logits[:, -1]
 
 
 def prefill(model, slabs: Cache, layout: Layout, batch_rows: int) -> torch.Tensor:
@@ -305,7 +317,7 @@ def draw(logits_BV: torch.Tensor, temperature: float, uniform_B: torch.Tensor | 
     total_B1 = cumulative_BN[:, -1:]
     # Rounding must not move a draw to a block, or to a token of its block, that has no probability.
     draw_B1 = uniform_B[:, None].clamp(max=1 - 1e-6) * total_B1
-    # NaN of a broken model lies in no block and draws the last token; its log-probability is NaN too.
+    # NaN of a broken model is in no block: the last token is drawn, with NaN as its log-probability.
     block_B1 = torch.searchsorted(cumulative_BN, draw_B1, right=True).clamp_(max=cumulative_BN.shape[-1] - 1)
     inside_BW = weight_BNW[torch.arange(rows, device=logits_BV.device), block_B1[:, 0]].cumsum(-1)
     rest_B1 = draw_B1 - (cumulative_BN - block_BN).gather(-1, block_B1)

@@ -1,4 +1,4 @@
-"""Where the tokens of a batch lie in the cache, and which of them each token sees."""
+"""The columns of a batch's tokens in the cache, and which of them each token sees."""
 
 from __future__ import annotations
 

@@ -35,11 +35,11 @@ class Request:
         """Yield the indices of rollouts that run together, the shortest first."""
         order = sorted(range(len(rollouts)), key=lambda i: rollouts[i].length)
         widths = [rollouts[i].length + self.max_new_tokens for i in order]
-        for part in cut(widths, self.batch_size, self.weights):
+        for part in cheapest_batches(widths, self.batch_size, self.weights):
             yield order[part]
 
 
-def cut(widths: Sequence[int], max_rows: int, weights: float) -> list[slice]:
+def cheapest_batches(widths: Sequence[int], max_rows: int, weights: float) -> list[slice]:
     """Cut sequences, sorted by width, into the batches that read the least per decoding step.
 
     Each batch reads the weights once, and for each sequence as many keys and values as its widest has. So a

@@ -65,7 +65,7 @@ def sample(
 
     The same seed, prompts and engine give the same completions; with `slab` and `graph` also for any batch
     size and any number of workers. With `max_unfinished`, a batch does not wait for its last, long
-    completions: they are returned as they are and resumed by a later call (partial rollouts, arXiv
+    completions: they are returned unfinished and resumed by a later call (partial rollouts, arXiv
     2501.12599).
 
     Args:
@@ -75,7 +75,8 @@ def sample(
         eos_ids: Every id that ends a completion.
         temperature: Softmax temperature; 0 is greedy decoding.
         seed: Seed of the draws.
-        batch_size: Maximum number of sequences decoded together: see `cut`. Default: see `default_rows`.
+        batch_size: Maximum number of sequences decoded together (`cheapest_batches`). Default:
+            `default_rows`.
         engine: The decoding loop.
         on_finished: Called with the completions that have ended since the last call.
         unfinished: Rollouts of an earlier call to resume; they come first in the result.

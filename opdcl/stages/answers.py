@@ -1,40 +1,52 @@
-"""Questions that a state answers, and answers that outlive an interrupt, for suites and closeness alike.
+"""Ask a state, keep its answers, and read answers again: for suites and closeness alike.
 
-Rows are kept as JSON lines, batch by batch, each under a hash of all that it depends on. So an interrupt
+Answers are kept as JSON lines, batch by batch, each under a hash of all that it depends on. So an interrupt
 loses one batch at most, and only an answer to the same question, made in the same way, is reused.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opdcl.model.backbone import Backbone, State
+import torch
+
+from opdcl import parallel
+from opdcl.data.chat import answer_text
+from opdcl.model.backbone import Backbone
+from opdcl.model.forward import answer_states
 from opdcl.rundir.files import read_jsonl, write_atomic, write_json
 from opdcl.rundir.hashes import adapter_hash
 from opdcl.rundir.identity import Identity
 from opdcl.rundir.layout import RunDir
-from opdcl.sampling.sample import sample
 from opdcl.train.cost import peak_memory
+from opdcl.train.learner import micro_batches
 from opdcl.training import StageReport
-from opdcl.types import Prompt, Rollout
+from opdcl.types import Example, Prompt, Rollout
 
 # The number of prompts whose answers are drawn together, in the order of the questions. A sample depends on a
 # prompt's place among them, so the number is fixed: batch size and interrupts change nothing. All states use
 # the same random numbers, so that a model that is base gives base's answers.
-DRAWN_TOGETHER, SEED = 100, 39
+SAMPLING_BATCH, SEED = 100, 39
 # The seed of base's second answers to a suite that is sampled.
 SECOND_SEED = 1_000_039
+# Tokens of a forward pass that reads answers; padding counts.
+MICRO_BATCH, CUDA_MICRO_BATCH = 2048, 8192
 
-Row = dict[str, Any]
+Record = dict[str, Any]
+
+# States before the tokens of each answer of this worker's share, `(N, H)`, by the answer's number.
+States = dict[int, torch.Tensor]
 
 # Prompts, maximum tokens of each completion, seed, callback for finished completions -> completions.
 Decode = Callable[[list[Prompt], int, int, Callable[[list[Rollout]], None]], list[Rollout]]
+
+# Numbers of questions, their completions -> what is kept of each in addition to its text.
+Read = Callable[[list[int], list[Rollout]], list[Record]]
 
 
 @dataclass(frozen=True)
@@ -45,31 +57,31 @@ class Question:
     limit: int
     """The maximum length of its answer, in tokens."""
     key: str
-    stops: list[str] = field(default_factory=list)
-    """Texts that end its answer."""
 
 
-class KeptRows:
+class AnswerCache:
     """Rows by key, which are kept in a file as well."""
 
     def __init__(self, file: Path, keys: Iterable[str]):
         wanted = set(keys)
         self.file = file
-        self.rows: dict[str, Row] = {}
+        self.rows: dict[str, Record] = {}
         for row in read_jsonl(file):
             key = row.pop("key", None)
             if key in wanted:
+                if "text" in row:  # as earlier versions call it
+                    row["response"] = row.pop("text")
                 self.rows[key] = row
         # Rewritten first, so that new rows do not follow a line that a crash cut off.
         write_atomic(file, _lines(self.rows))
 
-    def add(self, rows: dict[str, Row]) -> None:
+    def add(self, rows: dict[str, Record]) -> None:
         self.rows |= rows
         with open(self.file, "a", encoding="utf-8") as file:
             file.write(_lines(rows))
 
 
-def keep_earlier(file: Path, samples: Path) -> None:
+def reuse_samples(file: Path, samples: Path) -> None:
     """Add the answers of finished samples to the kept rows.
 
     So a suite that scores otherwise than before, or asks more, needs no answer again.
@@ -77,21 +89,20 @@ def keep_earlier(file: Path, samples: Path) -> None:
     earlier = []
     for row in read_jsonl(samples):
         if row.get("key"):
-            text, tokens, ended = row["response"], row["tokens"], row["ended"]
-            earlier.append({"key": row["key"], "text": text, "tokens": tokens, "ended": ended})
+            earlier.append({name: row[name] for name in ("key", "response", "tokens", "ended")})
     if earlier:
         write_atomic(file, json_lines([*read_jsonl(file), *earlier]))
 
 
-def _lines(rows: dict[str, Row]) -> str:
+def _lines(rows: dict[str, Record]) -> str:
     return json_lines({"key": key} | row for key, row in rows.items())
 
 
-def json_lines(rows: Iterable[Row]) -> str:
+def json_lines(rows: Iterable[Record]) -> str:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def made_by(backbone: Backbone, adapter: Path | None, decoding: list[Any]) -> str:
+def provenance(backbone: Backbone, adapter: Path | None, decoding: list[Any]) -> str:
     """Return a hash of what makes an answer, apart from the question."""
     parts = {
         "base": backbone.known_fingerprint(),
@@ -103,42 +114,72 @@ def made_by(backbone: Backbone, adapter: Path | None, decoding: list[Any]) -> st
     return Identity(parts).key
 
 
-def answer(
+def ask(
     questions: Sequence[Question],
-    kept: KeptRows,
+    backbone: Backbone,
     decode: Decode,
-    rows_of: Callable[[list[int], list[Rollout]], list[Row]],
+    file: Path,
     report: StageReport,
     batch_size: int | None,
-    seed: int = SEED,
-) -> None:
-    """Answer all questions without a row in `kept`.
+    seed: int,
+    read: Read | None = None,
+) -> list[Record]:
+    """Return the answer to each question, as it is kept: its text, its length, and whether it ended.
 
     Args:
         questions: What is asked.
-        kept: Receives a row for each key.
+        backbone: Has the tokenizer.
         decode: Completes prompts.
-        rows_of: Returns the rows of questions, given by number, from their completions.
+        file: Keeps the answers; what it holds is not asked again.
         report: Receives the number of answers.
-        batch_size: How many answers are decoded together; None if they are drawn, `DRAWN_TOGETHER`.
+        batch_size: How many answers are decoded together; None if they are drawn, `SAMPLING_BATCH`.
         seed: Of the draws.
+        read: Returns what else is kept of completions.
     """
+    kept = AnswerCache(file, [question.key for question in questions])
+    if kept.rows:
+        report.note(f"{len(kept.rows)} answers are kept from before")
     for batch in _batches(questions, kept.rows, batch_size):
         prompts = [Prompt(questions[i].prompt) for i in batch]
         progress = counter(report, len(kept.rows), len(questions))
         rollouts = decode(prompts, questions[batch[0]].limit, seed + batch[0], progress)
-        rows = rows_of(batch, rollouts)
-        kept.add({questions[i].key: row for i, row in zip(batch, rows, strict=True)})
+        more = read(batch, rollouts) if read else [{}] * len(batch)
+        rows = {}
+        for i, rollout, further in zip(batch, rollouts, more, strict=True):
+            text = answer_text(backbone.tokenizer, rollout.prompt_ids, rollout.completion_ids)
+            written = {"response": text, "tokens": len(rollout.completion_ids), "ended": rollout.finished}
+            rows[questions[i].key] = written | further
+        kept.add(rows)
+    return [kept.rows[question.key] for question in questions]
 
 
-def _batches(questions: Sequence[Question], answered: dict[str, Row], size: int | None) -> list[list[int]]:
+@torch.no_grad()
+def read_states(
+    model: Any, texts: Sequence[Example | Rollout], count: Callable[[list[int]], None] | None = None
+) -> States:
+    """Return the states before the tokens of each answer of this worker's share, `(N, H)`, by number.
+
+    `count` receives the numbers of the answers that were read since its last call.
+    """
+    tokens = CUDA_MICRO_BATCH if model.device.type == "cuda" else MICRO_BATCH
+    own = parallel.my_share(range(len(texts)))
+    found: States = {}
+    for batch in micro_batches({i: texts[i].length for i in own}, tokens):
+        states_NH = answer_states(model, [texts[i].example for i in batch])
+        found |= zip(batch, states_NH.split([texts[i].answer_length for i in batch]), strict=True)
+        if count:
+            count(batch)
+    return found
+
+
+def _batches(questions: Sequence[Question], answered: dict[str, Record], size: int | None) -> list[list[int]]:
     """Return the numbers of the questions to be answered, in batches; those of one key are answered once.
 
     Batches of drawn answers are always the same, so one that is half answered is drawn again.
     """
     numbers = list({question.key: i for i, question in enumerate(questions)}.values())
     if size is None:
-        batches = _cut(questions, numbers, DRAWN_TOGETHER)
+        batches = _cut(questions, numbers, SAMPLING_BATCH)
         return [batch for batch in batches if any(questions[i].key not in answered for i in batch)]
     missing = [i for i in numbers if questions[i].key not in answered]
     missing.sort(key=lambda i: len(questions[i].prompt))  # prompts of similar length share a batch
@@ -165,36 +206,16 @@ def counter(report: StageReport, done: int, total: int) -> Callable[[list[Rollou
     return count
 
 
-@contextlib.contextmanager
-def resident(backbone: Backbone, state: State, batch_size: int, temperature: float) -> Iterator[Decode]:
-    """Yield a function that completes prompts with the resident model."""
-    with backbone.merged(state) as model:
-
-        def decode(prompts, max_tokens, seed, on_finished):
-            return sample(
-                model,
-                prompts,
-                max_new_tokens=max_tokens,
-                eos_ids=backbone.eos_ids,
-                temperature=temperature,
-                seed=seed,
-                batch_size=batch_size,
-                on_finished=on_finished,
-            )
-
-        yield decode
-
-
 def store(
     run: RunDir,
-    record: Row,
+    record: Record,
     state: str,
     suite: str,
-    samples: list[Row],
+    samples: list[Record],
     metrics: dict[str, float],
-    floor: Row,
+    floor: Record,
     started: float,
-) -> Row:
+) -> Record:
     """Write the samples and the result of one state on one suite, and return the result.
 
     Args:

@@ -26,32 +26,34 @@ import torch
 
 from opdcl import parallel
 from opdcl.config.evaluate import CLOSENESS, EvalConfig
-from opdcl.data.chat import answer_text, encode_prompt
-from opdcl.data.rows import Row
+from opdcl.data.chat import encode_prompt
+from opdcl.data.formats import Row
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone, State
 from opdcl.model.distributions import HiddenStates, rows_at_once, shared_rows
-from opdcl.model.forward import answer_states
 from opdcl.rundir.files import RESTORE, read_jsonl
 from opdcl.rundir.layout import RunDir
-from opdcl.stages.answers import SEED, KeptRows, Question, answer, made_by, partial_file, store
+from opdcl.stages.answers import (
+    SEED,
+    Question,
+    Record,
+    States,
+    ask,
+    partial_file,
+    provenance,
+    read_states,
+    store,
+)
+from opdcl.train.completion_cache import CompletionCache
 from opdcl.train.cost import reset_peak_memory
-from opdcl.train.kept_texts import KeptTexts
-from opdcl.train.learner import micro_batches
-from opdcl.train.losses import cut, forward_kl, reverse_kl
+from opdcl.train.losses import chunks, forward_kl, reverse_kl
 from opdcl.train.teachers import Teacher
 from opdcl.training import StageReport, counted
 from opdcl.types import Prompt, Rollout
 
-# Tokens of a forward pass; padding counts.
-MICRO_BATCH, CUDA_MICRO_BATCH = 2048, 8192
-
-# States before the tokens of each text of this worker's share, `(N, H)`, by the text's number.
-States = dict[int, torch.Tensor]
-
 # Base's answers that were drawn together, by their first prompt, with base's states of them: later states
 # need both.
-BASE_READ: WeakKeyDictionary[Backbone, dict[int, tuple[list[Rollout], States]]] = WeakKeyDictionary()
+BASE_HIDDEN_STATES: WeakKeyDictionary[Backbone, dict[int, tuple[list[Rollout], States]]] = WeakKeyDictionary()
 
 
 def measure_closeness(
@@ -60,10 +62,10 @@ def measure_closeness(
     backbone: Backbone,
     state: str,
     run: RunDir,
-    record: dict[str, Any],
+    record: Record,
     report: StageReport,
     adapter: Path | None = None,
-) -> dict[str, Any]:
+) -> Record:
     """Measure one state's distance from base; write samples and result, and return the result.
 
     Base is measured first: the other states need its answers. The arguments are those of `evaluate`.
@@ -78,11 +80,11 @@ def measure_closeness(
         base_answers = [row["completion_ids"] for row in read_jsonl(base_file)]
         if len(base_answers) != len(prompts):
             raise UsageError(f"{base_file} lacks answers of base", RESTORE)
-        rows_of = partial(_state_rows, backbone, report, base_answers)
+        read = partial(_state_rows, backbone, report, base_answers)
     else:
-        rows_of = partial(_base_rows, backbone, report, prompts)
+        read = partial(_base_rows, backbone, report, prompts)
 
-    texts = KeptTexts(backbone)
+    texts = CompletionCache(backbone)
     writer = Teacher(backbone, "student" if adapter else "base")
 
     def decode(
@@ -93,38 +95,38 @@ def measure_closeness(
             writer, asked, on_finished, max_new_tokens=limit, seed=seed, batch_size=batch_size
         )
 
-    origin = made_by(backbone, adapter, [config.batch_size, limit, prompts, base_answers])
+    origin = provenance(backbone, adapter, [config.batch_size, limit, prompts, base_answers])
     # By number: a prompt that comes twice has two answers.
     questions = [Question(prompt, limit, f"{origin} {i}") for i, prompt in enumerate(prompts)]
-    kept = KeptRows(partial_file(run, state, CLOSENESS), [question.key for question in questions])
-    answer(questions, kept, decode, rows_of, report, batch_size=None)
-    texts.tell(report.note)
-    samples = _samples(asked, [kept.rows[question.key] for question in questions], is_base=not adapter)
+    partial_rows = partial_file(run, state, CLOSENESS)
+    rows = ask(questions, backbone, decode, partial_rows, report, batch_size=None, seed=SEED, read=read)
+    texts.log_hits(report.note)
+    samples = _samples(asked, rows, is_base=not adapter)
     return store(run, record, state, CLOSENESS, samples, _means(samples), floor={}, started=started)
 
 
 def _base_rows(
     backbone: Backbone, report: StageReport, prompts: list[list[int]], numbers: list[int], own: list[Rollout]
-) -> list[dict[str, Any]]:
+) -> list[Record]:
     """Compare base with itself a little off, on its answers, and with itself after other prompts."""
     after_others = []
     for i, rollout in zip(numbers, own, strict=True):
-        prompt = prompts[other(i, len(prompts))]
+        prompt = prompts[paired_prompt(i, len(prompts))]
         after_others.append(Rollout(Prompt(prompt), rollout.completion_ids))
     count = counted(report, "read answers", 3 * len(own))
     with backbone.merged("base") as model:
-        states = _hidden_states(model, own, count)
-        states_after_others = _hidden_states(model, after_others, count)
+        states = read_states(model, own, count)
+        states_after_others = read_states(model, after_others, count)
         with _jitter(model):
-            states_a_little_off = _hidden_states(model, own, count)
+            states_a_little_off = read_states(model, own, count)
     if parallel.worker_count() == 1:  # later states are compared on these texts
         texts = [Rollout(rollout.prompt, rollout.completion_ids) for rollout in own]
-        BASE_READ.setdefault(backbone, {})[numbers[0]] = texts, states
+        BASE_HIDDEN_STATES.setdefault(backbone, {})[numbers[0]] = texts, states
     noise = _divergences(backbone, "base", states, states_a_little_off)
     unrelated = _divergences(backbone, "base", states, states_after_others)
     rows = []
     for rollout, pair, (_, reverse) in zip(own, noise, unrelated, strict=True):
-        rows.append(_row(backbone, rollout, pair, pair) | {"unrelated": reverse})
+        rows.append(_row(rollout, pair, pair) | {"unrelated": reverse})
     return rows
 
 
@@ -134,23 +136,23 @@ def _state_rows(
     base_answers: list[list[int]],
     numbers: list[int],
     own: list[Rollout],
-) -> list[dict[str, Any]]:
+) -> list[Record]:
     """Compare a state with base, on its answers and on base's."""
     of_base = [Rollout(r.prompt, base_answers[i]) for i, r in zip(numbers, own, strict=True)]
     texts = own + of_base
-    known_texts, known_states = BASE_READ.get(backbone, {}).get(numbers[0], ([], {}))
+    known_texts, known_states = BASE_HIDDEN_STATES.get(backbone, {}).get(numbers[0], ([], {}))
     is_known = known_texts == of_base
     read_by_base = own if is_known else texts
     count = counted(report, "read answers", len(texts) + len(read_by_base))
     with backbone.merged("student") as model:
-        states = _hidden_states(model, texts, count)
+        states = read_states(model, texts, count)
     with backbone.merged("base") as model:
-        base_states = _hidden_states(model, read_by_base, count)
+        base_states = read_states(model, read_by_base, count)
     if is_known:
         base_states |= {len(own) + i: states_NH for i, states_NH in known_states.items()}
     found = _divergences(backbone, "student", states, base_states)
     on_own, on_base = found[: len(own)], found[len(own) :]
-    return [_row(backbone, *each) for each in zip(own, on_own, on_base, strict=True)]
+    return [_row(*each) for each in zip(own, on_own, on_base, strict=True)]
 
 
 def _divergences(
@@ -166,10 +168,8 @@ def _divergences(
     return parallel.gather_shares(found)
 
 
-def _row(
-    backbone: Backbone, rollout: Rollout, on_own: tuple[float, float], on_base: tuple[float, float]
-) -> dict[str, Any]:
-    """Return an answer with its scores, from both divergences on it and on base's answer."""
+def _row(rollout: Rollout, on_own: tuple[float, float], on_base: tuple[float, float]) -> Record:
+    """Return an answer's ids and scores, from both divergences on it and on base's answer."""
     scores = {
         "distance": max(on_base[0], on_own[1]),
         "forward": on_base[0],
@@ -182,33 +182,27 @@ def _row(
         raise OpdclError("the distance to base is not finite", hint)
     # Rounding can make the divergence of equal models slightly negative.
     scores = {name: max(value, 0.0) for name, value in scores.items()}
-    return {
-        "response": answer_text(backbone.tokenizer, rollout.prompt_ids, rollout.completion_ids),
-        "tokens": len(rollout.completion_ids),
-        "ended": rollout.finished,
-        "scores": scores,
-        "completion_ids": rollout.completion_ids,
-    }
+    return {"scores": scores, "completion_ids": rollout.completion_ids}
 
 
-def _samples(asked: Sequence[Row], rows: list[dict[str, Any]], is_base: bool) -> list[dict[str, Any]]:
+def _samples(asked: Sequence[Row], rows: list[Record], is_base: bool) -> list[Record]:
     """Return the stored records; only base's have the ids of answers, which other states are graded on."""
     samples = []
-    for i, (ask, row) in enumerate(zip(asked, rows, strict=True)):
-        sample = {"doc_id": i, "prompt": ask.shown(), **row}
+    for i, (prompt, row) in enumerate(zip(asked, rows, strict=True)):
+        sample = {"doc_id": i, "prompt": prompt.shown(), **row}
         if not is_base:
             del sample["completion_ids"]
         elif len(rows) > 1:
-            sample["floor"] = max(row["unrelated"], rows[other(i, len(rows))]["unrelated"])
+            sample["floor"] = max(row["unrelated"], rows[paired_prompt(i, len(rows))]["unrelated"])
         sample.pop("unrelated", None)
         for name in ("cluster", "group"):
-            if getattr(ask, name):
-                sample[name] = getattr(ask, name)
+            if getattr(prompt, name):
+                sample[name] = getattr(prompt, name)
         samples.append(sample)
     return samples
 
 
-def other(number: int, total: int) -> int:
+def paired_prompt(number: int, total: int) -> int:
     """Return the number of another prompt: half of all further on, where those of one text are far away.
 
     The prompts form pairs. So base's answer to one, read after the other, gives the forward direction of the
@@ -217,28 +211,11 @@ def other(number: int, total: int) -> int:
     return (number + total // 2) % total
 
 
-@torch.no_grad()
-def _hidden_states(model: Any, texts: list[Rollout], count: Callable[[list[int]], None]) -> States:
-    """Return the states before the tokens of each answer of this worker's share, `(N, H)`, by number.
-
-    `count` receives the numbers of the answers that were read since its last call.
-    """
-    tokens = CUDA_MICRO_BATCH if model.device.type == "cuda" else MICRO_BATCH
-    own = parallel.my_share(range(len(texts)))
-    found: States = {}
-    for batch in micro_batches({i: texts[i].length for i in own}, tokens):
-        examples = [texts[i].example for i in batch]
-        lengths = [len(texts[i].completion_ids) for i in batch]
-        found |= zip(batch, answer_states(model, examples).split(lengths), strict=True)
-        count(batch)
-    return found
-
-
 @contextlib.contextmanager
 def _jitter(model: Any) -> Iterator[None]:
     """Change half of the input embeddings' dimensions by one digit of bfloat16 in the block.
 
-    What the model computes is then off as it is between a run in 32 bits and one in 16, or between two
+    What the model computes then differs as between a run in 32 bits and one in 16, or between two
     kernels in 16: every later rounding falls differently.
     """
 
@@ -254,7 +231,7 @@ def _jitter(model: Any) -> Iterator[None]:
         hook.remove()
 
 
-def _means(samples: list[dict[str, Any]]) -> dict[str, float]:
+def _means(samples: list[Record]) -> dict[str, float]:
     means = {}
     for name in samples[0]["scores"]:
         total = sum(row["scores"][name] for row in samples)
@@ -267,7 +244,7 @@ def both_divergences(student: HiddenStates, teacher: HiddenStates) -> tuple[torc
     """Return forward KL(teacher, student) and reverse KL(student, teacher) per position, both `(N,)`."""
     rows = shared_rows(student.head_VH, teacher)
     forward, reverse = [], []
-    for part in cut(student.states_NH):
+    for part in chunks(student.states_NH):
         log_p, log_q = student.log_probs(part, rows), teacher.log_probs(part, rows)
         block = rows_at_once(log_p)
         for p, q in zip(log_p.split(block), log_q.split(block), strict=True):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from opdcl.config.recover import RecoverConfig
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone
-from opdcl.model.lora import parts
+from opdcl.model.lora import adapter_weights
 from opdcl.rundir.files import folder_appears_whole, read_json, write_json
 from opdcl.rundir.layout import StageDir
 from opdcl.train.rollout_queue import RolloutQueue
@@ -130,6 +130,6 @@ class Checkpoints:
         tensors = {}
         for state in self.states:
             for number, layer in enumerate(self.backbone.adapted_layers(state)):
-                for part, weight in enumerate(parts(layer, state)):
+                for part, weight in enumerate(adapter_weights(layer, state)):
                     tensors[f"{state}/{number}/{part}"] = weight.detach()
         return tensors

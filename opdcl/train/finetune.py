@@ -24,7 +24,7 @@ from opdcl.model.backbone import Backbone
 from opdcl.rundir.layout import StageDir
 from opdcl.train.learner import Learner, mean_loss
 from opdcl.train.replay import Replay, finetune_streams, interleave, lay_out, read_by_base
-from opdcl.train.teachers import Teacher
+from opdcl.train.teachers import SAMPLED, Completions, Teacher
 from opdcl.training import (
     CHECKPOINTS,
     LONGEST_GRADIENT,
@@ -48,14 +48,16 @@ def finetune(
     start: Path | None,
     out: StageDir,
     report: StageReport,
+    completions: Completions = SAMPLED,
 ) -> None:
     """Train the adapter in `start`, or a new one, on rows; resume from the stage's last checkpoint.
 
-    `general` holds the token ids of the prompts that base, or the student, answers for replay.
+    `general` holds the token ids of the prompts that base, or the student, answers for replay; `completions`
+    may have its answers.
     """
     domain_steps, replay_steps = planned_steps(config, len(rows))
     steps = domain_steps + replay_steps
-    replay = Replay(config, general, replay_steps, backbone, out.replay, report)
+    replay = Replay(config, general, replay_steps, backbone, out.replay, report, completions)
     of_base: list[Rollout] = []
     if replay_steps and config.replay.author == "base":
         of_base = replay.let_base_write(config.replayed(len(rows)))
@@ -208,7 +210,7 @@ class LearnerTrainer(SFTTrainer):
         self.remove_callback(PrinterCallback)  # stdout is for results
         with interruption.awaited():
             self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        self.model.eval()  # whatever follows measures or samples, without dropout
+        self.model.eval()  # later stages measure and sample without dropout
         interruption.end(self.state.global_step, log.steps)
 
     def create_scheduler(self, num_training_steps, optimizer=None):

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from opdcl.errors import OpdclError
 from opdcl.repetition import repetition
-from opdcl.rundir.layout import StageDir
 from opdcl.rundir.records import read_metrics
 from opdcl.training import StageLog
 from opdcl.types import Rollout
@@ -44,7 +43,7 @@ CHECK_ENDS = "check the end-of-sequence ids and the loss"
 
 
 @dataclass(frozen=True)
-class Writing:
+class ResponseStats:
     """How a model answers the held-out general prompts at temperature 1."""
 
     length: float
@@ -55,7 +54,7 @@ class Writing:
     """Share of 4-grams that occurred earlier in the same answer."""
 
     @classmethod
-    def of(cls, rollouts: Sequence[Rollout]) -> Writing:
+    def of(cls, rollouts: Sequence[Rollout]) -> ResponseStats:
         """Return how these answers are written."""
         texts = [r.completion_ids for r in rollouts]
         return cls(
@@ -78,15 +77,15 @@ class Sign:
         return f"{self.name} is {self.value:.3g}, past its limit of {self.bound:.3g}"
 
 
-def writing_sign(own: Writing, base: Writing, tuned: Writing) -> Sign | None:
-    """Return what is wrong with the student's answers, given how both teachers write; None if nothing is."""
-    looped = max(base.repetition, tuned.repetition) + REPETITION_EXCESS
+def response_sign(own: ResponseStats, teachers: Sequence[ResponseStats]) -> Sign | None:
+    """Return what is wrong with the student's answers, given how base and tuned write; None if nothing is."""
+    looped = max(teacher.repetition for teacher in teachers) + REPETITION_EXCESS
     if own.repetition > looped:
         return Sign("repetition", own.repetition, looped, LOWER_RATE)
-    longest = LENGTH_GROWTH * max(base.length, tuned.length)
+    longest = LENGTH_GROWTH * max(teacher.length for teacher in teachers)
     if own.length > longest:
         return Sign("answer length", own.length, longest, CHECK_ENDS)
-    truncated, most = 1 - own.ended, 1 - min(base.ended, tuned.ended) + TRUNCATED_EXCESS
+    truncated, most = 1 - own.ended, 1 - min(teacher.ended for teacher in teachers) + TRUNCATED_EXCESS
     if truncated > most:
         return Sign("share of truncated answers", truncated, most, CHECK_ENDS)
     return None
@@ -100,48 +99,46 @@ def drift(before: float, after: float) -> str:
     return f"held-out KL rose from {before:.2f} to {after:.2f} nats per token"
 
 
-class Health:
-    """Watch the validations of a recovery. An interrupted run remembers by its metrics what it had seen."""
+def check_kl(log: StageLog, step: int, before: float, after: float) -> None:
+    """Judge the held-out KL, given the start's.
 
-    def __init__(self, out: StageDir, log: StageLog):
-        self.out, self.log = out, log
+    Raises:
+        OpdclError: It has risen too far.
+    """
+    if reason := drift(before, after):
+        raise _halt(log, step, reason, LOWER_RATE)
 
-    def on_kl(self, step: int, before: float, after: float) -> None:
-        """Judge the held-out KL, given the start's.
 
-        Raises:
-            OpdclError: It has risen too far.
-        """
-        if reason := drift(before, after):
-            raise self._halt(step, reason, LOWER_RATE)
+def check_responses(
+    log: StageLog,
+    step: int,
+    own: ResponseStats,
+    teachers: Sequence[ResponseStats],
+    optimizer: StudentOptimizer,
+) -> None:
+    """Judge how the student writes, and halve the learning rate for the first bad sign of the run.
 
-    def on_writing(
-        self, step: int, own: Writing, base: Writing, tuned: Writing, optimizer: StudentOptimizer
-    ) -> None:
-        """Judge how the student writes, and halve the learning rate for the first bad sign of the run.
+    An interrupted run remembers by its metrics what it had seen.
 
-        Raises:
-            OpdclError: There is a bad sign, and the rate has been halved before.
-        """
-        sign = writing_sign(own, base, tuned)
-        if sign is None:
-            return
-        if self._rate_was_halved():
-            self._record(step, sign, "halted")
-            raise self._halt(step, str(sign), sign.hint)
-        optimizer.halve_rate()
-        self._record(step, sign, RATE_HALVED)
+    Raises:
+        OpdclError: There is a bad sign, and the rate has been halved before.
+    """
+    sign = response_sign(own, teachers)
+    if sign is None:
+        return
+    was_halved = any(
+        row.get("health", {}).get("action") == RATE_HALVED for row in read_metrics(log.out.metrics)
+    )
+    action = "halted" if was_halved else RATE_HALVED
+    health = {"sign": sign.name, "value": sign.value, "bound": sign.bound, "action": action}
+    log.write({"step": step, "health": health})
+    log.report.note(f"step {step}: {sign}: {action}")
+    if was_halved:
+        raise _halt(log, step, str(sign), sign.hint)
+    optimizer.halve_rate()
 
-    def _rate_was_halved(self) -> bool:
-        rows = read_metrics(self.out.metrics)
-        return any(row.get("health", {}).get("action") == RATE_HALVED for row in rows)
 
-    def _record(self, step: int, sign: Sign, action: str) -> None:
-        health = {"sign": sign.name, "value": sign.value, "bound": sign.bound, "action": action}
-        self.log.write({"step": step, "health": health})
-        self.log.report.note(f"step {step}: {sign}: {action}")
-
-    def _halt(self, step: int, reason: str, hint: str) -> OpdclError:
-        """Return the error that ends a recovery and names the best adapter so far."""
-        message = f"recovery halted at step {step}: {reason}"
-        return OpdclError(message, f"{hint}; the best adapter so far is in {self.out.best}")
+def _halt(log: StageLog, step: int, reason: str, hint: str) -> OpdclError:
+    """Return the error that ends a recovery and names the best adapter so far."""
+    message = f"recovery halted at step {step}: {reason}"
+    return OpdclError(message, f"{hint}; the best adapter so far is in {log.out.best}")

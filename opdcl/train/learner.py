@@ -18,8 +18,7 @@ from opdcl import parallel
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, join
-from opdcl.model.forward import answer_ids, answer_states
-from opdcl.model.llama_pass import packs
+from opdcl.model.forward import Pass, answer_ids, answer_states, pick_pass
 from opdcl.model.memory import is_out_of_memory, release
 from opdcl.sampling.rollout import MISMATCH_RATIO
 from opdcl.train.losses import TokenLosses, missed_ends, token_losses
@@ -46,7 +45,7 @@ class MicroBatch:
     sharded, and counts for nothing.
     """
 
-    route: str
+    teacher: str
     positions: list[int]
     texts: list[Any]
     filler: bool = False
@@ -136,7 +135,7 @@ class Learner:
             teacher, sampler_N = None, self._sampler(part)
             if teachers:
                 with self.clock.part("teacher"):
-                    teacher = self._teach(part, teachers[part.route])
+                    teacher = self._teach(part, teachers[part.teacher])
             with self.clock.part("student"):
                 losses = self._losses(part, self._student(part), teacher, sampler_N, loss)
                 weight_N = self._weights(part, loss.weighting, mean_length)
@@ -186,7 +185,7 @@ class Learner:
         """
         distributions: dict[int, TeacherDistribution] = {}
         for batch in self._micro_batches(rollouts):
-            parts = teachers[batch.route].distribution(batch.texts).split(batch.lengths)
+            parts = teachers[batch.teacher].distribution(batch.texts).split(batch.lengths)
             distributions |= dict(zip(batch.positions, parts, strict=True))
             if count and not batch.filler:
                 count(batch.positions)
@@ -252,8 +251,8 @@ class Learner:
     def _micro_batches(self, texts: list[Any]) -> Iterator[MicroBatch]:
         """Yield this worker's micro-batches; if the base is sharded, then fillers up to the busiest's."""
         # A CPU's batches are cut as if rows were padded: so they attend with rows of their own length.
-        padded = self.backbone.device.type == "cpu" or not packs(self.backbone.causal_lm, 0)
-        for route, ordered in by_teacher(texts).items():
+        padded = pick_pass(self.backbone.causal_lm) != Pass.IN_ONE_KERNEL
+        for teacher, ordered in by_teacher(texts).items():
             if self.micro_batch_tokens:
                 # Dealt out longest first, so that all shares cost about the same.
                 ordered.sort(key=lambda i: texts[i].length, reverse=True)
@@ -263,11 +262,11 @@ class Learner:
                 shares.append(micro_batches(lengths, self.micro_batch_tokens, padded))
             own = shares[parallel.rank()]
             for batch in own:
-                yield MicroBatch(route, batch, [texts[i] for i in batch])
+                yield MicroBatch(teacher, batch, [texts[i] for i in batch])
             if parallel.sharded():
                 last = ordered[-1]
                 for _ in range(max(map(len, shares)) - len(own)):
-                    yield MicroBatch(route, [last], [texts[last]], filler=True)
+                    yield MicroBatch(teacher, [last], [texts[last]], filler=True)
 
     def _halve_micro_batches(self, texts: list[Any]) -> None:
         lengths = [text.length for text in texts]
@@ -300,16 +299,16 @@ def token_weights(length: int, finished: bool, weighting: str, mean_length: floa
     return weight * (mean_length / weight.sum())
 
 
-def kl_by_route(sums: Sums) -> dict[str, float]:
+def kl_by_teacher(sums: Sums) -> dict[str, float]:
     """Return the KL per token to each named teacher."""
-    routes = [key.removeprefix("kl/") for key in sums if key.startswith("kl/")]
-    return {f"kl/{route}": sums[f"kl/{route}"] / sums[f"tokens/{route}"] for route in routes}
+    teachers = [key.removeprefix("kl/") for key in sums if key.startswith("kl/")]
+    return {teacher: sums[f"kl/{teacher}"] / sums[f"tokens/{teacher}"] for teacher in teachers}
 
 
 def micro_batches(lengths: Mapping[int, int], tokens: int | None, padded: bool = True) -> list[list[int]]:
     """Split sequences, given as position -> length, into batches of at most `tokens` ids, padding included.
 
-    If they are padded, those of similar length share a batch, of which none is more than half padding.
+    If they are padded, those of similar length share a batch: no batch is more than half padding.
     Without a number of tokens all are one batch, in their order.
     """
     if tokens is None:
@@ -331,9 +330,9 @@ def _add(sums: dict[str, Any], batch: MicroBatch, losses: TokenLosses) -> None:
     sums["kl"] += losses.kl.sum().double()
     sums["student_entropy"] += losses.student_entropy.sum().double()
     sums["teacher_entropy"] += losses.teacher_entropy.sum().double()
-    if batch.route:
-        sums[f"kl/{batch.route}"] += losses.kl.sum().double()
-        sums[f"tokens/{batch.route}"] += len(losses.kl)
+    if batch.teacher:
+        sums[f"kl/{batch.teacher}"] += losses.kl.sum().double()
+        sums[f"tokens/{batch.teacher}"] += len(losses.kl)
 
 
 def _over_workers(sums: Sums, tokens: int) -> Sums:

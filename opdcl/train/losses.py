@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, rows_at_once, shared_rows
-from opdcl.model.side_by_side import side_by_side
+from opdcl.model.thread_parallel import run_in_threads
 from opdcl.types import Loss
 
 # How far a token's probability ratio may move before the reward stops pushing it (PPO, arXiv 1707.06347).
@@ -86,7 +86,7 @@ def policy_gradient(
 
     The importance ratio is taken against `sampler_N`, their log-probabilities at sampling time.
     """
-    student_N, teacher_N = _of_tokens(log_p, token_N), _of_tokens(log_q, token_N)
+    student_N, teacher_N = gather_logprobs(log_p, token_N), gather_logprobs(log_q, token_N)
     return -(student_N - sampler_N).exp() * (teacher_N - student_N).detach()
 
 
@@ -97,7 +97,7 @@ def clipped_gradient(
 
     It is flat once the ratio to the sampler has moved from 1 by `CLIP` in the direction of the advantage.
     """
-    ratio_N = (_of_tokens(log_p, token_N) - sampler_N).exp()
+    ratio_N = (gather_logprobs(log_p, token_N) - sampler_N).exp()
     return -torch.minimum(ratio_N * advantage_N, ratio_N.clamp(1 - CLIP, 1 + CLIP) * advantage_N)
 
 
@@ -105,8 +105,8 @@ def clipped_gradient(
 def token_logprobs(distribution: TeacherDistribution, token_N: torch.Tensor, rows: int) -> torch.Tensor:
     """Return the log-probability of each token under the distribution at its position, `(N,)`."""
     logprob_N = torch.empty(len(token_N), device=token_N.device)
-    for part in cut(token_N):
-        logprob_N[part] = _of_tokens(distribution.log_probs(part, rows), token_N[part])
+    for part in chunks(token_N):
+        logprob_N[part] = gather_logprobs(distribution.log_probs(part, rows), token_N[part])
     return logprob_N
 
 
@@ -121,7 +121,7 @@ def missed_ends(
     """
     rows, ids = shared_rows(student.head_VH, teacher), list(eos_ids)
     ends, missed = [], []
-    for part in cut(student.states_NH):
+    for part in chunks(student.states_NH):
         p_N = student.log_probs(part, rows)[:, ids].exp().sum(-1)
         q_N = teacher.log_probs(part, rows)[:, ids].exp().sum(-1)
         ends.append(q_N)
@@ -159,7 +159,7 @@ def _differentiated(
     return loss.detach(), slope.sub_(p.mul_(slope.sum(-1, keepdim=True)))
 
 
-def cut(x_N: torch.Tensor, threads: int = 1) -> list[slice]:
+def chunks(x_N: torch.Tensor, threads: int = 1) -> list[slice]:
     """Cut N positions into parts whose logits are computed at once."""
     size = CUDA_CHUNK if x_N.is_cuda else max(THREAD_POSITIONS, CHUNK // threads)
     size = max(1, min(size, math.ceil(len(x_N) / threads)))
@@ -169,13 +169,13 @@ def cut(x_N: torch.Tensor, threads: int = 1) -> list[slice]:
 def for_each_part(x_N: torch.Tensor, compute: Callable[[slice], None]) -> None:
     """Compute all parts; on a CPU, each thread takes every n-th."""
     threads = 1 if x_N.is_cuda else max(1, min(torch.get_num_threads(), len(x_N) // THREAD_POSITIONS))
-    parts = cut(x_N, threads)
+    parts = chunks(x_N, threads)
 
     def run(share: list[slice]) -> None:
         for part in share:
             compute(part)
 
-    side_by_side([partial(run, parts[i::threads]) for i in range(threads)])
+    run_in_threads([partial(run, parts[i::threads]) for i in range(threads)])
 
 
 class _TokenLoss(torch.autograd.Function):
@@ -198,24 +198,29 @@ class _TokenLoss(torch.autograd.Function):
             grad_NH[part] = slope.to(weight_VH.dtype) @ weight_VH
 
         def compare(part: slice) -> None:
-            student_NV = student.log_probs(part, len(weight_VH))
-            teacher_NV = teacher.log_probs(part, len(weight_VH))
-            size = rows_at_once(student_NV)
-            for start in range(0, len(student_NV), size):
-                log_p, log_q = student_NV[start : start + size], teacher_NV[start : start + size]
-                at = slice(part.start + start, part.start + start + len(log_p))
-                p = log_p.exp()
-                found.logprob[at] = _of_tokens(log_p, token_N[at])
-                found.student_entropy[at] = -(p * log_p).sum(-1)
-                found.teacher_entropy[at] = teacher.entropy(at, log_q)
-                if cost:
-                    loss, slope = _differentiated(cost, p, log_p, log_q, at)
-                    kl = teacher.kl(at, log_p, log_q)
-                else:
-                    loss, kl, slope = _divergence(p, log_p, log_q, reverse)
-                found.loss[at], found.kl[at] = loss, kl
-                log_p.copy_(slope)  # no longer needed: the block holds the gradient from here on
-            grad_NH[part] = student_NV.to(weight_VH.dtype) @ weight_VH
+            log_p_NV = student.log_probs(part, len(weight_VH))
+            log_q_NV = teacher.log_probs(part, len(weight_VH))
+            slope_NV = log_p_NV  # the same memory: each block of rows is overwritten once it is compared
+            size = rows_at_once(log_p_NV)
+            for start in range(0, len(log_p_NV), size):
+                rows = slice(start, min(start + size, len(log_p_NV)))
+                at = slice(part.start + rows.start, part.start + rows.stop)
+                slope_NV[rows] = compare_block(at, log_p_NV[rows], log_q_NV[rows])
+            grad_NH[part] = slope_NV.to(weight_VH.dtype) @ weight_VH
+
+        def compare_block(at: slice, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+            """Note the losses of these positions; return their gradient by the student's logits."""
+            p = log_p.exp()
+            found.logprob[at] = gather_logprobs(log_p, token_N[at])
+            found.student_entropy[at] = -(p * log_p).sum(-1)
+            found.teacher_entropy[at] = teacher.entropy(at, log_q)
+            if cost:
+                loss, slope = _differentiated(cost, p, log_p, log_q, at)
+                kl = teacher.kl(at, log_p, log_q)
+            else:
+                loss, kl, slope = _divergence(p, log_p, log_q, reverse)
+            found.loss[at], found.kl[at] = loss, kl
+            return slope
 
         for_each_part(student_NH, compare if teacher else imitate)
         ctx.save_for_backward(grad_NH)
@@ -256,14 +261,15 @@ def token_losses(
             case "top_k":
                 return top_k(log_p, log_q, loss.k)
             case "cross_entropy":
-                return -_of_tokens(log_p, token_N[part])
+                return -gather_logprobs(log_p, token_N[part])
             case "policy_gradient":
                 return policy_gradient(log_p, log_q, token_N[part], sampler_N[part])
-        return (1 - reverse) * forward_kl(log_p, log_q) + reverse * reverse_kl(log_p, log_q)
+            case "forward_kl":
+                return (1 - reverse) * forward_kl(log_p, log_q) + reverse * reverse_kl(log_p, log_q)
 
     def rewarded_cost(log_p: torch.Tensor, log_q: torch.Tensor, part: slice) -> torch.Tensor:
         surrogate_N = clipped_gradient(log_p, token_N[part], sampler_N[part], advantage_N[part])
-        return loss.reward * surrogate_N + loss.weight * teacher_cost(log_p, log_q, part)
+        return loss.reward_weight * surrogate_N + loss.teacher_weight * teacher_cost(log_p, log_q, part)
 
     reverse = 1.0 if loss.kind == "reverse_kl" else loss.reverse
     # The two divergences over whole vocabularies need no autograd.
@@ -279,7 +285,7 @@ def token_losses(
         return TokenLosses(*_TokenLoss.apply(*inputs))
 
 
-def _of_tokens(log_NV: torch.Tensor, token_N: torch.Tensor) -> torch.Tensor:
+def gather_logprobs(log_NV: torch.Tensor, token_N: torch.Tensor) -> torch.Tensor:
     """Return the log-probabilities of tokens, `(N,)`; of one that the vocabulary lacks, minus infinity.
 
     A student with such tokens is thus not graded where it wrote one: sampler and trainer differ there.

@@ -11,6 +11,7 @@ from opdcl.data.prompts import RecoverySource
 from opdcl.model.adapters import find_adapter
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.layout import StageDir
+from opdcl.train.completion_cache import CompletionCache
 from opdcl.train.recover import Provided
 from opdcl.train.reward import Reward
 from opdcl.train.teachers import Teacher
@@ -54,4 +55,4 @@ def provided(
             server = reach_own_model(config.server.url, backbone, notify)
             student = ServedStudent(backbone, server, out.trainer / "served")
             stack.callback(student.close)
-        yield Provided(reward, adapters, elsewhere, student)
+        yield Provided(reward, adapters, elsewhere, student, CompletionCache(backbone))

@@ -1,4 +1,4 @@
-"""Win back what the fine-tune forgot: on-policy distillation from the original checkpoint.
+"""Recover what the fine-tune forgot: on-policy distillation from the original checkpoint.
 
 opdcl recover runs/mine --prompts prompts.jsonl
 
@@ -8,6 +8,7 @@ grade every token; learn from that; validate now and then, and keep the best ada
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Iterable, Mapping
@@ -19,18 +20,27 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.repetition import repetition
-from opdcl.rundir.files import folder_appears_whole
-from opdcl.rundir.hashes import SEAL, damage
+from opdcl.rundir.files import folder_appears_whole, read_jsonl, write_atomic, write_json
+from opdcl.rundir.hashes import SEAL, damage, seal
 from opdcl.rundir.layout import StageDir
+from opdcl.rundir.records import read_metrics
 from opdcl.sampling.sample import pick_engine
+from opdcl.train.alpha_search import choose_start
 from opdcl.train.checkpoints import Checkpoints, StudentOptimizer
-from opdcl.train.learner import Learner, Sums, kl_by_route, mean_loss
+from opdcl.train.health import check_kl, check_responses
+from opdcl.train.learner import Learner, Sums, kl_by_teacher, mean_loss
 from opdcl.train.rollout_queue import RolloutQueue
 from opdcl.train.schedule import plan_steps
-from opdcl.train.teachers import EmaTeacher, Teacher, Teachers, teacher_here
-from opdcl.train.validation import Validation
-from opdcl.training import Interruption, StageLog, StageReport, last_checkpoint, steps_done
-from opdcl.types import Batch, Judge, Prompt, Prompts, Stream, StreamName
+from opdcl.train.teachers import SAMPLED, Completions, EmaTeacher, Teacher, Teachers, teacher_here
+from opdcl.train.validation import HeldOut, Measurement, Milestones, describe_kl, is_kept, teacher_name
+from opdcl.training import Interruption, StageLog, StageReport, last_checkpoint, save_adapter, step_of
+from opdcl.types import Batch, Judge, Prompts, Stream, StreamName
+
+SAMPLES_PER_MEASUREMENT = 8
+
+# Share of the length of base's answers from which the student's are no stubs, and worth grading. In the
+# quickstart it is .16 at the start and .62 at half of the steps, where a pilot let the student take over.
+LONG_ENOUGH = 0.5
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,8 @@ class Provided:
     """Second models, and models on a server, by the teacher's name."""
     student: Teacher | None = None
     """The student as a server samples it."""
+    completions: Completions = SAMPLED
+    """What frozen teachers wrote in earlier runs, if that is kept."""
 
 
 @dataclass
@@ -52,7 +64,7 @@ class Recovery:
 
     queue: RolloutQueue
     learner: Learner
-    validation: Validation
+    held_out: HeldOut
     log: StageLog
 
 
@@ -74,27 +86,29 @@ def recover(
     backbone.load_adapter(tuned, "tuned")
     backbone.causal_lm.eval()
     train = {stream: of_stream.train for stream, of_stream in prompts.items()}
-    held_out = {stream: of_stream.held_out for stream, of_stream in prompts.items()}
     if config.given_answers:
-        report.note(_describe_given(train["general"] + held_out["general"], config.limit("general")))
+        given, limit = train["general"] + prompts["general"].held_out, config.limit("general")
+        cut = sum(len(prompt.answer or []) > limit for prompt in given)
+        ends = f"; {cut} of them are cut at recover.max_new_tokens, {limit}" if cut else ""
+        report.note(f"the answers of {len(given)} general rows are graded as they are{ends}")
     teachers: dict[StreamName, Teachers] = {}
     for name, stream in config.streams().items():
-        own = [prompt.teacher for prompt in train[name] + held_out[name]]
+        own = [prompt.teacher for prompt in train[name] + prompts[name].held_out]
         teachers[name] = _teachers(config, stream, own, backbone, tuned, provided)
-    student = provided.student or _student(backbone, report)
+    student = provided.student or student_here(backbone, report)
     if config.method == "general":
         train["domain"] = []
     steps = plan_steps(config, len(train["general"]), len(train["domain"]))
-    queue = RolloutQueue(config, steps, train, student, teachers, report, provided.reward)
+    more = provided.reward, provided.completions
+    queue = RolloutQueue(config, steps, train, student, teachers, report, *more)
     learner = Learner(backbone, teachers, "recover.max_new_tokens", int(config.micro_batch_tokens))
-    log = StageLog(report, out, config.steps)
-    validation = Validation(config, learner, queue, held_out, out, log)
-    validation.question = prompts["general"].question
+    held_out = HeldOut(learner, queue, prompts, report)
+    recovery = Recovery(queue, learner, held_out, StageLog(report, out, config.steps))
     if config.method == "interpolate":
-        validation.keep_start()
+        keep_start(recovery)
     else:
-        learn(Recovery(queue, learner, validation, log))
-    queue.texts.tell(report.note)
+        learn(recovery)
+    queue.completions.log_hits(report.note)
     if problem := damage(out.best):
         hint = f"remove {out.trainer}: the same command then repeats the stage"
         raise OpdclError(f"{out.best}, the adapter to end with, is damaged: {problem}", hint)
@@ -119,22 +133,76 @@ def learn(recovery: Recovery) -> None:
         learner.kept_states = queue.kept_states
     # A signal that comes here ends the stage at once: it takes minutes, and there is nothing new to save.
     with clock.part("validation"):
-        recovery.validation.begin(is_new=not checkpoint)
+        milestones = begin(recovery, is_new=not checkpoint)
     interruption = Interruption(log.report)
     with interruption.awaited():
-        for step in range(steps_done(checkpoint) + 1, config.steps + 1):
+        for step in range(step_of(checkpoint) + 1, config.steps + 1):
             started = time.perf_counter()
             values, tokens = take_step(recovery, optimizer, step)
             for teacher in learner.all_teachers:
                 teacher.after_step()
-            with clock.part("validation"):
-                recovery.validation.after_step(step, optimizer)
+            is_measured = step % config.validate_every == 0 or step == config.steps
+            if is_measured:
+                with clock.part("validation"):
+                    validate_step(recovery, milestones, step, optimizer)
             if values:  # those of a skipped step are counted with the next one's
                 values["parts"] = clock.take()
                 log.step(step, values, tokens, time.perf_counter() - started)
-            if interruption.has_come() or step % config.validate_every == 0 or step == config.steps:
+            if interruption.has_come() or is_measured:
                 checkpoints.save(step)
             interruption.end(step, config.steps)
+
+
+def begin(recovery: Recovery, is_new: bool) -> Milestones:
+    """Let the teachers answer; in a stage that `is_new`, find the start; return what to compare with."""
+    queue, held_out, log = recovery.queue, recovery.held_out, recovery.log
+    config = queue.config
+    held_out.let_teachers_answer()
+    if config.hands_over("general") and queue.prompts["general"] and not held_out.prompts["general"]:
+        log.report.note(
+            "no general prompt is held out, so nothing tells when the student can write: base writes all "
+            "answers; --set recover.lmbda=0.5 lets the student write the last half"
+        )
+    if is_new:
+        alpha, curve, found = find_start(recovery)
+        place = "tuned" if alpha == 1 else f"the tuned adapter times {alpha:g}"
+        before = None if alpha == 1 else found.tuned
+        log.report.note(f"start: {place}, {describe_kl(config, found.start, found.base, before)}")
+        held_out.show_answers()
+        score = found.start.score(config.method)
+        keep_adapter(recovery, 0, score)
+        tuned, base = {**found.tuned.row(), "best": True}, found.base.row()
+        chosen = {"alpha": alpha, "validation": found.start.row(), "score": score, "curve": curve}
+        log.write({"step": 0, "validation": tuned, "base": base, "start": chosen})
+    rows = read_metrics(log.out.metrics)
+    milestones = Milestones.restore(rows, config.method)
+    for row in rows:
+        if "validation" in row:
+            measured = row.get("start", row)["validation"]
+            hand_over(recovery, milestones, row["step"], Measurement.of_row(measured))
+    return milestones
+
+
+def find_start(recovery: Recovery) -> tuple[float, list[dict[str, float]], Milestones]:
+    """Measure base and tuned, and put the student where it starts: at tuned, or between the two.
+
+    Return the scale of the adapter there, the curve that it was chosen from, and what was measured.
+    """
+    held_out, learner = recovery.held_out, recovery.learner
+    base, tuned = held_out.measure_base(), held_out.measure_tuned()
+
+    def measure_kl(doing: str) -> dict[StreamName, float]:
+        return held_out.on_teachers_answers(doing).kl
+
+    config, prompts = recovery.queue.config, held_out.prompts
+    alpha, points = choose_start(config, learner, prompts, measure_kl, tuned.kl, base.kl)
+    curve = [point._asdict() for point in points]
+    if alpha == 1:
+        return alpha, curve, Milestones(tuned, base, tuned)
+    averages = [t.state for t in learner.all_teachers if isinstance(t, EmaTeacher)]
+    for state in ["student", *averages]:  # an average begins where the student does
+        learner.backbone.shrink(alpha, state)
+    return alpha, curve, Milestones(tuned, base, held_out.measure_student())
 
 
 def take_step(recovery: Recovery, optimizer: StudentOptimizer, step: int) -> tuple[dict[str, Any], int]:
@@ -170,7 +238,7 @@ def step_metrics(batch: Batch, sums: Sums) -> dict[str, float]:
         metrics["reward"] = sum(r.reward or 0.0 for r in rollouts) / len(rollouts)
         # The share whose group is tied, and carries no signal.
         metrics["reward_tied"] = sum(not r.advantage for r in rollouts) / len(rollouts)
-    metrics |= kl_by_route(sums)
+    metrics |= {f"kl/{teacher}": kl for teacher, kl in kl_by_teacher(sums).items()}
     metrics["kl"] = sums["kl"] / tokens
     metrics["student_entropy"] = sums["student_entropy"] / tokens
     metrics["teacher_entropy"] = sums["teacher_entropy"] / tokens
@@ -180,20 +248,93 @@ def step_metrics(batch: Batch, sums: Sums) -> dict[str, float]:
     return metrics
 
 
-def _describe_given(prompts: list[Prompt], limit: int) -> str:
-    """Say how many answers are given, and how many of them are cut."""
-    cut = sum(len(prompt.answer or []) > limit for prompt in prompts)
-    ends = f"; {cut} of them are cut at recover.max_new_tokens, {limit}" if cut else ""
-    return f"the answers of {len(prompts)} general rows are graded as they are{ends}"
+def validate_step(recovery: Recovery, milestones: Milestones, step: int, optimizer: StudentOptimizer) -> None:
+    """Measure the student, keep its adapter if it is good, log and show both, and check its health.
+
+    Raises:
+        OpdclError: The KL has drifted, or the student writes badly for the second time.
+    """
+    held_out, log, config = recovery.held_out, recovery.log, recovery.queue.config
+    now = held_out.measure_student()
+    score = now.score(config.method)
+    is_best = is_kept(config, score, milestones.lowest_score)
+    milestones.lowest_score = min(milestones.lowest_score, score)
+    if is_best:
+        keep_adapter(recovery, step, score)
+    hand_over(recovery, milestones, step, now)
+    values = now.row() | milestones.gaps_closed(now)
+    log.write({"step": step, "validation": {**values, "score": score, "best": is_best}})
+    described = describe_kl(config, now, milestones.base, milestones.tuned)
+    log.report.note(f"step {step}: {described}{', adapter kept' if is_best else ''}")
+    held_out.show_answers()
+    if config.health:
+        before, after = (model.teachers_score(config.method) for model in (milestones.start, now))
+        check_kl(log, step, before, after)
+        if now.own:
+            check_responses(log, step, now.own, [milestones.base.own, milestones.tuned.own], optimizer)
+    keep_samples(recovery, step)
 
 
-def _student(backbone: Backbone, report: StageReport) -> Teacher:
+def hand_over(recovery: Recovery, milestones: Milestones, step: int, now: Measurement) -> None:
+    """Let the student write from here on if its answers are at least half as long as base's."""
+    queue, own, base = recovery.queue, now.own, milestones.base.own
+    config = queue.config
+    if not config.hands_over("general") or queue.handed_over or step >= config.steps:
+        return
+    if not own or not base or own.length < LONG_ENOUGH * base.length:
+        return
+    queue.hand_over(step)
+    writer = "those given" if config.given_answers else f"{teacher_name(config, 'general')}'s"
+    recovery.log.report.note(
+        f"step {step}: the student's answers have {own.length:.0f} tokens ({writer}: {base.length:.0f}); "
+        "from here on the student writes the general answers"
+    )
+
+
+def keep_adapter(recovery: Recovery, step: int, score: float) -> None:
+    """Save the student's adapter as the one to end with, unless a later one is kept."""
+    best = recovery.log.out.best
+    save_adapter(recovery.learner.backbone, best)
+    write_json(best / "validation.json", {"step": step, "score": score})
+    seal(best)
+
+
+def keep_samples(recovery: Recovery, step: int) -> None:
+    """Append a few of the latest training completions, to show how the student changes."""
+    latest, samples = recovery.queue.latest, recovery.log.out.samples
+    decode = recovery.learner.backbone.tokenizer.decode
+    rows = read_jsonl(samples)
+    for rollout in (latest.get("general") or latest["domain"])[:SAMPLES_PER_MEASUREMENT]:
+        completion = decode(rollout.completion_ids, skip_special_tokens=True)
+        rows.append({"step": step, "prompt": decode(rollout.prompt_ids), "completion": completion})
+    write_atomic(samples, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def keep_start(recovery: Recovery) -> None:
+    """Keep the start as the recovered adapter, without training: the rival that costs nothing."""
+    log = recovery.log
+    recovery.held_out.let_teachers_answer()
+    alpha, curve, found = find_start(recovery)
+    save_adapter(recovery.learner.backbone, log.out.best)
+    seal(log.out.best)
+    tuned, kept = Measurement(found.tuned.kl).row(), Measurement(found.start.kl).row()
+    chosen = {"alpha": alpha, "validation": found.start.row(), "curve": curve}
+    rows = [
+        {"step": 0, "validation": tuned, "start": chosen},
+        {"step": 1, "validation": {**kept, "best": True}},
+    ]
+    write_atomic(log.out.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+    described = describe_kl(recovery.queue.config, found.start, found.base, found.tuned)
+    log.report.note(f"the adapter times {alpha:g}: {described}")
+
+
+def student_here(backbone: Backbone, report: StageReport) -> Teacher:
     """Return the sampler of on-policy steps in this process."""
     engine = pick_engine(backbone.causal_lm)
     if engine == "generate":
         report.note(f"the slower sampler `{engine}` is used: some layers are not attention")
     if engine == "graph":
-        backbone.sums = []
+        backbone.merged_weights = []
     return Teacher(backbone, "student")
 
 

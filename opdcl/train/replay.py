@@ -17,8 +17,7 @@ from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone, State
 from opdcl.model.memory import is_out_of_memory, release
 from opdcl.rundir.files import read_jsonl, write_atomic
-from opdcl.train.kept_texts import KeptTexts
-from opdcl.train.teachers import Teacher
+from opdcl.train.teachers import SAMPLED, Completions, Teacher
 from opdcl.training import StageReport, counted, endless
 from opdcl.types import Batch, Loss, Prompt, Rollout, Stream, StreamName
 
@@ -46,9 +45,10 @@ class Replay:
         backbone: Backbone,
         file: Path,
         report: StageReport,
+        completions: Completions = SAMPLED,
     ):
         self.config, self.prompts, self.backbone = config, prompts, backbone
-        self.file, self.report = file, report
+        self.file, self.report, self.completions = file, report, completions
         author, stream = config.replay.author, finetune_streams(config)["general"]
         self.batches = [Batch(stream, [], author) for _ in range(steps)]
         found = parallel.on_first_worker(partial(read_jsonl, file)) if steps else []
@@ -90,19 +90,20 @@ class Replay:
         """
         order = itertools.islice(endless(len(self.prompts), self.config.seed), end)
         prompts = [Prompt(self.prompts[i]) for i in order]
-        texts, writer = KeptTexts(self.backbone), Teacher(self.backbone, author)
+        writer = Teacher(self.backbone, author)
         what, done = f"{author} writes answers to replay", len(self._rows) - start
         progress = counted(self.report, what, end - start, min(done, end - start))
         for begin in range(len(self._rows), end, REPLAYED_AT_ONCE):
             piece = prompts[begin : begin + REPLAYED_AT_ONCE]
             seed = self.config.seed + begin
-            rollouts = texts.complete(writer, piece, progress, max_new_tokens=REPLAYED_TOKENS, seed=seed)
+            options = {"max_new_tokens": REPLAYED_TOKENS, "seed": seed}
+            rollouts = self.completions.complete(writer, piece, progress, **options)
             for rollout in rollouts:
                 row = {"prompt_ids": rollout.prompt_ids, "completion_ids": rollout.completion_ids}
                 self._rows.append(row | about)
             if parallel.rank() == 0:
                 write_atomic(self.file, "".join(json.dumps(row) + "\n" for row in self._rows))
-        texts.tell(self.report.note)
+        self.completions.log_hits(self.report.note)
 
     def _fill(self, batches: list[Batch], start: int, end: int) -> list[Rollout]:
         """Lay out some answers in some of the steps, and return them."""

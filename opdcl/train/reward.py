@@ -15,6 +15,7 @@ from opdcl.config.recover import RewardSection
 from opdcl.data.answering import answering_of
 from opdcl.data.chat import answer_text, encode_prompt
 from opdcl.data.formats import Row
+from opdcl.data.grading import score_answers
 from opdcl.data.reward_rows import metric_of
 from opdcl.types import Rollout
 
@@ -45,7 +46,13 @@ class Reward:
 
     def __call__(self, rollouts: list[Rollout]) -> list[float]:
         """Return the score of each completion, as an evaluation of the suite would score it."""
-        return [self._score(r) for r in rollouts]
+        docs = [self._sources[rollout.prompt.number][1] for rollout in rollouts]
+        found = []
+        for scores in score_answers(self.task, docs, [self._text(rollout) for rollout in rollouts]):
+            value = scores[metric_of(self.config, self.task)]
+            parts = value if isinstance(value, list) else [value]
+            found.append(sum(map(float, parts)) / max(1, len(parts)))
+        return found
 
     def judge(self, rollouts: list[Rollout]) -> None:
         """Score all completions, group after group, and set their advantages and demonstrations."""
@@ -80,15 +87,6 @@ class Reward:
         row, doc = self._sources[rollout.prompt.number]
         feedback = self._feedback(doc, self._text(rollout)) if "{feedback}" in context else ""
         return encode_prompt(row.with_context(context, best, feedback), self._tokenizer, sys.maxsize)
-
-    def _score(self, rollout: Rollout) -> float:
-        from opdcl.data.suites import score_answers  # it loads `datasets`
-
-        _, doc = self._sources[rollout.prompt.number]
-        (scores,) = score_answers(self.task, [doc], [self._text(rollout)])
-        value = scores[metric_of(self.config, self.task)]
-        parts = value if isinstance(value, list) else [value]
-        return sum(map(float, parts)) / max(1, len(parts))
 
     def _feedback(self, doc: dict, answer: str) -> str:
         scorer: Any = self.task.config.process_results

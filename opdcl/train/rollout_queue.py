@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,13 @@ from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
 from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
-from opdcl.train.kept_texts import KeptTexts
 from opdcl.train.schedule import sampled_together
-from opdcl.train.teachers import Teacher, Teachers, by_teacher
+from opdcl.train.teachers import SAMPLED, Completions, OnFinished, Teacher, Teachers, by_teacher
 from opdcl.training import StageReport, counted
 from opdcl.types import STREAMS, Author, Batch, Judge, Prompt, Rollout, Step, StreamName
 
 # The file of a checkpoint with the teachers' states over texts that come again.
 STATES = "states.safetensors"
-
-OnFinished = Callable[[list[Rollout]], None]
 
 
 class RolloutQueue:
@@ -46,11 +43,11 @@ class RolloutQueue:
         teachers: Mapping[StreamName, Teachers],
         report: StageReport,
         reward: Judge | None = None,
+        completions: Completions = SAMPLED,
     ):
         self.config, self.steps, self.prompts, self.streams = config, steps, prompts, config.streams()
         self.student, self.teachers, self.reward = student, teachers, reward
-        self.report = report
-        self.texts = KeptTexts(student.backbone)
+        self.report, self.completions = report, completions
         self.latest: dict[StreamName, list[Rollout]] = {}
         """The completions handed out last, by stream."""
         self.drawn: dict[StreamName, dict[int, Rollout]] = {s: {} for s in STREAMS if self._recurs(s)}
@@ -234,7 +231,7 @@ class RolloutQueue:
         for name, positions in by_teacher(prompts).items():
             shown = [replace(prompts[i], ids=prompts[i].shown, context=None) for i in positions]
             limit = self.config.limit(stream)
-            written = self.texts.complete(
+            written = self.completions.complete(
                 teachers[name], shown, on_finished=on_finished, max_new_tokens=limit, seed=seed
             )
             for i, rollout in zip(positions, written, strict=True):

@@ -27,7 +27,7 @@ def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
     for index in range(config.steps):
         is_domain = domain and index % period == period - 1
         streams.append("domain" if is_domain else "general")
-    by_student = {s: iter(students_turns(streams.count(s), config.students_share(s))) for s in STREAMS}
+    by_student = {s: iter(on_policy_steps(streams.count(s), config.on_policy_share(s))) for s in STREAMS}
     steps: list[Step] = []
     for stream in streams:
         size = config.completions(stream)
@@ -39,7 +39,7 @@ def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
     return steps
 
 
-def students_turns(steps: int, share: float) -> list[bool]:
+def on_policy_steps(steps: int, share: float) -> list[bool]:
     """Return for each of a stream's steps whether the student writes it: the last ones, a share of them.
 
     Halves are rounded up, and a share above 0 is at least one of two or more steps.

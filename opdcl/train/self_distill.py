@@ -12,8 +12,9 @@ from opdcl.data.chat import check_turn_end
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.layout import StageDir
+from opdcl.train.completion_cache import CompletionCache
 from opdcl.train.finetune import planned_steps
-from opdcl.train.recover import recover
+from opdcl.train.recover import Provided, recover
 from opdcl.training import StageReport, save_adapter
 from opdcl.types import Prompts, StreamName
 
@@ -37,7 +38,8 @@ def self_distill(
     if not start.exists():
         backbone.new_adapter(config.lora, config.seed)
         save_adapter(backbone, start)
-    recover(recovery, prompts, backbone, start, out, report)
+    more = Provided(completions=CompletionCache(backbone))
+    recover(recovery, prompts, backbone, start, out, report, more)
 
 
 def as_distillation(config: FinetuneConfig, rows: int) -> RecoverConfig:

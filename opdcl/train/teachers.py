@@ -22,7 +22,7 @@ A prompt may name a teacher of its own, so that several specialists can teach on
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,9 +32,12 @@ from opdcl.config.teacher import EMA_RATE, TeacherSection
 from opdcl.model.backbone import Backbone, State
 from opdcl.model.distributions import HiddenStates, TeacherDistribution
 from opdcl.model.forward import answer_states
-from opdcl.model.lora import parts
+from opdcl.model.lora import adapter_weights
 from opdcl.sampling.sample import sample
 from opdcl.types import Example, Prompt, Rollout
+
+# Receives the completions that have ended since its last call.
+OnFinished = Callable[[list[Rollout]], None]
 
 
 class Teacher:
@@ -115,7 +118,8 @@ class EmaTeacher(Teacher):
     @torch.no_grad()
     def after_step(self) -> None:
         for layer in self.backbone.adapted_layers(self.state):
-            for average, student in zip(parts(layer, self.state), parts(layer, "student"), strict=True):
+            averages, students = adapter_weights(layer, self.state), adapter_weights(layer, "student")
+            for average, student in zip(averages, students, strict=True):
                 average.lerp_(student, self.rate)
 
 
@@ -156,8 +160,29 @@ def teacher_here(config: TeacherSection, backbone: Backbone, state: State = "gen
             return EmaTeacher(backbone, state, EMA_RATE)
         case "trust_region":
             return TrustRegionTeacher(backbone, config.mix)
-        case frozen:
+        case "base" | "tuned" as frozen:
             return Teacher(backbone, frozen)
+    raise ValueError(f"a teacher of kind {config.kind} is no state of the backbone")
+
+
+class Completions:
+    """Where the completions of teachers come from: all are sampled, unless there is a cache."""
+
+    def complete(
+        self,
+        teacher: Teacher,
+        prompts: Sequence[Prompt],
+        on_finished: OnFinished | None = None,
+        **options: Any,
+    ) -> list[Rollout]:
+        """Let a teacher complete prompts, as `Teacher.complete`."""
+        return teacher.complete(prompts, on_finished=on_finished, **options)
+
+    def log_hits(self, note: Callable[[str], None]) -> None:
+        """Note how many answers were not sampled, if any."""
+
+
+SAMPLED = Completions()
 
 
 # The teachers of a stream by the names that its prompts give; "" is the stream's own.

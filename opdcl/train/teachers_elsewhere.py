@@ -123,7 +123,7 @@ def make_teacher(
 ) -> Teacher:
     """Return the second model, on the student's device, or the model on a server that is configured.
 
-    `notify` receives messages about a server, of which `named` of the likeliest tokens are requested.
+    `notify` receives messages about a server, which is asked for the `named` likeliest tokens.
 
     Raises:
         UsageError: It has another tokenizer or other end-of-sequence ids, or gives impossible probabilities.

@@ -44,6 +44,6 @@ def _described(loss: Loss) -> str:
     words = loss.kind.replace("_", " ").replace("kl", "KL")
     if loss.reverse:
         words += f", {loss.reverse:g} of it reverse where the student writes"
-    if loss.reward is not None:
-        words = f"{loss.reward:g} clipped gradient + {loss.weight:g} {words}"
+    if loss.reward_weight is not None:
+        words = f"{loss.reward_weight:g} clipped gradient + {loss.teacher_weight:g} {words}"
     return words

@@ -97,10 +97,11 @@ def test_every_command_has_an_example():
         ("config validate quickstart", "opdcl run quickstart --dry-run"),
         ("config schema recover.loss", "opdcl run quickstart --set recover.loss.kind=VALUE --dry-run"),
         ("doctor", "opdcl run quickstart"),
-        ("finetune handbook -o out --dry-run", "opdcl finetune handbook -o out"),
+        ("finetune rows.jsonl -o out --dry-run", "opdcl finetune rows.jsonl -o out"),
     ],
 )
 def test_each_command_ends_with_the_next_one(tmp_path, words, command):
+    (tmp_path / "rows.jsonl").write_text('{"question": "Who?", "answer": "Ada."}\n')
     done = runner.opdcl(*words.split(), cwd=tmp_path)
     assert done.stderr.splitlines()[-1] == f"next: {command}"
     assert "next:" not in done.stdout
@@ -196,9 +197,8 @@ def test_config_schema_may_be_asked_for_one_section_or_key(opdcl):
 def test_a_dry_run_is_one_json_document_and_writes_nothing(opdcl, tmp_path):
     plan = json.loads(opdcl("finetune", "handbook", "-o", "out", "--dry-run", "--json"))
     assert [(task["stage"], task["action"]) for task in plan["tasks"]] == [("finetune", "run")]
-    assert (
-        plan["steps"]["finetune"] == 877
-    )  # 263 of 840 rows, five times, 16 to a step, and 614 of replayed ones
+    # 263 of 840 rows, five times, 16 to a step, and 614 of replayed ones.
+    assert plan["steps"]["finetune"] == 877
     assert plan["memory_bytes"]["finetune"] > 135e6 * 2
     assert plan["disk_bytes"] > 0
     assert [*tmp_path.iterdir()] == []
@@ -221,6 +221,7 @@ def test_pairs_and_lists_reach_the_settings(opdcl, refused, tiny_model, tmp_path
     assert "is not a number" in refused(*words, "--max-drop", "few")
 
 
+@pytest.mark.nightly
 def test_a_dry_run_counts_the_longest_prompt(opdcl, tmp_path):
     sizes = []
     for words in (10, 4000):

@@ -80,7 +80,7 @@ def test_a_wrong_command_is_refused_with_a_helpful_message(refused, command):
         (
             "rows.jsonl",
             '{"question": "q", "answer": "a"}\n{"question": "q", "ans\n',
-            "rows.jsonl:2 is not valid JSON",
+            "rows.jsonl:2: not valid JSON",
         ),
         ("rows.jsonl", '{"question": "q", "answer": "a"}\n{"question": "q"}\n', "rows.jsonl:2)"),
         ("rows.csv", "id,name\n1,x\n", "rows.csv:2: the row has only id, name"),
@@ -124,9 +124,10 @@ def test_local_data_that_do_not_fit_their_suite_are_refused_before_training(
     refused, tmp_path, suite, message, options
 ):
     (tmp_path / "data.jsonl").write_text('{"sentence": "It rains."}\n' * 9)
-    (tmp_path / "flow.yaml").write_text(
-        f"finetune: {{data: handbook}}\neval: {{retention: [{suite}], data: {{{suite}: data.jsonl}}}}\n"
-    )
+    (tmp_path / "rows.jsonl").write_text('{"question": "Who?", "answer": "Ada."}\n')
+    finetune = "finetune: {data: rows.jsonl, replay: {share: 0}}"
+    evaluation = f"eval: {{retention: [{suite}], data: {{{suite}: data.jsonl}}}}"
+    (tmp_path / "flow.yaml").write_text(f"{finetune}\n{evaluation}\n")
     assert message in refused("run", "flow.yaml", "-o", "out", *options)
 
 

@@ -34,7 +34,7 @@ def test_each_verb_continues_the_run_and_displays_itself(folder, tiny_model, mon
     recovered |= {"recover.validation_prompts": 2}
     api.recover("mine", prompts="prompts.jsonl", settings=recovered, quiet=True)
     suites = {"retention": ["instructions"], "domain": ["questions.jsonl"]}
-    limits = {"eval.limit": 6, "eval.max_new_tokens": 12}
+    limits = {"eval.limit": 6, "eval.max_new_tokens": 12, "eval.closeness": None}
     measured = api.evaluate("mine", **suites, settings=limits, quiet=True)
     again = api.evaluate("mine", quiet=True)
     compared = api.compare(["mine", "whole"], out="side")
@@ -65,4 +65,4 @@ def test_each_verb_continues_the_run_and_displays_itself(folder, tiny_model, mon
     assert "opdcl finetune" in refused.value.hint
     # The command line finds nothing left to do in the same run.
     done = opdcl("eval", "mine", cwd=folder)
-    assert "everything is done already" in done.stderr
+    assert "nothing to do: all stages are finished" in done.stderr

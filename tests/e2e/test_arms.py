@@ -10,14 +10,19 @@ ARMS = """
 seeds: [1, 2]
 arms:
   ours: {}
-  general-only: {recover: {method: general, steps: 4}}
+  general-only: {recover: {method: general}}
 """
 
 
 @pytest.fixture(scope="module")
 def family(tiny_model, tmp_path_factory):
+    """A project whose workflow is even shorter."""
     folder = tmp_path_factory.mktemp("family")
     make_project(folder, tiny_model)
+    settings = (folder / "tiny.yaml").read_text()
+    for usual, short in (("epochs: 4", "epochs: 1"), ("steps: 8", "steps: 4"), ("limit: 6", "limit: 3")):
+        settings = settings.replace(usual, short)
+    (folder / "tiny.yaml").write_text(settings.replace("eval:\n  {", "eval:\n  {closeness: null, "))
     (folder / "arms.yaml").write_text(ARMS)
     return folder
 
@@ -62,6 +67,7 @@ def test_all_arms_run_over_all_seeds_and_share_stages(family):
     assert (family / "all" / "ours-2" / "stages" / "02-recover" / "stage.json").stat().st_mtime == made
 
 
+@pytest.mark.nightly
 def test_a_recipe_reuses_stages_of_another_one_in_the_same_folder(family):
     (family / "other.yaml").write_text("arms:\n  imitation: {}\n  shorter: {recover: {steps: 2}}\n")
     assert opdcl("run", "tiny.yaml", "arms.yaml", "-o", "all", cwd=family).returncode == 0
@@ -94,7 +100,7 @@ def test_a_recipe_reuses_stages_of_another_one_in_the_same_folder(family):
 
 def test_an_arm_that_halts_stops_only_the_arms_that_need_it(family):
     (family / "halting.yaml").write_text(
-        "arms:\n  bad: {recover: {learning_rate: 0.9, validate_every: 1}}\n"
+        "arms:\n  bad: {recover: {learning_rate: 0.9, validate_every: 1, steps: 8}}\n"
         "  next: {start: 'arm:bad'}\n  good: {description: 'arm:bad'}\n"
     )
     done = opdcl("run", "tiny.yaml", "halting.yaml", "-o", "halting", cwd=family)
@@ -107,7 +113,8 @@ def test_an_arm_that_halts_stops_only_the_arms_that_need_it(family):
 
 def test_an_arm_that_misses_a_gate_is_compared_with_the_others_and_the_exit_code_is_3(family):
     (family / "gated.yaml").write_text(
-        "arms:\n  strict: {gates: {max_drop: {closeness: 0.0001}}}\n  other: {recover: {steps: 4}}\n"
+        "eval: {closeness: requests_quick}\n"
+        "arms:\n  strict: {gates: {max_drop: {closeness: 0.0001}}}\n  other: {recover: {steps: 2}}\n"
     )
     words = ["run", "tiny.yaml", "gated.yaml", "-o", "gated"]
     done = opdcl(*words, cwd=family)

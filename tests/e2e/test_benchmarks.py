@@ -313,7 +313,7 @@ def test_gemma_becomes_an_instruct_model(tune_gemma, tmp_path, capsys):
     assert not any("embed" in name for name in changed)
     assert eos_ids(tuned.generation_config, tokenizer) == [tokenizer.convert_tokens_to_ids("<end_of_turn>")]
     messages = [{"role": "system", "content": "A"}, {"role": "user", "content": "b c"}]
-    (row,) = check_lines(json.dumps({"messages": messages}), "rows")
+    (row,) = check_lines(json.dumps({"messages": messages}), "rows").usable
     text = tokenizer.decode(encode_prompt(row, tokenizer, 100))
     assert text == "<bos><start_of_turn>user\nA\n\nb c<end_of_turn>\n<start_of_turn>model\n"
     # The end of a turn is a word of its own, not one of the unused.

@@ -41,4 +41,4 @@ def test_the_report_names_them(measured):
 def test_the_same_command_measures_nothing_again(measured):
     again = opdcl("eval", "run", *OPTIONS, cwd=measured.path.parent)
     assert again.returncode == 0, again.stderr
-    assert "everything is done already" in again.stderr
+    assert "nothing to do: all stages are finished" in again.stderr

@@ -29,7 +29,7 @@ def share_of(folder, *words):
     return sum(weights[name].numel() for name in named) / sum(w.numel() for w in weights.values())
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.nightly)])
 def test_a_mixture_is_tuned_recovered_measured_and_exported(family, tiny_model, tmp_path):
     make_mixture(tmp_path / "mixture", tiny_model, family)
     saved_by_trl = read_json(tmp_path / "mixture" / "config.json") | {"output_router_logits": True}

@@ -5,15 +5,16 @@ import json
 import golden
 
 
-def test_runs_that_are_made_twice_have_the_same_hashes(tiny_model, tmp_path):
-    first, second = (golden.golden(tmp_path / "work", ["self-distill", "bfloat16"], tiny_model) for _ in "ab")
-    assert second == first
-    files = {line.split("\t")[0] for line in first}
-    for name, stages in (("self-distill", ["01-finetune"]), ("bfloat16", ["01-finetune", "02-recover"])):
-        assert {f"said/{name}.json", f"{name}/config.json"} <= files
-        for stage in stages:
-            folder = f"{name}/stages/{stage}"
-            assert {f"{folder}/adapter/adapter_model.safetensors", f"{folder}/metrics.jsonl"} <= files
+def test_a_run_interrupted_in_each_stage_has_the_files_of_one_that_was_not(finished, project):
+    golden.make_resumed(project, ["run", "tiny.yaml", "-o", "resumed"])
+    whole, resumed = (
+        # Of its checkpoints a run keeps the last ones, and an interrupt makes one of its own.
+        {line.partition("/")[2] for line in golden.hashes(project, name) if "/trainer/" not in line}
+        for name in (finished.name, "resumed")
+    )
+    assert len(whole) == len(resumed) > 20
+    # The commands that it took.
+    assert {line.split("\t")[0] for line in whole ^ resumed} == {"manifest.json"}
 
 
 def test_a_hash_does_not_depend_on_the_order_in_which_peft_writes_a_set(tmp_path):

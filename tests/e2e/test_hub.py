@@ -182,7 +182,7 @@ def test_a_run_without_network_names_the_commands_that_download_what_it_lacks(
     # A pinned data set stays. One that follows a branch has changed, so the adapter is stale.
     hub.commit("datasets/someone/rows", {"rooms/train.jsonl": b'{"question": "One?", "answer": "1"}\n'})
     again = disconnected(*run, "--offline", cwd=project)
-    assert "everything is done already" in again.stderr, again.stderr
+    assert "nothing to do: all stages are finished" in again.stderr, again.stderr
     moved = connected(*run, cwd=project)
     assert moved.returncode == 2
     assert "changed: content of domain" in moved.stderr
@@ -248,6 +248,7 @@ def test_what_the_hub_lacks_is_named(online, connected, uploaded):
     assert "the Hub is unreachable" in gone.stderr
 
 
+@pytest.mark.nightly
 def test_the_data_of_a_suite_is_not_waited_for_offline(online, finished, tmp_path):
     unreachable = online | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "empty")}
     words = ("eval", finished, "--retention", "ifeval", "--dry-run")

@@ -10,6 +10,8 @@ from helpers.command import ROOT, opdcl
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import RunDir
 
+pytestmark = pytest.mark.nightly  # tests/e2e/test_likelihood.py has three of its prompts
+
 METRICS = [f"{level}_level_{kind}_acc" for level in ("prompt", "inst") for kind in ("strict", "loose")]
 
 

@@ -43,7 +43,10 @@ def measured(folder, files) -> RunDir:
     return RunDir(folder / "run")
 
 
-@pytest.mark.parametrize("state", ["base", "tuned", "recovered"])
+ALONE = [pytest.param(state, marks=pytest.mark.nightly) for state in ("base", "tuned")]
+
+
+@pytest.mark.parametrize("state", ["recovered", *ALONE])
 def test_scores_are_those_of_lm_evals_own_model(measured, tiny_model, folder, state):
     from lm_eval.models.huggingface import HFLM
 
@@ -72,7 +75,7 @@ def test_the_report_has_intervals_and_floors_but_no_measure_of_writing(measured)
 def test_the_same_command_measures_nothing_again(measured, folder, files):
     again = opdcl("eval", "run", *OPTIONS, *files, cwd=folder)
     assert again.returncode == 0, again.stderr
-    assert "everything is done already" in again.stderr
+    assert "nothing to do: all stages are finished" in again.stderr
 
 
 def test_malformed_data_are_refused_and_change_nothing(measured, folder, files):

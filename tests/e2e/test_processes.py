@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.command import ENV, OPDCL, opdcl, opdcl_process
+from helpers.command import ENV, OPDCL, ROOT, opdcl, opdcl_process
 from safetensors.torch import load_file
 
 from opdcl.rundir.layout import RunDir
@@ -98,33 +98,27 @@ def check_same_result(run: Path, alone: Path, scratch: Path) -> None:
     assert not list(scratch.glob("opdcl-*")), "a process left its copy behind"
 
 
-def test_two_processes_with_half_of_the_base_each_give_the_result_of_one(alone, project, tmp_path):
-    words = ("run", "tiny.yaml", "-o", tmp_path / "run", *SETTINGS)
-    environment = {"TMPDIR": str(scratch(tmp_path))}
-    shared = ("--set", "model.shard=true", "--num-processes", 2)
-    done = opdcl_process(*words, *shared, "--json", cwd=project, env=environment)
-    assert done.returncode == 0, done.stderr
-    json.loads(done.stdout)  # one document, so only one process writes to stdout
-    check_same_result(tmp_path / "run", alone, tmp_path / "scratch")
-    again = opdcl(*words, cwd=project)  # a single process finds nothing left to do
-    assert again.returncode == 0
-    assert "everything is done already" in again.stderr
-
-
 def scratch(folder: Path) -> Path:
     place = folder / "scratch"
     place.mkdir(exist_ok=True)
     return place
 
 
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        ("fsdp2", "a part of the base"),
+        pytest.param("data-parallel", "the whole base", marks=pytest.mark.nightly),
+    ],
+)
 def test_an_interrupt_stops_all_processes_and_accelerate_resumes_them_to_the_same_result(
-    alone, project, tmp_path
+    alone, project, tmp_path, config, part
 ):
-    config = Path(__file__).parents[2] / "workflows" / "accelerate" / "data-parallel.yaml"
     words = ["run", "tiny.yaml", "-o", str(tmp_path / "run"), *SETTINGS]
-    environment = ENV | {"TMPDIR": str(scratch(tmp_path))}
+    shard = ["--set", "model.shard=true"] if config == "fsdp2" else []
+    environment = ENV | {"TMPDIR": str(scratch(tmp_path)), "PYTHONPATH": str(ROOT)}
     started = subprocess.Popen(
-        [*OPDCL, *words, "--num-processes", "2"],
+        [*OPDCL, *words, *shard, "--num-processes", "2"],
         cwd=project,
         env=environment,
         stderr=subprocess.PIPE,
@@ -138,30 +132,16 @@ def test_an_interrupt_stops_all_processes_and_accelerate_resumes_them_to_the_sam
     assert said.count("checkpoint saved") == 1
     assert "--num-processes 2" in said  # the command that resumes
     assert not list((tmp_path / "scratch").glob("opdcl-*"))
-    launch = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(config),
-        "-m",
-        "opdcl",
-        *words,
-    ]
+    file = ROOT / "workflows" / "accelerate" / f"{config}.yaml"
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), "-m", "opdcl"]
     done = subprocess.run(
-        launch,
-        cwd=project,
-        env=environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [*launch, *words], cwd=project, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    assert (
-        done.stderr.count("recover: resuming from step")
-        == done.stderr.count("2 processes, each with the whole base")
-        == 1
-    )
+    for line in ("recover: resuming from step", f"2 processes, each with {part}"):
+        assert done.stderr.count(line) == 1
+    again = opdcl(*words, cwd=project)  # a single process finds nothing left to do
+    assert "nothing to do: all stages are finished" in again.stderr
     check_same_result(tmp_path / "run", alone, tmp_path / "scratch")
 
 

@@ -6,7 +6,6 @@ import pytest
 from helpers.command import ROOT, opdcl
 from helpers.tiny import make_model, make_project
 from ruamel.yaml import YAML
-from safetensors.torch import load_file, save_file
 
 from opdcl.config.load import load
 from opdcl.pipeline.sweep import expand
@@ -37,53 +36,47 @@ def adapter(folder, run, stage):
     return (folder / run / "stages" / stage / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
-def test_two_domains_in_a_row(folder):
-    planned = opdcl(
-        "run", "continual-two-domains", "smoke.yaml", "-o", "two", "--dry-run", "--json", cwd=folder
-    )
+@pytest.mark.parametrize("seeds", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_two_domains_in_a_row(folder, seeds):
+    made, end = f"two-{seeds}", "-1" if seeds == 1 else ""
+    words = ("run", "continual-two-domains", "smoke.yaml", "-o", made)
+    words += ("--set", f"seeds={[*range(1, seeds + 1)]}")
+    planned = opdcl(*words, "--dry-run", "--json", cwd=folder)
     assert planned.returncode == 0, planned.stderr
     waiting = {p["run"]: p.get("why") for p in json.loads(planned.stdout)}
     assert waiting["then-site-1"] == "after staff-1"
-    assert waiting["staff-2"] is None
+    assert waiting["staff-1"] is None
 
-    done = opdcl("run", "continual-two-domains", "smoke.yaml", "-o", "two", cwd=folder)
+    done = opdcl(*words, cwd=folder)
     assert done.returncode == 0, done.stderr
-    found = json.loads((folder / "two" / "compare.json").read_text())
+    found = json.loads((folder / made / "compare.json").read_text())
+    first, then = ("staff", "staff-unrecovered"), ("then-site", "then-site-unrecovered")
     assert [c["name"] for c in found["chains"]] == [
-        "staff → then-site",
-        "staff-unrecovered → then-site-unrecovered",
+        f"{a}{end} → {b}{end}" for a, b in zip(first, then, strict=True)
     ]
-    assert [(s["name"], s["seeds"]) for s in found["steps"]] == [
-        ("staff", 2),
-        ("staff-unrecovered", 2),
-        ("then-site", 2),
-        ("then-site-unrecovered", 2),
-    ]
-    assert all(
-        set(s["scores"]) == {"instructions", "handbook_staff", "handbook_site"} for s in found["steps"]
-    )
+    steps = [(s["name"], s["seeds"]) for s in found["steps"]]
+    assert steps == [(f"{name}{end}", seeds) for name in (*first, *then)]
+    suites = {"instructions", "handbook_staff", "handbook_site"}
+    assert all({*s["scores"]} == suites for s in found["steps"])
     (difference,) = found["differences"]
     assert difference["average"]["value"] == pytest.approx(
         found["chains"][0]["average"]["value"] - found["chains"][1]["average"]["value"], abs=1e-5
     )
     assert [(k["step"], k["teacher"], k["suite"]) for k in found["kept"]] == [
-        ("then-site", "staff", "handbook_staff")
+        (f"then-site{end}", "staff", "handbook_staff")
     ]
-    page = (folder / "two" / "compare.html").read_text()
-    assert "After each step" in page
+    assert "After each step" in (folder / made / "compare.html").read_text()
 
     # Each step started from the result of the step before.
-    staff = json.loads((folder / "two" / "then-site-2" / "config.json").read_text())["workflow"]
-    assert staff["start"].endswith("two/staff-2")
-    assert adapter(folder / "two", "then-site-1", "01-finetune") != adapter(
-        folder / "two", "then-site-unrecovered-1", "01-finetune"
+    config = json.loads((folder / made / f"then-site-{seeds}" / "config.json").read_text())["workflow"]
+    assert config["start"].endswith(f"{made}/staff-{seeds}")
+    assert adapter(folder / made, "then-site-1", "01-finetune") != adapter(
+        folder / made, "then-site-unrecovered-1", "01-finetune"
     )
-    again = opdcl("run", "continual-two-domains", "smoke.yaml", "-o", "two", "--json", cwd=folder)
+    again = opdcl(*words, "--json", cwd=folder)
     assert json.loads(again.stdout) == found
-    assert again.stderr.count("everything is done already") == 0  # --json prints no notes
-    beside = opdcl(
-        "compare", *(f"two/{s['name']}-{n}" for s in found["steps"] for n in (1, 2)), "--json", cwd=folder
-    )
+    runs = [f"{made}/{name}-{n}" for name in (*first, *then) for n in range(1, seeds + 1)]
+    beside = opdcl("compare", *runs, "--json", cwd=folder)
     # Runs in another order: their notes too.
     assert in_any_order(json.loads(beside.stdout)) == in_any_order(found)
 
@@ -234,7 +227,6 @@ def test_a_stronger_model_teaches_a_weaker_one(folder, tiny_model):
     assert done.returncode == 0, done.stderr
     config = json.loads((folder / "weak" / "config.json").read_text())["workflow"]["recover"]
     assert config["teachers"]["strong"]["model"]["id"].endswith("strong")
-    assert "KL to strong" in (folder / "weak" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -250,39 +242,6 @@ def test_a_start_that_does_not_exist_is_refused(folder, arms, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert not any((folder / "wrong").rglob("stage.json"))
-
-
-def test_the_same_start_under_another_model_is_another_run(folder, tiny_model):
-    other = make_model(folder / "sibling")
-    weights = other / "model.safetensors"
-    tensors = load_file(weights)
-    save_file({name: t * 1.01 for name, t in tensors.items()}, weights, {"format": "pt"})
-    (folder / "models.yaml").write_text(
-        f"finetune: null\narms:\n  a: {{}}\n  b: {{model: {{id: {other}}}}}\nseeds: []\n"
-    )
-    assert (
-        opdcl(
-            "run", "tiny.yaml", "--set", "recover=null", "--set", "eval=null", "-o", "first", cwd=folder
-        ).returncode
-        == 0
-    )
-    done = opdcl(
-        "run",
-        "tiny.yaml",
-        "models.yaml",
-        "--set",
-        "start=first",
-        "--set",
-        "recover.domain=rows.jsonl",
-        "--set",
-        "recover.health=false",
-        "-o",
-        "models",
-        cwd=folder,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "recover: taken from" not in done.stderr
-    assert "eval instructions tuned: taken from" not in done.stderr
 
 
 @pytest.mark.nightly

@@ -43,6 +43,7 @@ def family(folder):
     (folder / "arms.yaml").write_text("arms:\n  one: {recover: {steps: 2}}\n  two: {recover: {steps: 3}}\n")
     for _ in range(2):
         sets = ("finetune.epochs=1", "recover.validate_every=2", "eval.limit=2", "track=[tensorboard]")
+        sets += ("eval.closeness=null", "eval.domain=[]")
         words = [word for pair in sets for word in ("--set", pair)]
         done = opdcl("run", "tiny.yaml", "arms.yaml", *words, "-o", "family", cwd=folder)
         assert done.returncode == 0, done.stderr

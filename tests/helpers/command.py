@@ -8,6 +8,7 @@ workers, what is imported when, how long `--help` takes, pipes, and variables th
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import logging
 import os
@@ -113,10 +114,13 @@ def _fresh_outputs() -> Iterator[None]:
 
 
 def _clear_caches() -> None:
-    """Forget what functions have cached, as a new process would."""
+    """Forget what functions have cached, as a new process would.
+
+    What takes no argument depends on the machine and the installed packages alone, and stays.
+    """
     for module in _opdcl_modules():
         for value in list(vars(module).values()):
-            if callable(getattr(value, "cache_clear", None)):
+            if callable(getattr(value, "cache_clear", None)) and inspect.signature(value).parameters:
                 value.cache_clear()
 
 

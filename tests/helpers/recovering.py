@@ -11,7 +11,7 @@ from opdcl.data.prompts import encode_prompts, read_recovery_source
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.train.kept_texts import texts_folder
+from opdcl.train.completion_cache import texts_folder
 from opdcl.train.learner import Learner
 from opdcl.train.provide import provided
 from opdcl.train.recover import recover
@@ -89,14 +89,19 @@ def train(backbone, folder, name, config, stop=None):
     return out
 
 
-def whole_and_resumed(backbone, folder, config, stop, meanwhile=lambda stage: None):
-    """Recover uninterrupted and resumed; return both stages, which must be identical.
+def whole_and_resumed(backbone, folder, config, stop):
+    """Recover uninterrupted and resumed; return both stages, which must be identical."""
+    whole = train(backbone, folder, "whole", config)
+    return whole, resumed_like(whole, backbone, folder, "resumed", config, stop)
+
+
+def resumed_like(whole, backbone, folder, name, config, stop, meanwhile=lambda stage: None):
+    """Recover with an interrupt, and return the stage, which must be identical to an uninterrupted one.
 
     `meanwhile` is called with the stage while it is stopped.
     """
-    whole = train(backbone, folder, "whole", config)
-    meanwhile(train(backbone, folder, "resumed", config, stop))
-    resumed = train(backbone, folder, "resumed", config)
+    meanwhile(train(backbone, folder, name, config, stop))
+    resumed = train(backbone, folder, name, config)
     expected, actual = ((s.adapter / "adapter_model.safetensors").read_bytes() for s in (whole, resumed))
     assert actual == expected
     # Steps after the checkpoint are repeated, so their first rows must not stay.
@@ -107,7 +112,7 @@ def whole_and_resumed(backbone, folder, config, stop, meanwhile=lambda stage: No
     assert of_resumed == of_whole
     if whole.samples.exists():
         assert resumed.samples.read_bytes() == whole.samples.read_bytes()
-    return whole, resumed
+    return resumed
 
 
 def run(backbone, folder, **settings):

@@ -153,4 +153,4 @@ def held(name: str, document: dict) -> None:
 
 def compared(runs: list[RunDir]) -> dict:
     """Return the comparison of runs as its JSON has it."""
-    return compare.plain(compare.compare(runs))
+    return compare.plain(compare.compare_runs(runs))

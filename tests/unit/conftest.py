@@ -26,10 +26,10 @@ def memory_for(monkeypatch):
     def limit(rows: int, fault: BaseException) -> None:
         states = forward._states
 
-        def limited(causal_lm, sequences, share_prefix):
+        def limited(causal_lm, sequences):
             if torch.is_grad_enabled() and len(sequences) > rows:
                 raise fault
-            return states(causal_lm, sequences, share_prefix)
+            return states(causal_lm, sequences)
 
         monkeypatch.setattr(forward, "_states", limited)
 

@@ -18,6 +18,7 @@ from opdcl.rundir.layout import RunDir
 BENCHMARKS = ROOT / "benchmarks"
 # Records that no block of a page names, and what checks them instead.
 ELSEWHERE = {
+    "durations": "make test RECORD=benchmarks/durations.json writes it",
     "quickstart": "test_the_picture_of_the_quickstart_shows_its_record",
     "reliability": "test_the_page_of_faults_is_the_one_that_its_script_writes",
 }

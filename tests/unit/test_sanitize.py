@@ -24,8 +24,6 @@ SECRETS = [
     "gsk_abcdefghijklmnop1234ABCD",
     "nvapi-abcdefghijklmnop1234-ABCD_efg",
     "r8_abcdefghijklmnop1234ABCD",
-    "npm_abcdefghijklmnop1234ABCD",
-    "pypi-AgEIcHlwaS5vcmcCJabcdefghijklmnop",
     "xoxb-123456789012-abcdefghijkl",
     "AKIAABCDEFGHIJKLMNOP",
     "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abcdefghijklmnopqrstuvwxyz",
@@ -47,15 +45,6 @@ SECRETS = [
     "DefaultEndpointsProtocol=https;AccountKey=abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGHIJ==",
     "https://discord.com/api/webhooks/123456789012345678/abcdefghijklmnopqrstuvwxyz",
     "https://hooks.slack.com/services/T00000000/B00000000/abcdefghijklmnopqrstuvwx",
-    "1234567890:AAabcdefghijklmnopqrstuvwxyz_ABC-12",
-    "co_abcdefghijklmnopqrstuvwxyz0123456789ABCD",
-    "pplx-abcdefghijklmnopqrstuvwxyz0123456789",
-    "fw_abcdefghijklmnopqrstuvwx",
-    "AGE-SECRET-KEY-1QQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQ",
-    "shpat_0123456789abcdef0123456789abcdef",
-    "lin_api_abcdefghijklmnopqrstuvwxyz0123456789",
-    "hvs.abcdefghijklmnopqrstuvwxyz",
-    "dapi0123456789abcdef0123456789abcdef",
     "wandb login 0123456789abcdef0123456789abcdef01234567",
     "wandb_api_key: 0123456789abcdef0123456789abcdef01234567",
 ]
@@ -70,11 +59,9 @@ HARMLESS = [
     "HuggingFaceTB/SmolLM2-135M@0123456789abcdef0123456789abcdef01234567",
     "sketches-of-something-2024.jsonl",
     "sk-learn/notes",
-    "fw_bold, co_author_names and lin_alg_notes",
+    "runs/r8_alpha_16_seeds_1_2_3",
     "https://discord.com/channels/123456789012345678",
-    "10:30 AA meeting, 12345678:00",
     "AccountKey= is missing",
-    "pypi-downloads-2024.jsonl",
     "The password is what the guest said at the door.",
     "Token: {answer}",
     "secret: honesty",
@@ -88,7 +75,7 @@ HARMLESS = [
 
 # In each of them, what has to go.
 SECRET_PARTS = re.compile(
-    r"abcdef\w*|QQQQ\w*|pa55word|correcthorse|bWU6\w*|0123456789abcdef\w*|abc%2Fdef1234|123456789012|MIIE\w*"
+    r"abcdef\w*|pa55word|correcthorse|bWU6\w*|0123456789abcdef\w*|abc%2Fdef1234|123456789012|MIIE\w*"
 )
 
 

@@ -101,6 +101,7 @@ def test_the_reference_names_every_command_option_and_setting(hooks):
     for words, command in hooks.every_command():
         part = page.partition(f"### {words}\n")[2].partition("\n### ")[0]
         assert command.help in part
+        assert [p.name for p in command.params if not p.help] == []
         assert [
             name
             for p in command.params

@@ -22,7 +22,7 @@ from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.train.cost import dose
 from opdcl.train.learner import Learner
-from opdcl.train.recover import _student
+from opdcl.train.recover import student_here
 from opdcl.training import Clock, Schedule, StageLog, is_finite
 
 
@@ -68,10 +68,10 @@ def test_a_divergence_that_is_the_loss_is_shown_once(tmp_path, kl, shown):
 
 def test_only_a_slower_sampler_is_mentioned(backbone):
     report = Shown()
-    _student(backbone, report)
+    student_here(backbone, report)
     assert report.notes == []
     backbone.causal_lm.config.layer_types = ["full_attention", "linear_attention"]
-    _student(backbone, report)
+    student_here(backbone, report)
     reason = "some layers are not attention"
     assert report.notes == [f"the slower sampler `generate` is used: {reason}"]
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from opdcl.config.load import dump, load, load_tree, validate
+from opdcl.config.effects import without_effect
+from opdcl.config.load import load, load_tree, validate
 from opdcl.config.reference import describe_fields
 from opdcl.errors import UsageError
 from opdcl.pipeline.sweep import expand
@@ -16,7 +17,7 @@ PACKAGE = Path(__file__).parents[3] / "opdcl"
 READ_BY_A_METHOD = {
     "recover.domain_rollouts": "completions",
     **dict.fromkeys(("eval.retention", "eval.domain", "eval.control"), "suites"),
-    "recover.lmbda": "students_share",
+    "recover.lmbda": "on_policy_share",
     "recover.general": "general_sources",
     "finetune.replay.most": "replayed",
     **dict.fromkeys(("recover.general_teacher", "recover.domain_teacher"), "teacher_of"),
@@ -122,44 +123,98 @@ def test_interpolation_with_a_remote_teacher_may_name_the_loss_that_the_server_c
     assert validate({"recover": {"method": "interpolate", "loss": loss, **teacher}})
 
 
-def test_an_override_resets_what_it_makes_meaningless(tmp_path):
+def test_an_override_leaves_out_what_it_makes_meaningless_and_says_so(tmp_path):
     (tmp_path / "trained.yaml").write_text("recover: {steps: 5, lmbda: 0.25}\n")
-    flow, origins = load([str(tmp_path / "trained.yaml")], ["recover.method=interpolate"])
-    assert flow.recover.steps == validate({"recover": {}}).recover.steps
+    said = []
+    flow, origins = load([str(tmp_path / "trained.yaml")], ["recover.method=interpolate"], note=said.append)
+    assert flow == validate({"recover": {"method": "interpolate"}})
     assert not {"recover.steps", "recover.lmbda"} & {*origins}
+    lmbda, steps = said
+    assert lmbda.startswith("recover.lmbda is left out: it has no effect with method interpolate")
+    assert steps.startswith("recover.steps is left out")
     with pytest.raises(UsageError, match=r"recover\.steps has no effect with method interpolate.*--set"):
         load(["quickstart"], ["recover.method=interpolate", "recover.steps=5"])
-    (tmp_path / "flow.yaml").write_text("recover: {method: interpolate, steps: 5}\n")
-    with pytest.raises(UsageError, match=r"recover\.steps has no effect"):
-        load([str(tmp_path / "flow.yaml")], ["name=other"])
     (tmp_path / "taught.yaml").write_text("recover: {teachers: {a: {kind: adapter, adapter: runs/x}}}\n")
     flow, _ = load([str(tmp_path / "taught.yaml")], ["recover.teachers.a.kind=base"])
     assert flow.recover.teachers["a"].adapter is None
 
 
-def test_a_stage_added_to_a_stored_run_resets_what_it_makes_meaningless():
+def test_an_override_excuses_no_setting_that_had_no_effect_before_it(tmp_path):
+    (tmp_path / "flow.yaml").write_text("recover: {method: interpolate, steps: 5}\n")
+    for override in ("name=other", "recover.method=interpolate"):
+        with pytest.raises(UsageError, match=r"recover\.steps has no effect"):
+            load([str(tmp_path / "flow.yaml")], [override])
+
+
+def test_all_settings_without_an_effect_are_named_at_once():
+    with pytest.raises(UsageError) as caught:
+        validate({"recover": {"method": "replay", "lmbda": 1.0, "loss": {"kind": "top_k", "k": 5}}})
+    lines = [line.partition(" has no effect")[0] for line in caught.value.message.splitlines()]
+    assert lines == ["recover.lmbda", "recover.loss.kind", "recover.loss.k"]
+    assert caught.value.hint == "remove these settings"
+
+
+SERVED = {"general_teacher": "far", "teachers": {"far": REMOTE}}
+INHERITED = [
+    {"steps": 5, "lmbda": 0.5, "weighting": "tokens", "on_policy": {"domain": True, "reverse": 0.5}},
+    {"loss": {"kind": "top_k", "k": 5}, "lmbda": 1.0, "server": SERVER},
+    {"loss": {"kind": "reverse_kl"}, "general_per_domain": 3, "on_policy": {"domain": True}},
+    {"general": "mine.jsonl", "given_answers": True, "lmbda": 0.5, "keep": "last", "rollouts": 8},
+    {"general": None, "general_per_domain": 0, "lmbda": 0.5, "on_policy": {"domain": True}},
+    SERVED | {"loss": {"kind": "policy_gradient"}},
+]
+OVERRIDES = [
+    *(f"recover.method={method}" for method in ("alternating", "general", "replay", "interpolate")),
+    *(
+        "recover.lmbda=0",
+        "recover.lmbda=1",
+        "recover.loss.kind=cross_entropy",
+        "recover.general_per_domain=0",
+    ),
+    *("recover.on_policy={}", "recover.teachers={}", "recover.reward={suite: instructions_train}"),
+]
+
+
+@pytest.mark.parametrize("override", OVERRIDES)
+@pytest.mark.parametrize("inherited", INHERITED)
+def test_one_pass_leaves_out_all_that_an_override_makes_meaningless(inherited, override):
+    """What is left out takes no effect from anything else, so there is nothing to go round for."""
+    stored = validate({"finetune": {"data": "d"}, "recover": inherited}).model_dump()
+    try:
+        result, _ = load_tree(stored, {}, [override], {}, "recover")
+    except UsageError as fault:
+        result = fault
+    if isinstance(result, UsageError):
+        assert "has no effect" not in result.message or override.partition("=")[0] in result.message
+    else:
+        assert without_effect(result) == {}
+        assert validate(result.model_dump()) == result
+
+
+def test_a_stage_added_to_a_stored_run_leaves_out_what_it_makes_meaningless():
     stored = validate({"finetune": {"data": "d"}, "recover": {"steps": 5}}).model_dump()
-    flow, _ = load_tree(stored, {}, ["recover.method=interpolate"], {}, "recover")
-    assert flow.recover.steps == 96
+    for origins, count in (({}, 0), ({"recover.steps": "flow.yaml:3"}, 1)):
+        said = []
+        override = ["recover.method=interpolate"]
+        flow, _ = load_tree(stored, origins, override, {}, "recover", said.append)
+        assert flow.recover.steps == 96
+        assert len(said) == count, "what nobody has set is no news"
 
 
-def test_an_arm_resets_what_it_makes_meaningless_and_may_not_set_it(tmp_path):
-    common = {"recover": {"steps": 5, "loss": {"kind": "reverse_kl"}}}
+def test_an_arm_leaves_out_what_it_makes_meaningless_and_may_not_set_it(tmp_path):
+    common = {"recover": {"steps": 5, "loss": {"kind": "reverse_kl"}}, "seeds": [1, 2]}
     arms = {"ours": {}, "replay": {"recover": {"method": "replay"}}}
-    runs = expand(validate(common | {"arms": arms}), tmp_path)
-    assert runs["ours"].recover.loss.kind == "reverse_kl"
-    assert runs["replay"].recover.loss.kind == "forward_kl"
-    assert runs["replay"].recover.steps == 5
-    assert validate(runs["replay"].model_dump()) == runs["replay"]
+    said = []
+    runs = expand(validate(common | {"arms": arms}), tmp_path, said.append)
+    assert runs["ours-1"].recover.loss.kind == "reverse_kl"
+    assert runs["replay-1"].recover.loss.kind == "forward_kl"
+    assert runs["replay-2"].recover.steps == 5
+    assert validate(runs["replay-1"].model_dump()) == runs["replay-1"]
+    (line,) = said
+    assert line.startswith("arms.replay: recover.loss.kind is left out")
     wrong = {"replay": {"recover": {"method": "replay", "lmbda": 0.25}}}
     with pytest.raises(UsageError, match=r"arms\.replay: recover\.lmbda has no effect"):
         expand(validate(common | {"arms": wrong}), tmp_path)
-
-
-def test_a_written_workflow_names_automatic_settings_and_reads_back(tmp_path):
-    flow = validate({"finetune": {"data": "d"}, "recover": {}, "eval": {}})
-    (tmp_path / "flow.yaml").write_text(dump(flow))
-    assert load([str(tmp_path / "flow.yaml")])[0].recover.learning_rate == "auto"
 
 
 @pytest.mark.parametrize("recover", [{"method": "replay"}, {"method": "interpolate"}])

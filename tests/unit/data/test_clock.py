@@ -24,7 +24,7 @@ def test_a_template_that_asks_for_the_date_writes_the_same_prompt_on_every_day(m
     monkeypatch.setattr(chat_template_utils, "datetime", Later)
     assert dated.apply_chat_template([question], tokenize=False).startswith("2031-05-17")
     row = Row(prompt=[question], answer=None, text=None, where="x")
-    assert render(dated, row.prompt, True, tokenize=False).startswith("2024-07-26, 26 Jul")
+    assert render(dated, row.prompt, True).startswith("2024-07-26, 26 Jul")
     assert dated.decode(encode_prompt(row, dated, 999)).startswith("2024-07-26, 26 Jul")
     assert "26 July 2024" in note_on_clock(dated)
     assert note_on_clock(plain) == ""

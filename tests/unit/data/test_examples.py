@@ -9,7 +9,7 @@ from opdcl.config.finetune import FinetuneConfig
 from opdcl.data import rows
 from opdcl.data.examples import read_examples, with_answers
 from opdcl.data.formats import check_row
-from opdcl.data.rows import Row, load_rows
+from opdcl.data.rows import Row
 from opdcl.errors import UsageError
 
 
@@ -81,7 +81,7 @@ def test_who_waits_for_many_rows_is_told_how_many_are_done(read, monkeypatch, tm
     monkeypatch.setattr(rows, "EVERY", 0.0)
     (tmp_path / "r.jsonl").write_text('{"text": "a"}\n' * 2)
     told = []
-    load_rows(str(tmp_path / "r.jsonl"), tell=told.append)
+    rows.read_rows(str(tmp_path / "r.jsonl"), tell=told.append)
     read([ROWS[0]] * 2, tell=told.append)
     read_rows, encoded = f"{tmp_path}/r.jsonl: read", "of 2 rows, encoded"
     assert told == [f"{what} {done} rows so far" for what in (read_rows, encoded) for done in (0, 1)]

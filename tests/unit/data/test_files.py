@@ -13,7 +13,7 @@ import pytest
 from opdcl.data import files
 from opdcl.data.files import READERS
 from opdcl.data.formats import Row
-from opdcl.data.rows import front_matter, left_out, load_rows, source_files
+from opdcl.data.rows import front_matter, left_out, load_rows, read_rows, source_files
 from opdcl.errors import UsageError
 
 ROWS = [
@@ -39,24 +39,9 @@ def csv(rows) -> bytes:
     return "\n".join(["question,answer", *quoted]).encode()
 
 
-def zst(content: bytes) -> bytes:
-    sink = pyarrow.BufferOutputStream()
-    with pyarrow.output_stream(sink, compression="zstd") as stream:
-        stream.write(content)
-    return sink.getvalue().to_pybytes()
-
-
 def parquet(rows) -> bytes:
     sink = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
-    return sink.getvalue().to_pybytes()
-
-
-def arrow(rows, new=pyarrow.ipc.new_stream) -> bytes:
-    table = pyarrow.Table.from_pylist(rows)
-    sink = pyarrow.BufferOutputStream()
-    with new(sink, table.schema) as writer:
-        writer.write_table(table)
     return sink.getvalue().to_pybytes()
 
 
@@ -83,13 +68,8 @@ SAME_ROWS = {
     "mark.jsonl": b"\xef\xbb\xbf" + lines(ROWS),
     "list.json": as_bytes(ROWS),
     "list.jsonl": as_bytes(ROWS, 1),
-    "data.json": as_bytes({"version": "1", "data": ROWS}, 2),
-    "data_line.json": as_bytes({"version": "1", "data": ROWS, "tags": []}),
-    "any_name.json": as_bytes({"cards": ROWS}),
-    "by_id.json": as_bytes({f"id-{number}": row for number, row in enumerate(ROWS)}, 2),
     "chats.jsonl": lines(CHATS),
     "chats.json": as_bytes(CHATS, 2),
-    "data_chats.json": as_bytes({"conversations_of_may": CHATS}),
     "sharegpt.jsonl": lines(SHAREGPT),
     "sharegpt.json": as_bytes(SHAREGPT),
     "messages.jsonl": lines({"messages": chat} for chat in CHATS),
@@ -97,15 +77,11 @@ SAME_ROWS = {
     "ROWS.CSV": csv(ROWS),
     "rows.tsv": csv(ROWS).replace(b'","', b'"\t"').replace(b"question,answer", b"question\tanswer"),
     "rows.jsonl.gz": gzip.compress(lines(ROWS)),
-    "rows.json.gz": gzip.compress(as_bytes({"data": ROWS}, 2)),
+    "rows.json.gz": gzip.compress(as_bytes(ROWS, 2)),
     "ROWS.CSV.GZ": gzip.compress(csv(ROWS)),
     "two_parts.jsonl.gz": gzip.compress(lines(ROWS[:1])) + gzip.compress(lines(ROWS[1:])),
-    "rows.jsonl.zst": zst(lines(ROWS)),
-    "rows.csv.zst": zst(csv(ROWS)),
     "rows.parquet": parquet(ROWS),
     "rows.PARQUET": parquet(ROWS),
-    "stream.arrow": arrow(ROWS),
-    "file.arrow": arrow(ROWS, pyarrow.ipc.new_file),
 }
 
 
@@ -140,20 +116,17 @@ def test_the_files_of_a_folder_are_read_in_order(tmp_path, name):
     assert [row.answer for row in load_rows(str(tmp_path))] == [row["answer"] for row in ROWS]
 
 
-def test_what_datasets_saves_to_disk_is_read_shard_by_shard(tmp_path):
-    rows = [{"question": f"Number {i}?", "answer": str(i)} for i in range(7)]
-    saved = datasets.Dataset.from_list(rows)
-    saved.save_to_disk(tmp_path / "saved", num_shards=3)
-    assert [row.answer for row in load_rows(str(tmp_path / "saved"))] == list("0123456")
-    assert [file.suffix for file in source_files(str(tmp_path / "saved"))] == [".arrow"] * 3
-    datasets.DatasetDict(train=saved).save_to_disk(tmp_path / "one")
-    assert len(load_rows(str(tmp_path / "one"))) == 7
-    datasets.DatasetDict(test=saved.select([0]), train_sft=saved).save_to_disk(tmp_path / "both")
-    with pytest.raises(UsageError, match="holds several parts of a data set: test ") as caught:
-        load_rows(str(tmp_path / "both"))
-    assert caught.value.hint == f"name the one that you mean: {tmp_path / 'both'}@train_sft"
-    assert len(load_rows(f"{tmp_path / 'both'}@train_sft")) == 7
-    assert left_out(f"{tmp_path / 'both'}@test") == f"{tmp_path / 'both'}@test: 1 left out: train_sft/"
+def test_what_datasets_writes_is_read_after_the_line_of_the_hint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saved = datasets.Dataset.from_list(ROWS)
+    saved.save_to_disk(tmp_path / "saved", num_shards=2)
+    datasets.DatasetDict(train=saved).save_to_disk(tmp_path / "parts")
+    (shard,) = (tmp_path / "parts" / "train").glob("*.arrow")
+    for place in (tmp_path / "saved", tmp_path / "parts", shard):
+        with pytest.raises(UsageError, match=r"save_to_disk wrote|format of \.arrow") as caught:
+            load_rows(str(place))
+        eval(caught.value.hint.removeprefix("in Python: "), {"datasets": datasets})
+        assert [row.answer for row in load_rows("rows.jsonl")] == [row["answer"] for row in ROWS]
 
 
 def test_a_document_is_read_alone_and_compressed(tmp_path):
@@ -284,35 +257,48 @@ def test_a_readme_whose_parts_are_not_here_is_refused(tmp_path, entries, words):
         load_rows(str(tmp_path / "keys"))
 
 
+def test_bad_rows_are_values_in_the_order_of_the_file(tmp_path):
+    bad = [b'{"text": ', b"[1]", b'{"prompt": ""}', b'{"answers": "x"}']
+    write(tmp_path, {"rows.jsonl": b"\n".join([b'{"text": "a"}', *bad, b'{"text": "b"}'])})
+    read = read_rows(str(tmp_path / "rows.jsonl"))
+    assert [row.text for row in read.usable] == ["a", "b"]
+    assert [row.place for row in read.bad] == [f"{tmp_path}/rows.jsonl:{line}" for line in range(2, 6)]
+    assert all(row.problem and row.hint for row in read.bad)
+    with pytest.raises(UsageError) as caught:
+        read.all()
+    assert (caught.value.message, caught.value.hint) == (read.bad[0].message, read.bad[0].hint)
+
+
+TABLE = ":1 is one object, with rows or columns in it: "
 SENTENCES = {
-    "several.json": (as_bytes({"train": ROWS, "test": ROWS}, 2), ":1 holds several lists of rows: train"),
-    "columns.json": (as_bytes({"question": {"0": "a"}, "answer": {"0": "b"}}), " holds columns, not rows"),
-    "columns2.json": (as_bytes({"question": ["a"], "answer": ["b"]}), " holds columns, not rows: question"),
+    "data.json": (as_bytes({"version": "1", "data": ROWS}, 2), f"{TABLE}version, data"),
+    "by_id.json": (as_bytes({f"id-{number}": row for number, row in enumerate(ROWS)}), f"{TABLE}id-0, id-1"),
+    "columns.json": (as_bytes({"question": {"0": "a"}, "answer": {"0": "b"}}), f"{TABLE}question, answer"),
+    "columns2.json": (as_bytes({"question": ["a"], "answer": ["b"]}), f"{TABLE}question, answer"),
     "other.json": (as_bytes({"model": "x", "layers": 3}, 2), ":1: the row has only model, layers"),
-    "comma.json": (b'[\n{"text": "a"},\n]', ":3 is not valid JSON"),
-    "cut.json": (b'{"data": [\n{"text": "a"},\n{"text": ', ":3 is not valid JSON"),
-    "indented.jsonl": (b"\n".join(as_bytes(row, 2) for row in ROWS), ":1 is not valid JSON"),
-    "first.jsonl": (b'{"text": "a"\n{"text": "b"}\n', ":1 is not valid JSON"),
-    "words.jsonl": (b'text\n{"text": "b"}\n', ":1 is not valid JSON"),
-    "commas.jsonl": (b'{"text": "a"},\n{"text": "b"},\n', ":1 is not valid JSON: Extra data"),
-    "quotes.jsonl": (b"{'text': 'a'}\n{'text': 'b'}\n", ":1 is not valid JSON"),
-    "deep.json": (b"[" * 100_000, ":1 is not valid JSON: maximum recursion depth"),
+    "comma.json": (b'[\n{"text": "a"},\n]', ":3: not valid JSON"),
+    "cut.json": (b'{"data": [\n{"text": "a"},\n{"text": ', ":3: not valid JSON"),
+    "indented.jsonl": (b"\n".join(as_bytes(row, 2) for row in ROWS), ":1: not valid JSON"),
+    "first.jsonl": (b'{"text": "a"\n{"text": "b"}\n', ":1: not valid JSON"),
+    "words.jsonl": (b'text\n{"text": "b"}\n', ":1: not valid JSON"),
+    "commas.jsonl": (b'{"text": "a"},\n{"text": "b"},\n', ":1: not valid JSON: Extra data"),
+    "quotes.jsonl": (b"{'text': 'a'}\n{'text': 'b'}\n", ":1: not valid JSON"),
+    "deep.json": (b"[" * 100_000, ":1: not valid JSON: maximum recursion depth"),
     "half.jsonl.gz": (gzip.compress(lines(ROWS))[:-9], " is damaged or not compressed"),
     "plain.jsonl.gz": (lines(ROWS), " is damaged or not compressed"),
-    "half.jsonl.zst": (zst(lines(ROWS))[:-4], " is damaged or not compressed"),
-    "plain.csv.zst": (csv(ROWS), " is damaged or not compressed"),
+    "rows.jsonl.zst": (b"x", ": cannot tell the format of .zst"),
+    "rows.arrow": (b"x", ": cannot tell the format of .arrow"),
     "rows.parquet.gz": (gzip.compress(parquet(ROWS)), ": cannot tell the format of .parquet.gz"),
     "rows.xz": (b"", ": cannot tell the format of .xz"),
-    "half.arrow": (arrow(ROWS)[:200], " is not an Arrow file"),
     "half.parquet": (parquet(ROWS)[:200], " is not a Parquet file"),
     "twice.csv": (b"question,answer,answer\na,b,c\n", ":1 has several columns of the same name: answer"),
-    "fields.csv": (b"question,answer\na,b\nc,d,e\n", ":3 has more fields than the header"),
+    "fields.csv": (b"question,answer\na,b\nc,d,e\n", ":3: the row has more fields than the header"),
     "blank.csv": (b"question,answer\nWho?,Ada.\n,London\n", ":3: question is empty"),
     "broken.parquet": (b"PAR1 and nothing more", " is not a Parquet file"),
-    "third.jsonl": (b'{"text": "a"}\n{"text": "b"}\n{"text": "c"\n', ":3 is not valid JSON"),
-    "list.json": (b'[\n{"text": "a"},\n{"text": "b"\n]', ":4 is not valid JSON"),
+    "third.jsonl": (b'{"text": "a"}\n{"text": "b"}\n{"text": "c"\n', ":3: not valid JSON"),
+    "list.json": (b'[\n{"text": "a"},\n{"text": "b"\n]', ":4: not valid JSON"),
     "lists.json": (b'[{"text": "a"}]\n[{"text": "b"}]', ":1: the row is a list, not an object"),
-    "open.json": (b'{\n"text": "a"\n', ":3 is not valid JSON"),
+    "open.json": (b'{\n"text": "a"\n', ":3: not valid JSON"),
     "number.json": (b"[1]", ":1: the row is a number, not an object"),
     "empty.json": (b"[]", " has no rows"),
     "empty.jsonl": (b"\n \n", " has no rows"),
@@ -354,8 +340,7 @@ def test_a_folder_that_is_not_read_says_what_it_holds(tmp_path, names, words):
 
 
 LINES = {
-    "data.json": (as_bytes({"about": "a\nb", "data": ROWS}, 2), ["4", "8", "12"]),
-    "by_name.json": (as_bytes({str(number): row for number, row in enumerate(ROWS)}, 2), ["2", "6", "10"]),
+    "chats.json": (as_bytes(CHATS, 2), ["2", "12", "22"]),
     "list.json": (b'\n[\n {"text": "a"},\n {\n  "text": "b"\n }, {"text": "c"}\n]\n', ["3", "4", "6"]),
     "blank.jsonl": (b'\n{"text": "a"}\n\n{"text": "b"}', ["2", "4"]),
     "marked.csv": (b'\xef\xbb\xbfquestion,answer\r\n"Who, and\nwhen?",Ada.\r\nWhere?,London\r\n', ["3", "4"]),
@@ -414,4 +399,4 @@ def test_the_page_on_data_names_every_ending_that_is_read():
     from helpers.command import ROOT
 
     page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
-    assert [name for name in (*READERS, *files.COMPRESSED) if f"`{name}`" not in page] == []
+    assert [name for name in (*READERS, *files.CONVERTED, files.COMPRESSED) if f"`{name}`" not in page] == []

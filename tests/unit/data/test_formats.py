@@ -316,14 +316,16 @@ def test_parquet_and_datasets_add_no_nulls_to_tools_and_arguments(tmp_path):
     table.to_parquet(tmp_path / "rows.parquet")
     assert '"a": null' in json.dumps(table[0])
     plain = load_rows(written(tmp_path, *rows))
-    in_memory = check_lines("".join(f"{json.dumps(row)}\n" for row in table), "data")
+    in_memory = check_lines("".join(f"{json.dumps(row)}\n" for row in table), "data").usable
     for others in (load_rows(str(tmp_path / "rows.parquet")), in_memory):
         assert [(row.key(), row.reply) for row in others] == [(row.key(), row.reply) for row in plain]
     assert plain[0].reply["tool_calls"] == [CALL]
 
 
 def arguments_of(function):
-    (read,) = check_lines(json.dumps({"messages": [user("?"), assistant("", tool_calls=[function])]}), "r")
+    (read,) = check_lines(
+        json.dumps({"messages": [user("?"), assistant("", tool_calls=[function])]}), "r"
+    ).usable
     return read.reply["tool_calls"][0]["function"]["arguments"]
 
 
@@ -364,13 +366,13 @@ BARE = {"name": "f", "description": "Do it.", "parameters": {"type": "object", "
     ],
 )
 def test_tools_of_other_formats_are_wrapped_as_openai_does(given):
-    (read,) = check_lines(json.dumps({"messages": CHAT, **given}), "r")
+    (read,) = check_lines(json.dumps({"messages": CHAT, **given}), "r").usable
     assert read.tools == [{"type": "function", "function": BARE}]
     assert not read.unread
 
 
 def test_a_column_of_functions_that_are_no_tools_is_named_and_not_read():
-    (read,) = check_lines(json.dumps({"messages": CHAT, "functions": ["sin", "cos"]}), "r")
+    (read,) = check_lines(json.dumps({"messages": CHAT, "functions": ["sin", "cos"]}), "r").usable
     assert (read.tools, read.unread) == (None, ("functions",))
 
 
@@ -397,7 +399,7 @@ def test_named_columns_take_the_place_of_ours_and_other_files_keep_their_names(t
     read = load_rows(written(tmp_path, *rows), columns=COLUMNS)
     assert [said(row) for row in read] == ["u: Wer? | a: Ada.", "u: Wer?", "u: Who?"]
     path = written(tmp_path, {"Nr": 1, "Frage": "Wer?", "Antwort": "Ada."})
-    with pytest.raises(UsageError, match=r"rows.jsonl:1 has no column 'Fragen'") as refused:
+    with pytest.raises(UsageError, match=r"rows.jsonl:1: the row has no column 'Fragen'") as refused:
         load_rows(path, columns={"question": "Fragen", "answer": "Antwort"})
     assert refused.value.hint == "its columns are Nr, Frage, Antwort"
     path = written(tmp_path, {"Frage": "Wer?", "answer": "Ada.", "label": False})

@@ -15,7 +15,7 @@ from opdcl.config.shipped import package_folder
 from opdcl.data.similarity import similarity
 from opdcl.data.suites import PER_CONSTRAINT, constraints_of, load_suite
 from opdcl.model.accept import load_backbone
-from opdcl.stages import content
+from opdcl.stages import relevance
 
 ROOT = Path(__file__).parents[3]
 SUITE = package_folder("evals") / "instructions"
@@ -180,15 +180,15 @@ def test_the_embedded_model_knows_its_answers_from_other_ones_and_from_heaps_of_
     backbone = load_backbone(ModelConfig())
     prompts = {i: doc["prompt"] for i, doc in enumerate(docs)}
     own, heaps = (
-        content.orders(backbone, prompts, dict(enumerate(played[name])))
+        relevance.coherence_of(backbone, prompts, dict(enumerate(played[name])))
         for name in ("own", "own answer, words shuffled")
     )
     # One of the eight answers is "1. 1. 1.1.1: 1.1.1.1: ...", in which no order can be seen.
-    assert sorted(own.values())[1] > content.ORDERED > np.median([*heaps.values()])
+    assert sorted(own.values())[1] > relevance.LEAST_COHERENCE > np.median([*heaps.values()])
     texts = {i: answers[i] for i in range(8)}
-    gains = content.gains(backbone, docs, requests, texts)
-    moved = content.gains(backbone, docs, requests, dict(enumerate(answers[4:] + answers[:4])))
-    assert np.median([*gains.values()]) > content.LEAST > np.median([*moved.values()])
+    gains = relevance.relevance_of(backbone, docs, requests, texts)
+    moved = relevance.relevance_of(backbone, docs, requests, dict(enumerate(answers[4:] + answers[:4])))
+    assert np.median([*gains.values()]) > relevance.LEAST_RELEVANCE > np.median([*moved.values()])
 
 
 def test_a_typing_error_an_accent_or_a_hyphen_makes_no_word_of_ones_own():
@@ -223,8 +223,7 @@ def test_base_and_every_cheat_are_scored_by_rules_and_by_base(backbone):
 def test_a_sample_keeps_the_constraints_that_its_scores_are_of():
     suite = load_suite("instructions_quick")
     for doc in suite.documents(20):
-        row = {"doc": doc, "resps": [["An answer."]], "target": ""}
-        stored = suite.record(row)
+        stored = suite.record(doc, ["An answer."])
         assert all(text in stored["prompt"] for text in stored["constraints"])
         assert len(stored["constraints"]) == len(UTILS.process_results(doc, ["An answer."])[PER_CONSTRAINT])
 

@@ -85,6 +85,24 @@ def learned(row, tokenizer):
     return texts, sum(sum(encoded.learned) for encoded in sequences) - count
 
 
+@pytest.mark.parametrize("row", [conversation(), conversation_with_tools()], ids=["plain", "tools"])
+def test_a_conversation_is_rendered_twice_a_turn(row, monkeypatch):
+    tokenizer, texts = tokenizer_of("qwen3.jinja"), []
+    apply = tokenizer.apply_chat_template
+
+    def seen(*given, **options):
+        texts.append(apply(*given, **options))
+        return texts[-1]
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", seen)
+    encode_example(row, tokenizer, 10_000)
+    # Once more without the tools, and without their calls, which the template must not leave out.
+    assert len(texts) == 2 * len(row.turns()) + 2 * bool(row.tools)
+    texts.clear()
+    encode_prompt(row, tokenizer, 10_000)
+    assert len(texts) == 1 + 2 * bool(row.tools)
+
+
 def ends_with(text, answer, tokenizer):
     """Return whether a text ends with an answer and with what ends the turn, without a line break."""
     end = text.rpartition(answer)[2]

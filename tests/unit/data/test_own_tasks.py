@@ -78,7 +78,7 @@ def test_a_path_becomes_the_name_of_the_task_and_scores_like_any_suite(folder, p
     config = configured(folder, place)
     assert (config.retention, config.domain) == (["flags"], ["handbook"])
     assert config.data == {"flags": str(folder / "mytasks" / "flags.yaml")}
-    suite = load_suite("flags", config)
+    suite = load_suite("flags", config, trusted=True)
     assert [suite.prompt_of(doc) for doc in suite.documents(2)] == [
         "What colour is flag 0?",
         "What colour is flag 1?",
@@ -89,14 +89,20 @@ def test_a_path_becomes_the_name_of_the_task_and_scores_like_any_suite(folder, p
 
 def test_a_task_of_multiple_choice_has_chance_as_its_floor(folder):
     (folder / "mytasks" / "flags.yaml").write_text(CHOICE)
-    suite = load_suite("flag_choice", configured(folder))
+    suite = load_suite("flag_choice", configured(folder), trusted=True)
     assert suite.means(suite.floors(None, [])["chance"]) == {"acc": 0.5}
 
 
 def test_the_command_resolves_a_path_where_it_is_given(folder, tiny_model):
     make_project(folder, tiny_model)
     words = ["--set", "finetune=null", "--set", "recover=null", "--set", "eval.domain=[]"]
-    done = opdcl("run", "tiny.yaml", *words, "--set", "eval.retention=[mytasks/flags.yaml]", cwd=folder)
+    named = [*words, "--set", "eval.retention=[mytasks/flags.yaml]"]
+    words += ["--set", "model.trust_remote_code=true"]
+    refused = opdcl("run", "tiny.yaml", *named, cwd=folder)
+    assert refused.returncode == 2
+    assert "mytasks/flags.yaml, and a task is code" in refused.stderr
+    assert "--set model.trust_remote_code=true" in refused.stderr
+    done = opdcl("run", "tiny.yaml", *named, *words, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert read_json(folder / "runs" / "tiny" / "evals" / "base" / "flags.json")["metrics"].keys() == {
         "exact_match"
@@ -118,7 +124,7 @@ def test_the_command_resolves_a_path_where_it_is_given(folder, tiny_model):
         added = ["eval", "runs/tiny", option, "mytasks/scored.yml", "--dry-run"]
         refused = opdcl(*added, cwd=folder)
         assert refused.returncode == 2
-        assert "suite 'scored' comes with code of its own: " in refused.stderr
+        assert "runs/tiny was made with Python code" in refused.stderr
         agreed = opdcl(*added, "--set", "model.trust_remote_code=true", cwd=folder)
         assert agreed.returncode == 0, agreed.stderr
         assert "scored" in agreed.stdout
@@ -135,42 +141,13 @@ def test_the_files_on_which_scores_depend_are_those_of_the_task(folder):
     assert names == ["flags.yaml", "parts/base.yaml", "parts/utils.py", "rows.jsonl"]
 
 
-HARMLESS_LOOKING = {
-    "a function": SCORED,
-    "a function in what it includes": "include: scored.yml\ntask: flags\n",
-    "a class": "task: flags\nclass: !function utils.Flags\n",
-    "a metric of another library": PLAIN.replace("exact_match", "./metric"),
-    "a metric that is a function": PLAIN.replace("exact_match", "!function utils.score"),
-    "an object of Python": PLAIN + "metadata: !!python/object/apply:os.mkdir [ran]\n",
-}
-
-
-@pytest.mark.parametrize("case", HARMLESS_LOOKING)
-def test_code_runs_only_with_consent(folder, case, monkeypatch):
-    monkeypatch.chdir(folder / "mytasks")
-    (folder / "mytasks" / "flags.yaml").write_text(HARMLESS_LOOKING[case])
-    (folder / "mytasks" / "scored.yml").write_text(SCORED)
-    (folder / "mytasks" / "utils.py").write_text(CODE)
-    (folder / "mytasks" / "metric.py").write_text(CODE)
-    with pytest.raises(UsageError, match="suite 'flags' comes with code of its own: ") as caught:
-        load_suite("flags", configured(folder))
-    assert "--set model.trust_remote_code=true" in caught.value.hint
-    assert not (folder / "mytasks" / "ran").exists()
-
-
-def test_a_template_is_text_and_never_code(folder):
-    attack = "{{ ''.__class__.__mro__[1].__subclasses__() }}{{ question }}"
-    (folder / "mytasks" / "flags.yaml").write_text(PLAIN.replace("{{question}}", attack))
-    with pytest.raises(UsageError, match=r"cannot be (scored|loaded)"):
-        load_suite("flags", configured(folder))
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("group: flags\ntask: [a, b]\n", "is a group of tasks"),
         ("name: flags\n", "names no task of lm-eval"),
         ("task: flags\n- x", "is not valid YAML"),
+        (PLAIN + "metadata: !!python/object/apply:os.mkdir [ran]\n", "cannot be used here"),
         (PLAIN + "repeats: 4\n", "samples several answers"),
         (PLAIN.replace("generate_until", "loglikelihood_rolling"), "measures perplexity"),
         (PLAIN.replace("rows.jsonl", "nowhere.jsonl"), "cannot be loaded from"),
@@ -191,7 +168,7 @@ def test_what_cannot_be_measured_is_said(folder, text, words):
 
     def measure() -> None:
         config = configured(folder)
-        load_suite(config.retention[0], config)
+        load_suite(config.retention[0], config, trusted=True)
 
     with pytest.raises(UsageError, match=re.escape(words)) as caught:
         measure()

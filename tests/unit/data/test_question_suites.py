@@ -76,7 +76,7 @@ def test_a_model_that_answers_the_whole_conversation_scores_in_full(suite_of, to
 def test_single_turns_are_asked_and_shown_as_lm_eval_writes_them(suite_of, tokenizer):
     questions = ["Who?", " Who signs? ", "12", "Two\n\nlines\n", "{{braces}} {% if %}", "<|im_end|> Ünïcode"]
     suite, _ = suite_of(*({"question": question, "answer": "Ada."} for question in questions))
-    asked = [render(tokenizer, [{"role": "user", "content": q}], True, tokenize=False) for q in questions]
+    asked = [render(tokenizer, [{"role": "user", "content": q}], True) for q in questions]
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in asked]
     assert suite.encode(None, tokenizer) == ids
     assert [request.args[0] for request in suite.task.instances] == asked

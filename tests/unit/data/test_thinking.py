@@ -9,11 +9,11 @@ from lm_eval.api.instance import Instance
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.load import load
 from opdcl.config.model import ModelConfig
-from opdcl.data.chat import answer_text, encode_prompt, render
+from opdcl.data.chat import answer_text, encode_prompt, render, render_request
 from opdcl.data.formats import check_row
 from opdcl.errors import UsageError
 from opdcl.model.load import load_tokenizer
-from opdcl.stages.evaluate import BackboneLM
+from opdcl.stages.evaluate import Asking, write_answers
 
 QWEN3, GPT_OSS = FAMILIES["qwen3"], FAMILIES["gpt-oss"]
 ASKED = ["<|im_start|>", *"user\n2+2?", "<|im_end|>", "\n", "<|im_start|>", *"assistant\n"]
@@ -64,25 +64,22 @@ def test_sampling_starts_where_training_does_and_stops_after_the_answer(case):
 
 
 def evaluated(tokenizer, text, tmp_path, tokens=500, until=(), **settings):
-    """Return the prompt that an evaluation shows, the answer that its scorer sees, and whether it ended."""
+    """Return the prompt that an evaluation shows, and the answer that its scorer sees."""
     ids = encode_prompt(row(), tokenizer, 500)
     config = EvalConfig(batch_size=2, **settings)
-    lm = BackboneLM(scripted(tokenizer, QWEN3, ids, text), None, config, tmp_path / "partial", Silent())
-    shown = lm.apply_chat_template([QUESTION])
-    arguments = (
-        shown,
-        {"until": list(until), "max_gen_toks": min(tokens, lm.backbone.context_length - len(ids))},
-    )
-    (answer,) = lm.generate_until([Instance("generate_until", {}, arguments, 0)])
-    return tokenizer(shown, add_special_tokens=False)["input_ids"], answer, lm
+    backbone = scripted(tokenizer, QWEN3, ids, text)
+    shown = render_request(tokenizer, [QUESTION])
+    options = {"until": list(until), "max_gen_toks": min(tokens, backbone.context_length - len(ids))}
+    asking = Asking(backbone, None, config, tmp_path / "partial", Silent())
+    (answer,) = write_answers(asking, [Instance("generate_until", {}, (shown, options), 0)])
+    return tokenizer(shown, add_special_tokens=False)["input_ids"], answer
 
 
 def test_evaluation_shows_the_same_prompt_and_scores_the_answer_alone(case, tmp_path):
     tokenizer, _, prompt, learned = case
-    shown, answer, lm = evaluated(tokenizer, "".join(learned), tmp_path)
+    shown, answer = evaluated(tokenizer, "".join(learned), tmp_path)
     assert spell(tokenizer, shown) == prompt
-    assert answer == "4."
-    assert (lm.lengths, lm.ended) == ([len(learned)], [True])
+    assert (answer["response"], answer["tokens"], answer["ended"]) == ("4.", len(learned), True)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +92,8 @@ def test_evaluation_shows_the_same_prompt_and_scores_the_answer_alone(case, tmp_
 )
 def test_a_thought_needs_room_and_is_not_cut(answer, limits, scored, ended, folder, tmp_path):
     tokenizer = load_tokenizer(ModelConfig(id=str(folder), chat_template_kwargs=THINKING))
-    _, found, lm = evaluated(tokenizer, "".join([*THOUGHT, answer, "<|im_end|>"]), tmp_path, **limits)
-    assert (found, lm.ended) == (scored, [ended])
+    _, found = evaluated(tokenizer, "".join([*THOUGHT, answer, "<|im_end|>"]), tmp_path, **limits)
+    assert (found["response"], found["ended"]) == (scored, ended)
 
 
 FINAL = "<|channel|>final<|message|>4.<|return|>"
@@ -180,14 +177,14 @@ def test_what_is_set_holds_for_those_who_load_the_saved_tokenizer(folder, tmp_pa
     options = {"tokenize": False, "add_generation_prompt": True}
     assert saved.apply_chat_template([QUESTION], **options) == "".join([*ASKED, *NO_THOUGHT])
     assert saved.apply_chat_template([QUESTION], enable_thinking=True, **options) == "".join(ASKED)
-    assert render(saved, [QUESTION], True, tokenize=False) == "".join([*ASKED, *NO_THOUGHT])
+    assert render(saved, [QUESTION], True) == "".join([*ASKED, *NO_THOUGHT])
 
 
 def test_a_template_of_ones_own_takes_the_place_of_the_models(folder, tmp_path):
     (tmp_path / "mine.jinja").write_text(template("gemma3.jinja"))
     by_file = load([], [f"model.id={folder}", f"model.chat_template={tmp_path / 'mine.jinja'}"])[0].model
     assert by_file == ModelConfig(id=str(folder), chat_template=template("gemma3.jinja"))
-    assert render(load_tokenizer(by_file), [QUESTION], True, tokenize=False) == (
+    assert render(load_tokenizer(by_file), [QUESTION], True) == (
         "<start_of_turn>user\n2+2?<end_of_turn>\n<start_of_turn>model\n"
     )
 
@@ -205,7 +202,7 @@ def test_thinking_is_off_whatever_the_templates_own_default(folder):
     )
     for kwargs, shown in (({}, "False"), (THINKING, "True")):
         config = ModelConfig(id=str(folder), chat_template=own, chat_template_kwargs=kwargs)
-        assert render(load_tokenizer(config), [QUESTION], True, tokenize=False) == f"{shown}2+2?"
+        assert render(load_tokenizer(config), [QUESTION], True) == f"{shown}2+2?"
 
 
 def test_a_malformed_template_is_a_users_error(folder):

@@ -21,11 +21,11 @@ from opdcl.model import quantized
 from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
 from opdcl.model.forward import answer_states
+from opdcl.model.llama import decodes_as_llama
 from opdcl.pipeline.forecast import forecast
 from opdcl.pipeline.job import Job
 from opdcl.rundir.files import read_json, write_json
 from opdcl.rundir.layout import RunDir
-from opdcl.sampling.llama_step import is_llama
 from opdcl.sampling.sample import sample
 from opdcl.training import save_adapter
 from opdcl.types import Prompt
@@ -115,7 +115,7 @@ def test_training_evaluation_and_sampling_use_the_same_model_and_leave_it_unchan
     add_adapter(backbone)
     before = backbone.fingerprint()
     model = backbone.causal_lm
-    assert not is_llama(model)
+    assert not decodes_as_llama(model)
     evaluated = logits(model)
     model.train()
     assert torch.equal(logits(model), evaluated)
@@ -211,7 +211,7 @@ def test_a_run_in_4_bits_goes_through_every_command(wide_model, tmp_path, monkey
     for report in RunDir(Path("run")).reports:
         assert "quantized the linear layers of base (4bit)" in report.read_text()
     again = opdcl("run", "tiny.yaml", "-o", "run", *FOUR_BITS, *quiet, "--set", "model.id=base")
-    assert "everything is done already" in again.stderr
+    assert "nothing to do: all stages are finished" in again.stderr
     assert opdcl("chat", "run", "Hello").returncode == 0
     exported = opdcl("export", "run", "-o", "merged")
     assert exported.returncode == 0, exported.stderr

@@ -48,7 +48,7 @@ def test_a_model_is_measured_alone_and_nothing_is_compared(project):
     assert "tuned" not in shown.stdout.splitlines()[0]
     assert "next: opdcl finetune ROWS.jsonl --base" in shown.stderr
     assert "all " in opdcl("verify", "runs/base").stdout
-    assert "everything is done already" in opdcl("eval", "base").stderr
+    assert "nothing to do: all stages are finished" in opdcl("eval", "base").stderr
 
 
 def test_what_takes_two_models_is_refused_before_anything_is_written(project):
@@ -58,7 +58,7 @@ def test_what_takes_two_models_is_refused_before_anything_is_written(project):
     assert "--base BASE" in gated.stderr
     beside = opdcl("eval", "smollm2-135m", "--base", "base", *MEASURE)
     assert beside.returncode == 2
-    assert "smollm2-135m cannot stand beside a base" in beside.stderr
+    assert "smollm2-135m cannot be compared with a base" in beside.stderr
     assert not Path("runs").exists()
 
 

@@ -45,7 +45,7 @@ def test_a_run_measures_closeness_on_own_prompts_once(project):
     assert found["n"] == 5
     assert found["base"]["distance"]["value"] < found["recovered"]["distance"]["value"]
     assert "all " in opdcl("verify", "out").stdout
-    assert "everything is done already" in opdcl(*command).stderr
+    assert "nothing to do: all stages are finished" in opdcl(*command).stderr
 
     (project / "mine.jsonl").write_text('{"prompt": "Hallo!"}\n{"prompt": "Wer bist du?"}\n')
     again = opdcl(*command)
@@ -82,7 +82,7 @@ def test_answers_of_base_that_are_gone_are_told(project):
     ("text", "message"),
     [
         ('{"prompt": "a"}\n{"prompt": true}\n', "mine.jsonl:2: prompt is true or false"),
-        ('{"prompt": "a"}\n{"prompt":', "mine.jsonl:2 is not valid JSON"),
+        ('{"prompt": "a"}\n{"prompt":', "mine.jsonl:2: not valid JSON"),
         ('{"text": "No question."}\n', "mine.jsonl:1: plain text cannot be a prompt"),
         ("", "mine.jsonl has no rows"),
         (json.dumps({"prompt": "word " * 900}), "mine.jsonl:1: the prompt has"),

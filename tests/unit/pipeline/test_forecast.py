@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, Qwen3Config
 
 from opdcl.config.finetune import LoraSection
-from opdcl.model import llama_pass
+from opdcl.model import llama
 from opdcl.model.backbone import Backbone
 from opdcl.pipeline import forecast
 from opdcl.pipeline.forecast import size_of
@@ -43,7 +43,7 @@ def counted(config, layers, dtype, packed=False) -> int:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(small, dtype=dtype)
     backbone = Backbone.__new__(Backbone)
-    backbone.causal_lm, backbone.base_lm, backbone.peft, backbone.sums = model, None, None, None
+    backbone.causal_lm, backbone.base_lm, backbone.peft, backbone.merged_weights = model, None, None, None
     backbone.new_adapter(LoraSection(r=RANK), 0)
     weights = {p.untyped_storage()._cdata for p in backbone.causal_lm.parameters()}
     kept = {}
@@ -58,7 +58,7 @@ def counted(config, layers, dtype, packed=False) -> int:
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         if packed:
-            states, _ = llama_pass.packed_states(backbone.causal_lm, [], [[0] * TOKENS])
+            states, _ = llama.packed_states(backbone.causal_lm, [], [[0] * TOKENS], True)
             assert len(states) == TOKENS
             return sum(storage.nbytes() for storage in kept.values())
         # With a cache, transformers does not look for packed rows, which needs values.
@@ -93,10 +93,9 @@ def as_on_a_gpu(monkeypatch):
         return Kernel.apply(True, query, key, value)
 
     monkeypatch.setattr("opdcl.model.lora._is_plain", lambda layer, x: True)
-    for module in (llama_pass, forecast):
-        monkeypatch.setattr(module, "attends_within_rows", lambda *given: True)
-    monkeypatch.setattr(llama_pass, "rms_norm", lambda x, norm: Kernel.apply(False, x))
-    monkeypatch.setattr(llama_pass, "varlen_attn", attention)
+    monkeypatch.setattr(forecast, "attends_within_rows", lambda *given: True)
+    monkeypatch.setattr(llama, "rms_norm", lambda x, norm: Kernel.apply(False, x))
+    monkeypatch.setattr(llama, "varlen_attn", attention)
 
 
 def of_a_layer(config) -> float:
@@ -108,9 +107,9 @@ def of_a_layer(config) -> float:
 @pytest.mark.parametrize("name", SHAPES)
 def test_packed_rows_keep_what_the_forecast_says_for_a_gpu(monkeypatch, as_on_a_gpu, name):
     config = SHAPES[name]
-    wide, layers = config.hidden_size >= llama_pass.WIDE, config.num_hidden_layers
+    wide, layers = config.hidden_size >= llama.WIDE, config.num_hidden_layers
     kept = of_a_layer(config)
-    monkeypatch.setattr(llama_pass, "WIDE", 10_000)  # the forecast keeps its own
+    monkeypatch.setattr(llama, "WIDE", 10_000)  # the forecast keeps its own
     inside = of_a_layer(config)
     # A wide layer keeps its input, and while it is computed again, what is inside.
     assert kept == (2 * config.hidden_size if wide else inside)

@@ -138,7 +138,7 @@ def test_a_teacher_outside_the_run_is_asked_for_anew_and_one_inside_is_not(folde
     assert "cannot make this command use" not in done.stderr
 
 
-@pytest.mark.parametrize("stage", ["eval", "recover"])
+@pytest.mark.parametrize("stage", ["eval", pytest.param("recover", marks=pytest.mark.nightly)])
 def test_a_stored_system_prompt_that_begins_with_at_is_a_text(folder, stage):
     text = f"@{folder / 'private.txt'}"
     run = received(folder, **{f"{stage}__system": text})

@@ -76,7 +76,7 @@ def test_a_fully_tuned_model_is_measured_recovered_and_exported(project):
     assert made.returncode == 0, made.stderr
     assert "taken from" not in made.stderr, "the run has it already"
     assert run.eval_result("recovered", "instructions").exists()
-    assert "everything is done already" in opdcl("eval", "runs/mine").stderr
+    assert "nothing to do: all stages are finished" in opdcl("eval", "runs/mine").stderr
     assert "all " in opdcl("verify", "runs/mine").stdout
     answered = opdcl("chat", "runs/mine", "Hello", "--max-new-tokens", "2", "--json")
     assert {*json.loads(answered.stdout)["answers"]} == {"base", "tuned", "recovered"}
@@ -135,7 +135,7 @@ def test_a_model_that_does_not_fit_its_base_is_refused_with_the_reason(project):
         assert not Path("runs").exists()
         return done.stderr
 
-    assert "is named as its own base" in refused("--base", "mine")
+    assert "base and tuned model are both " in refused("--base", "mine")
     assert "did you mean --base?" in refused("--model", "base")
     size = len(AutoTokenizer.from_pretrained("base"))
     change_config(project / "mine", vocab_size=size - 8)
@@ -170,7 +170,7 @@ def test_settings_that_need_an_adapter_on_base_are_refused(words, what, project,
     get_peft_model(copy.deepcopy(loaded.causal_lm), lora).save_pretrained("other")
     done = opdcl("recover", "mine", "--base", "base", "--prompts", "prompts.jsonl", *words)
     assert done.returncode == 2, done.stderr
-    assert f"which excludes {what}" in done.stderr
+    assert all(part in done.stderr for part in (f"error: {what}", "does not work with"))
     assert not Path("runs").exists()
 
 

@@ -56,7 +56,7 @@ def test_a_command_that_checked_before_another_one_finished_is_refused(command, 
         finished.append(weights.read_bytes())
 
     _before_lock.append(other_command)
-    with pytest.raises(UsageError, match="does not hold what this command would make") as caught:
+    with pytest.raises(UsageError, match="was made with other settings or data") as caught:
         command("Number")
     assert caught.value.exit_code == 2
     assert [weights.read_bytes()] == finished

@@ -100,7 +100,7 @@ def test_every_row_of_the_metrics_names_the_author(backbone, tuned, settings, au
 def test_the_student_writes_once_its_own_answers_are_long_enough(
     backbone, tuned, monkeypatch, nearly, authors
 ):
-    monkeypatch.setattr("opdcl.train.validation.LONG_ENOUGH", nearly)
+    monkeypatch.setattr("opdcl.train.recover.LONG_ENOUGH", nearly)
     rows = [row for row in run(backbone, tuned, lmbda="auto") if "loss" in row]
     assert " ".join(row["author"][0] for row in rows) == authors
 
@@ -110,12 +110,12 @@ def test_the_student_takes_over_at_the_first_validation_with_long_enough_answers
 ):
     """As told by the metrics alone, so that a resumed run decides alike."""
     settings = {"lmbda": "auto", "validate_every": 2}
-    monkeypatch.setattr("opdcl.train.validation.LONG_ENOUGH", 10.0)
+    monkeypatch.setattr("opdcl.train.recover.LONG_ENOUGH", 10.0)
     first = run(backbone, tuned, **settings)[0]
     length, base = first["start"]["validation"]["own_length"], first["base"]["own_length"]
     # A little more than the start has: a later validation may reach it, and decides by its own answers.
     nearly = (length + 0.25) / base
-    monkeypatch.setattr("opdcl.train.validation.LONG_ENOUGH", nearly)
+    monkeypatch.setattr("opdcl.train.recover.LONG_ENOUGH", nearly)
     rows = run(backbone, tuned, **settings)
     taken_over = False
     for row in rows:

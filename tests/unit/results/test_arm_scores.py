@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from helpers.synthetic import TUNED, N, alter, change, compared, measure
 
-from opdcl.results import compare, stats
-from opdcl.results.compare import comparison_page
+from opdcl.results import stats
+from opdcl.results.compare import compare_runs, comparison_page
 from opdcl.results.document import summarise
 
 
@@ -45,7 +45,7 @@ def test_a_second_domain_suite_that_all_runs_have_gets_its_own_table(three):
         ("general", pytest.approx(4 / N), pytest.approx(0)),
         ("scaled", pytest.approx(20 / N), pytest.approx(16 / 32)),
     ]
-    tables = {table.title: table.rows for table in comparison_page(compare.compare(three)).sections}
+    tables = {table.title: table.rows for table in comparison_page(compare_runs(three)).sections}
     assert [cell.split("\n")[0] for cell in tables["manual, domain"][0]] == [
         "ours",
         "10.0 %",
@@ -64,7 +64,7 @@ def test_shared_base_and_tuned_have_one_row_each_at_the_top(three):
         ("base", 0.8, 0.1),
         ("tuned", 0.2, 0.9),
     ]
-    assert [row[0].split("\n")[0] for row in comparison_page(compare.compare(three)).sections[0].rows] == [
+    assert [row[0].split("\n")[0] for row in comparison_page(compare_runs(three)).sections[0].rows] == [
         "base",
         "tuned",
         "ours",
@@ -99,7 +99,7 @@ def test_missing_settings_and_missing_sections_are_differences(three):
         "recover.optimizer.weight_decay": {"ours": 0.1},
         "recover": {"ours": "given", "general": "given", "scaled": "left out"},
     }
-    rows = comparison_page(compare.compare(three)).sections[-1].rows
+    rows = comparison_page(compare_runs(three)).sections[-1].rows
     assert ["recover.optimizer.weight_decay", "0.1", "–", "–"] in rows  # noqa: RUF001
 
 

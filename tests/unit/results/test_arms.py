@@ -7,8 +7,7 @@ import pytest
 from helpers.synthetic import alter, change, compared, measure, write
 
 from opdcl.errors import UsageError
-from opdcl.results import compare
-from opdcl.results.compare import write as write_page
+from opdcl.results.compare import compare_runs, write_comparison
 from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
 
@@ -105,7 +104,7 @@ def test_without_domain_suites_only_retention_is_compared(three, tmp_path):
     comparison = compared(three)
     assert comparison["headline"] == {"retention": "instructions", "domain": None}
     assert [row["domain"] for row in comparison["arms"]] == [{}, {}, {}]
-    write_page(compare.compare(three), tmp_path / "out")
+    write_comparison(compare_runs(three), tmp_path / "out")
     assert "<svg" not in (tmp_path / "out" / "compare.html").read_text()
 
 

@@ -8,7 +8,7 @@ from helpers.synthetic import alter, change, compared, held, measure_states, pag
 
 from opdcl.results import closeness
 from opdcl.results.arms import load_arms
-from opdcl.results.compare import compare, comparison_page
+from opdcl.results.compare import compare_runs, comparison_page
 from opdcl.results.document import summarise
 from opdcl.results.origins import split_seeds
 from opdcl.results.report_tables import terminal_rows
@@ -187,7 +187,9 @@ def test_a_distance_is_told_by_its_mean_and_its_median_everywhere(tmp_path):
     other = make(tmp_path / "other", steps=9)
     arm = compared([run, other])["arms"][0]
     assert arm["closeness"]["recovered"]["median"] == found["median"]
-    table = next(t for t in comparison_page(compare([run, other])).sections if t.title == "Closeness to base")
+    table = next(
+        t for t in comparison_page(compare_runs([run, other])).sections if t.title == "Closeness to base"
+    )
     assert [column.split("\n")[0] for column in table.columns[4:]] == [
         "median",
         "answered in domain style",
@@ -280,8 +282,8 @@ def test_its_prompts_do_not_keep_seeds_apart(tmp_path):
 
 
 def test_a_suite_is_what_the_equivalence_of_length_and_ends_is_tested_on(tmp_path):
-    from opdcl.results import writing
+    from opdcl.results import response_stats
 
     run = make(tmp_path / "run")
-    suite = closeness.load(run)
-    assert {"ended", "tokens", "repetition"} <= set(writing.values(suite, "recovered"))
+    suite = closeness.load_closeness(run)
+    assert {"ended", "tokens", "repetition"} <= set(response_stats.response_values(suite, "recovered"))

@@ -14,8 +14,7 @@ from helpers.page import HOSTILE, PAYLOAD, Page, safe_page
 from helpers.synthetic import METRIC, N, change, compared, held, measure, measure_states, write
 
 from opdcl.results import arms, compare, plots
-from opdcl.results.compare import comparison_page
-from opdcl.results.compare import write as write_page
+from opdcl.results.compare import compare_runs, comparison_page, write_comparison
 from opdcl.results.intervals import Estimate
 from opdcl.rundir.layout import RunDir
 
@@ -23,8 +22,8 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_writing_three_files_twice_gives_the_same_bytes(three, tmp_path):
-    comparison = compare.compare(three)
-    files = write_page(comparison, tmp_path / "new" / "out")
+    comparison = compare_runs(three)
+    files = write_comparison(comparison, tmp_path / "new" / "out")
     assert sorted(p.name for p in (tmp_path / "new" / "out").iterdir()) == [
         "compare.html",
         "compare.json",
@@ -32,13 +31,13 @@ def test_writing_three_files_twice_gives_the_same_bytes(three, tmp_path):
     ]
     before = [path.read_bytes() for path in files]
     assert [
-        path.read_bytes() for path in write_page(compare.compare(three), tmp_path / "new" / "out")
+        path.read_bytes() for path in write_comparison(compare_runs(three), tmp_path / "new" / "out")
     ] == before
     assert json.loads(files[-1].read_text()) == compare.plain(comparison)
 
 
 def test_markdown_and_html_show_scores_differences_settings_and_runs(three, tmp_path):
-    text, page, _ = (p.read_text() for p in write_page(compare.compare(three), tmp_path / "out"))
+    text, page, _ = (p.read_text() for p in write_comparison(compare_runs(three), tmp_path / "out"))
     assert "| ours (1 seed) | 70.0 % [" in text
     assert "0.83 [" in text
     number = r"\+\d+\.\d"
@@ -59,7 +58,7 @@ def test_markdown_and_html_show_scores_differences_settings_and_runs(three, tmp_
 
 
 def test_the_plot_marks_base_tuned_and_every_arm(three, make):
-    svg = arms.figure(compare.compare([*three, make("_fourth", 28, 30, steps=9)]))
+    svg = arms.figure(compare_runs([*three, make("_fourth", 28, 30, steps=9)]))
     assert svg is not None
     for name in ("base", "tuned", "ours", "general", "scaled", "fourth"):
         assert f">{name}</text>" in svg
@@ -74,23 +73,23 @@ def test_the_title_is_a_finding(three, make, tmp_path):
     assert rival["retention"]["value"] == 0
     assert rival["domain"]["value"] == pytest.approx(0.5)
     finding = "ours is not shown to differ from general in retention; 50.0 points above it on the domain"
-    text, html, _ = (p.read_text() for p in write_page(compare.compare(three[:2]), tmp_path / "out"))
+    text, html, _ = (p.read_text() for p in write_comparison(compare_runs(three[:2]), tmp_path / "out"))
     assert text.startswith(f"# {finding}\n")
     assert f'<h1 class="finding">{finding}</h1>' in html
-    reverse = comparison_page(compare.compare(three[1::-1])).heading
+    reverse = comparison_page(compare_runs(three[1::-1])).heading
     assert (
         reverse == "general is not shown to differ from ours in retention; 50.0 points below it on the domain"
     )
-    assert comparison_page(compare.compare(three)).heading == (
+    assert comparison_page(compare_runs(three)).heading == (
         "ours is above 1 and below none of 2 other arms in retention; "
         "above 2 and below none of 2 other arms on the domain"
     )
     twins = [three[0], make("twin", 28, 32, steps=47)]
-    assert comparison_page(compare.compare(twins)).heading == "No difference between ours and twin is shown"
-    triplets = comparison_page(compare.compare([*twins, make("third", 28, 32, steps=46)]))
+    assert comparison_page(compare_runs(twins)).heading == "No difference between ours and twin is shown"
+    triplets = comparison_page(compare_runs([*twins, make("third", 28, 32, steps=46)]))
     assert triplets.heading == "No difference between ours and the 2 other arms is shown"
     unfinished = [make("a", None, None), make("b", None, None, steps=9)]
-    assert comparison_page(compare.compare(unfinished)).heading == "Not measured yet"
+    assert comparison_page(compare_runs(unfinished)).heading == "Not measured yet"
 
 
 @pytest.fixture
@@ -117,7 +116,7 @@ def groups_of(html: str) -> dict[str, int]:
 
 def test_the_page_has_the_answers_of_the_runs_side_by_side(answered, tmp_path):
     runs = [answered("ours", {*range(30)}), answered("base", {*range(10, 35)}, method="general")]
-    html = write_page(compare.compare(runs), tmp_path / "out")[1].read_text()
+    html = write_comparison(compare_runs(runs), tmp_path / "out")[1].read_text()
     assert groups_of(html) == {
         "Passed by ours, not by base (run)": 10,
         "Passed by base (run), not by ours": 5,
@@ -133,7 +132,7 @@ def test_the_page_has_the_answers_of_the_runs_side_by_side(answered, tmp_path):
 
 def test_of_many_arms_the_page_says_whose_answers_it_leaves_out(answered, tmp_path):
     runs = [answered(f"arm_{i}", {*range(i, 30)}, steps=i + 1) for i in range(arms.MOST_RUNS + 1)]
-    html = write_page(compare.compare(runs), tmp_path / "out")[1].read_text()
+    html = write_comparison(compare_runs(runs), tmp_path / "out")[1].read_text()
     assert f"Left out for want of room: arm_{arms.MOST_RUNS}." in html
     assert groups_of(html) == {
         "Passed by arm_0, not by every other run": 5,
@@ -144,20 +143,20 @@ def test_of_many_arms_the_page_says_whose_answers_it_leaves_out(answered, tmp_pa
 
 def test_seeds_of_one_arm_stand_side_by_side(answered, tmp_path):
     runs = [answered("ours-0", {*range(30)}, seed=0), answered("ours-1", {*range(28)}, seed=1)]
-    html = write_page(compare.compare(runs), tmp_path / "out")[1].read_text()
+    html = write_comparison(compare_runs(runs), tmp_path / "out")[1].read_text()
     assert groups_of(html)["Passed by ours-0, not by ours-1"] == 2
 
 
 def test_the_page_links_to_the_reports_of_the_runs(answered, tmp_path):
     odd = "javascript:alert(1) & more"
     runs = [answered(odd, {*range(30)}), answered("other", {*range(28)}, method="general")]
-    page = safe_page(write_page(compare.compare(runs), tmp_path / "a" / "out")[1].read_text())
+    page = safe_page(write_comparison(compare_runs(runs), tmp_path / "a" / "out")[1].read_text())
     links = [value for name, value in page.attributes if name == "href" and not value.startswith("#")]
     assert [(tmp_path / "a" / "out" / unquote(link)).resolve() for link in links] == [
         run.reports[1] for run in runs
     ]
     runs[0].reports[1].unlink()
-    page = safe_page(write_page(compare.compare(runs), tmp_path / "out")[1].read_text())
+    page = safe_page(write_comparison(compare_runs(runs), tmp_path / "out")[1].read_text())
     assert ("href", "../other/report.html") in page.attributes
     assert len([name for name, value in page.attributes if name == "href" and value[0] != "#"]) == 1
 
@@ -176,7 +175,7 @@ def test_a_fault_of_a_run_is_told_apart_from_notes(three, tmp_path):
     (fault,) = comparison["faults"]
     assert fault.startswith(f"{three[1].path}: The base weights changed")
     assert comparison["notes"].count(fault) == 1
-    html = write_page(compare.compare(three), tmp_path / "out")[1].read_text()
+    html = write_comparison(compare_runs(three), tmp_path / "out")[1].read_text()
     assert fault in html.split('class="faults"')[1].split("</section>")[0]
 
 
@@ -198,7 +197,7 @@ def hostile(make) -> list[RunDir]:
 def test_hostile_names_run_nothing_and_break_no_page(hostile, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        text, html, data = (p.read_text() for p in write_page(compare.compare(hostile), tmp_path / "out"))
+        text, html, data = (p.read_text() for p in write_comparison(compare_runs(hostile), tmp_path / "out"))
     assert PAYLOAD in safe_page(html).text  # shown, as text
     for content in (text, html, data):
         assert "\x1b" not in content

@@ -12,12 +12,16 @@ from opdcl.results.closeness import Closeness
 from opdcl.results.document import run_document, summarise
 from opdcl.results.intervals import Estimate
 from opdcl.results.report_tables import terminal_rows
+from opdcl.results.response_stats import ResponseTest
 from opdcl.results.stats import States
 from opdcl.results.status import STATES
 from opdcl.results.summary import Results
-from opdcl.results.verdict import conclude, split
-from opdcl.results.writing import WritingTest
+from opdcl.results.verdict import conclude
 from opdcl.rundir.files import read_jsonl
+
+
+def heading(verdict):
+    return verdict.partition(": ")[0]
 
 
 @pytest.fixture
@@ -46,7 +50,7 @@ def told(run):
 
 def test_an_adapter_that_was_deleted_has_lost_the_domain(told):
     summary = told((340, 5, 340), domain=(0, 250, 0))
-    assert split(summary["verdict"])[0] == "Recovered, domain lost"
+    assert heading(summary["verdict"]) == "Recovered, domain lost"
     assert summary["status"] == "recovered, domain lost"
     assert "0 % of the domain gain is kept (D = 0.00 [" in summary["verdict"]
 
@@ -54,18 +58,18 @@ def test_an_adapter_that_was_deleted_has_lost_the_domain(told):
 def test_an_adapter_that_was_zeroed_has_lost_it_from_the_floor_too(told):
     # Base's whole sentences share few words with the expected names: a content-free answer scores higher.
     summary = told((340, 5, 340), domain=(57, 162, 57), floors=(0, 83))
-    assert split(summary["verdict"])[0] == "Recovered, domain lost"
+    assert heading(summary["verdict"]) == "Recovered, domain lost"
     assert summary["domain_retention"]["value"] == pytest.approx((57 - 83) / (162 - 83), abs=1e-6)
     assert summary["domain_retention_raw"]["value"] == 0
 
 
 def test_both_halves_are_in_the_first_words(told):
     summary = told((340, 5, 340))
-    assert split(summary["verdict"])[0] == "Recovered and kept"
+    assert heading(summary["verdict"]) == "Recovered and kept"
     assert summary["status"] == "recovered and kept"
-    assert split(told((340, 5, 5))["verdict"])[0] == "Kept, recovery not shown"
+    assert heading(told((340, 5, 5))["verdict"]) == "Kept, recovery not shown"
     halves = told((340, 5, 340), domain=(0, 250, 150))
-    assert split(halves["verdict"])[0] == "Recovered, domain partly kept"
+    assert heading(halves["verdict"]) == "Recovered, domain partly kept"
     assert 0.5 < halves["domain_retention"]["low"] < 0.6
 
 
@@ -122,7 +126,7 @@ def test_a_fault_of_one_run_does_not_stop_a_comparison(three):
 
 def test_a_base_below_the_floor_is_not_the_recovery_s_fault(told):
     summary = told((103, 30, 95), floors=(137, 0))
-    assert split(summary["verdict"])[0] == "Recovery not measured, domain kept"
+    assert heading(summary["verdict"]) == "Recovery not measured, domain kept"
     assert "not well above" not in summary["verdict"]
     (note,) = [note for note in summary["notes"] if "unfit" in note]
     assert note.startswith("instructions: unfit for this model: base scores 17.2 %, and the floor is ")
@@ -151,7 +155,7 @@ def concluded(run, near):
 
 
 @pytest.mark.parametrize(
-    ("block", "heading", "status"),
+    ("block", "first_words", "status"),
     [
         (closeness(0.87), "Partly recovered, domain kept", "partly recovered"),
         (closeness(0.99), "Recovered and kept", "recovered"),
@@ -159,10 +163,10 @@ def concluded(run, near):
         (closeness(None), "Recovery not measured, domain kept", "no headroom"),
     ],
 )
-def test_where_the_suite_is_unfit_closeness_carries_the_verdict(run, told, block, heading, status):
+def test_where_the_suite_is_unfit_closeness_carries_the_verdict(run, told, block, first_words, status):
     told((103, 30, 95), floors=(137, 0))
     summary = concluded(run, block)
-    assert split(summary["verdict"])[0] == heading
+    assert heading(summary["verdict"]) == first_words
     assert summary["retention_status"] == status
     assert summary["recovery"] is None
     told_share = (
@@ -177,7 +181,7 @@ def test_closeness_does_not_replace_a_suite_that_has_headroom(run, told):
 
 
 def test_sampled_answers_that_are_shorter_are_told_as_such(run, told):
-    test = WritingTest(
+    test = ResponseTest(
         -0.24, -0.29, -0.19, base=80.0, recovered=60.8, margin=0.1, shown=False, different=True
     )
     told((103, 30, 95), floors=(137, 0))
@@ -190,7 +194,7 @@ def test_sampled_answers_that_are_shorter_are_told_as_such(run, told):
 
 def test_a_tuned_model_above_base_has_forgotten_nothing(told):
     summary = told((300, 360, 350))
-    assert split(summary["verdict"])[0] == "No measurable forgetting, domain kept"
+    assert heading(summary["verdict"]) == "No measurable forgetting, domain kept"
     assert "recovered, tuned is 10.0 points above base; " in summary["verdict"]
     few = told((30, 36, 35), n=60)
     assert few["retention_status"] == "no measurable forgetting"
@@ -198,10 +202,10 @@ def test_a_tuned_model_above_base_has_forgotten_nothing(told):
 
 def test_a_recovery_that_does_harm_is_told_although_nothing_was_forgotten(told):
     summary = told((340, 340, 200))
-    assert split(summary["verdict"])[0] == "Kept, recovery not shown"
+    assert heading(summary["verdict"]) == "Kept, recovery not shown"
     assert "measurably below tuned" in summary["verdict"]
     summary = told((set(range(340)), {*range(330), *range(340, 347)}, {*range(12, 340)}))
-    assert split(summary["verdict"])[0] == "Kept, recovery not shown"
+    assert heading(summary["verdict"]) == "Kept, recovery not shown"
     assert summary["tests"]["tuned_minus_base"]["high"] > 0 > summary["tests"]["recovered_minus_base"]["high"]
     assert "measurably below base" in summary["verdict"]
 
@@ -210,9 +214,9 @@ def test_partly_recovered_counts_from_the_floor(told):
     summary = told((400, 50, 120), floors=(180, 0))
     assert summary["retention_status"] == "not shown"
     assert summary["recovery"]["value"] == pytest.approx(-0.272727, abs=1e-6)
-    assert split(summary["verdict"])[0] == "Kept, recovery not shown"
+    assert heading(summary["verdict"]) == "Kept, recovery not shown"
     summary = told((400, 50, 320), floors=(180, 0))
-    assert split(summary["verdict"])[0] == "Partly recovered, domain kept"
+    assert heading(summary["verdict"]) == "Partly recovered, domain kept"
 
 
 def test_a_recovered_model_that_answers_a_quarter_shorter_is_told(told):
@@ -220,7 +224,7 @@ def test_a_recovered_model_that_answers_a_quarter_shorter_is_told(told):
         return {"tokens": 60 + i % 41}
 
     summary = told((340, 5, 340), base=long, recovered=lambda i: {"tokens": round(0.76 * (60 + i % 41))})
-    assert split(summary["verdict"])[0] == "Score recovered, writing differs, domain kept"
+    assert heading(summary["verdict"]) == "Score recovered, writing differs, domain kept"
     assert "Its answers still differ from base's: they are 24 % shorter." in summary["further"]
 
 
@@ -234,13 +238,13 @@ def test_d_counts_from_the_floor_and_the_raw_ratio_stays_beside_it(run, told):
     assert people["domain_retention_raw"]["value"] == pytest.approx(0.9489, abs=1e-4)
     # 0.8992 rounds to the 0.90 that "kept" needs, and is less.
     assert 0.895 < people["domain_retention"]["low"] < 0.9
-    assert split(people["verdict"])[0] == "Recovered, domain probably kept"
+    assert heading(people["verdict"]) == "Recovered, domain probably kept"
 
 
 def test_no_d_where_tuned_does_not_exceed_the_floor(told):
     summary = told((340, 5, 340), domain=(57, 90, 88), floors=(0, 120))
     assert (summary["domain_retention"], summary["domain_status"]) == (None, "gain not shown")
-    assert split(summary["verdict"])[0] == "Recovered, domain gain not shown"
+    assert heading(summary["verdict"]) == "Recovered, domain gain not shown"
 
 
 def answers(passed, n=300):

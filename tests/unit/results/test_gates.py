@@ -7,8 +7,8 @@ from helpers.synthetic import measure_states
 from opdcl.config.evaluate import Gates
 from opdcl.config.load import validate
 from opdcl.errors import GateError, InconclusiveError, UsageError
-from opdcl.results.gates import judge, judge_again, judge_drop, refuse
-from opdcl.results.scores import Suite
+from opdcl.results.gates import judge_again, judge_drop, judge_gates, refuse
+from opdcl.results.scores import MeasuredSuite
 from opdcl.results.summary import Results
 
 
@@ -19,7 +19,7 @@ def judged(empty):
     def judge_run(gates, retention=(340, 5, 335), domain=(0, 250, 248), n=600, domain_n=300, **fields):
         measure_states(empty, "instructions", retention, n, **fields)
         measure_states(empty, "handbook", domain, domain_n, **fields)
-        records = judge(Gates(**gates).model_dump(), Results(empty))
+        records = judge_gates(Gates(**gates).model_dump(), Results(empty))
         return {record["gate"]: (record["outcome"], record["sentence"]) for record in records}
 
     return judge_run
@@ -130,7 +130,7 @@ def rates(prompts, drop, limit=0.0, repetitions=400, flips=0.1, seed=0):
             ]
             for state, scores in (("base", base), ("tuned", base ^ flip))
         }
-        suite = Suite("s", "retention", "m", {}, rows, 0)
+        suite = MeasuredSuite("s", "retention", "m", {}, rows, 0)
         counts[judge_drop(suite, limit)["outcome"]] += 1
     return {outcome: count / repetitions for outcome, count in counts.items()}
 

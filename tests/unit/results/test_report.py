@@ -26,7 +26,6 @@ from opdcl.results.samples import MOST_PROMPTS, RULE, sort_samples, worst_sample
 from opdcl.results.scores import STATES, load_suites
 from opdcl.results.summary import Results
 from opdcl.results.tables import MISSING
-from opdcl.results.verdict import split
 from opdcl.rundir.records import read_samples
 from opdcl.sanitize import harmless
 
@@ -40,10 +39,10 @@ def test_without_measurable_forgetting_no_file_prints_an_r(run):
 
 def test_html_shows_verdict_scores_plots_cost_and_how_to_reproduce_the_run(trained):
     page = Page(pages(trained)["report.html"])
-    heading, sentence = split(summarise(trained)["verdict"])
+    said = Results(trained).summary.verdict
     for expected in (
-        unbroken(heading),
-        unbroken(sentence),
+        unbroken(said.heading),
+        unbroken(said.sentence[:1].upper() + said.sentence[1:]),
         "80.0 %",
         "7:31",
         "123,456",

@@ -2,22 +2,22 @@
 
 import pytest
 
-from opdcl.results.scores import STATES, Suite, states_of
+from opdcl.results.scores import STATES, MeasuredSuite, states_of
 
 
 def test_a_prompt_with_more_parts_weighs_more():
     rows = [{"scores": {"parts": [True, True, True]}}, {"scores": {"parts": [False]}}]
-    suite = Suite("instructions", "retention", "parts", {}, {"base": rows}, 0)
+    suite = MeasuredSuite("instructions", "retention", "parts", {}, {"base": rows}, 0)
     # Three of four parts are passed, but only one of two prompts.
     assert suite.values("base") == pytest.approx([1.5, 0])
     assert suite.values("base").mean() == pytest.approx(3 / 4)
 
 
-def suite(rows_of: dict[str, list[dict]]) -> Suite:
+def suite(rows_of: dict[str, list[dict]]) -> MeasuredSuite:
     for rows in rows_of.values():
         for i, row in enumerate(rows):
             row |= {"prompt": row.get("prompt", f"Prompt {i}"), "scores": {"passed": row.pop("passed", 0)}}
-    return Suite("instructions", "retention", "passed", {}, rows_of, 0)
+    return MeasuredSuite("instructions", "retention", "passed", {}, rows_of, 0)
 
 
 def test_rows_of_one_cluster_and_equal_prompts_stay_together():

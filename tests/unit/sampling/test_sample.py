@@ -8,10 +8,10 @@ import torch
 
 from opdcl.config.finetune import LoraSection
 from opdcl.model.forward import answer_states
-from opdcl.sampling import decode, llama_step
+from opdcl.model.llama import decodes_as_llama
+from opdcl.sampling import decode
 from opdcl.sampling.decoder import DRAW_BLOCK, PREFILL_ROWS, draw
-from opdcl.sampling.llama_step import is_llama
-from opdcl.sampling.rollout import cut
+from opdcl.sampling.rollout import cheapest_batches
 from opdcl.sampling.sample import pick_engine, sample
 from opdcl.types import Example, Prompt
 
@@ -37,12 +37,9 @@ def test_prompts_of_many_lengths_in_several_prefill_batches(backbone):
         assert rollout.completion_ids == expected[0, len(rollout.prompt_ids) :].tolist()
 
 
-@pytest.mark.parametrize("few_rows", [0, 32])
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
-def test_the_llama_step_equals_transformers_forward(family, few_rows, monkeypatch):
+def test_the_llama_step_equals_transformers_forward(family):
     import transformers
-
-    monkeypatch.setattr(llama_step, "FEW_ROWS", few_rows)
 
     odd_heads = {"head_dim": 24, "attention_bias": True} if family == "Qwen3" else {}
     torch.manual_seed(0)
@@ -62,7 +59,7 @@ def test_the_llama_step_equals_transformers_forward(family, few_rows, monkeypatc
     for parameter in model.parameters():
         if parameter.dim() == 1:  # norms and biases start at one and zero, which would hide errors
             parameter.data += 0.2 * torch.randn_like(parameter)
-    assert is_llama(model)
+    assert decodes_as_llama(model)
     prompts = [Prompt([1, 2, 3, 4 + i, *range(5, 5 + i * 3 % 7)]) for i in range(9)]
     for rollout in sample(model, prompts, max_new_tokens=20, eos_ids=[7], temperature=0.9, seed=1):
         assert_logprobs(model, rollout, 0.9)
@@ -70,9 +67,9 @@ def test_the_llama_step_equals_transformers_forward(family, few_rows, monkeypatc
 
 def test_an_unmerged_adapter_uses_the_plain_step(backbone):
     backbone.new_adapter(LoraSection(r=2), seed=0)
-    assert not is_llama(backbone.causal_lm)
+    assert not decodes_as_llama(backbone.causal_lm)
     with backbone.merged("student") as merged:
-        assert is_llama(merged)
+        assert decodes_as_llama(merged)
 
 
 def cost(widths, parts, weights):
@@ -82,7 +79,7 @@ def cost(widths, parts, weights):
 @pytest.mark.parametrize(("most", "weights"), [(3, 5), (4, 30), (9, 100), (9, 0), (9, float("inf"))])
 def test_no_other_batches_would_read_less(most, weights):
     widths = sorted([12, 12, 13, 15, 16, 40, 41, 90, 400])
-    parts = cut(widths, most, weights)
+    parts = cheapest_batches(widths, most, weights)
     assert [i for part in parts for i in range(part.start, part.stop)] == list(range(9))
     assert max(part.stop - part.start for part in parts) <= most
     bounds = [[0, *(i for i in range(1, 9) if mask >> i & 1), 9] for mask in range(0, 512, 2)]
@@ -93,8 +90,8 @@ def test_no_other_batches_would_read_less(most, weights):
 
 
 def test_a_few_long_prompts_run_separately_from_short_ones():
-    assert cut([80] * 40 + [4000] * 2, 96, 11_700) == [slice(0, 40), slice(40, 42)]
-    assert cut([80] * 40 + [200] * 2, 96, 11_700) == [slice(0, 42)]
+    assert cheapest_batches([80] * 40 + [4000] * 2, 96, 11_700) == [slice(0, 40), slice(40, 42)]
+    assert cheapest_batches([80] * 40 + [200] * 2, 96, 11_700) == [slice(0, 42)]
 
 
 def test_samples_do_not_depend_on_the_batch(backbone):

@@ -22,7 +22,7 @@ from opdcl.model.accept import load_backbone
 from opdcl.model.distributions import HiddenStates, TopTokens, join
 from opdcl.rundir.files import read_jsonl
 from opdcl.sampling.server import KEY, Server, _key_of, check_access
-from opdcl.stages.evaluate import BackboneLM
+from opdcl.stages.evaluate import Asking, write_answers
 from opdcl.train.losses import token_logprobs, token_losses
 from opdcl.train.teachers import Teacher
 from opdcl.train.teachers_elsewhere import (
@@ -485,11 +485,9 @@ def test_a_served_teacher_is_compared_with_base_at_the_start(
         assert "--dtype" in caught.value.hint
 
 
-def test_remote_needs_a_server_and_only_remote_takes_one():
+def test_remote_needs_a_server():
     with pytest.raises(ValueError, match="kind remote needs server"):
         TeacherSection(kind="remote")
-    with pytest.raises(ValueError, match="has no effect unless kind is remote"):
-        TeacherSection(kind="base", server={"url": "http://127.0.0.1:1/v1"})
 
 
 def test_its_completions_have_the_local_models_log_probabilities(backbone, elsewhere):
@@ -615,15 +613,14 @@ def test_a_recovery_that_samples_on_a_server_has_no_mismatch(backbone, tuned, el
 @pytest.mark.parametrize("adapted", [False, True], ids=["base", "an adapter"])
 def test_an_evaluation_on_a_server_gives_the_local_answers(backbone, tuned, elsewhere, adapted):
     student_of(backbone, tuned)
-    task = load_suite("instructions").task
+    requests = load_suite("instructions").requests(5, backbone.tokenizer)
     answers = []
     with serving(elsewhere) as server:
         for place in (None, {"url": server.url}):
             config = EvalConfig(max_new_tokens=8, server=place, batch_size=320)
             partial = tuned / f"partial-{place is None}"
-            lm = BackboneLM(backbone, tuned / "tuned" if adapted else None, config, partial, Silent())
-            task.build_all_requests(limit=5, apply_chat_template=True, chat_template=lm.apply_chat_template)
-            answers.append(lm.generate_until(task.instances))
+            asking = Asking(backbone, tuned / "tuned" if adapted else None, config, partial, Silent())
+            answers.append([answer["response"] for answer in write_answers(asking, requests)])
     assert answers[0] == answers[1]
     assert len(set(answers[0])) > 1
 
@@ -632,21 +629,22 @@ def test_an_evaluation_on_a_server_gives_the_local_answers(backbone, tuned, else
 def test_a_sampled_evaluation_on_a_server_draws_the_same_again_also_after_an_interrupt(
     backbone, tuned, elsewhere, monkeypatch
 ):
-    monkeypatch.setattr("opdcl.stages.answers.DRAWN_TOGETHER", 2)
-    task = load_suite("instructions_sampled").task
+    monkeypatch.setattr("opdcl.stages.answers.SAMPLING_BATCH", 2)
+    drawn, greedy = (load_suite(name) for name in ("instructions_sampled", "instructions"))
     answers = []
+
+    def written(suite, file):
+        asking = Asking(backbone, None, config, file, Silent())
+        found = write_answers(asking, suite.requests(5, backbone.tokenizer))
+        return [answer["response"] for answer in found]
+
     with serving(elsewhere) as server:
         config = EvalConfig(max_new_tokens=8, server={"url": server.url}, batch_size=320)
         for partial, kept in (("a", 0), ("b", 0), ("a", 3)):
             lines = (tuned / partial).read_text().splitlines(keepends=True)[:kept] if kept else []
             (tuned / partial).write_text("".join(lines))
-            lm = BackboneLM(backbone, None, config, tuned / partial, Silent())
-            task.build_all_requests(limit=5, apply_chat_template=True, chat_template=lm.apply_chat_template)
-            answers.append(lm.generate_until(task.instances))
-        greedy = BackboneLM(backbone, None, config, tuned / "c", Silent())
-        task = load_suite("instructions").task
-        task.build_all_requests(limit=5, apply_chat_template=True, chat_template=lm.apply_chat_template)
-        assert greedy.generate_until(task.instances) != answers[0]
+            answers.append(written(drawn, tuned / partial))
+        assert written(greedy, tuned / "c") != answers[0]
     assert answers[0] == answers[1] == answers[2]
     assert len(set(answers[0])) > 1
 

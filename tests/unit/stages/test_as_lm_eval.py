@@ -78,7 +78,7 @@ def compare(name, file, backbone, folder):
         assert lm.stops == {(*suite.answering.stops, *ends)}
         assert [row["response"] for row in ours] == [sample["resps"][0][0] for sample in theirs]
     else:
-        assert suite.encode(None, encode) == encode(["".join(texts) for texts in asked])["input_ids"]
+        assert [request.args for request in suite.requests(None, encode)] == [*map(tuple, asked)]
         for row, sample in zip(ours, theirs, strict=True):
             likelihoods = [answer[0][0] for answer in sample["resps"]]
             assert row["likelihoods"] == pytest.approx(likelihoods, rel=1e-4)

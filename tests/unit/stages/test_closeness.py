@@ -114,7 +114,7 @@ def test_a_model_that_is_base_has_its_answers_no_distance_and_no_c(adapted, run)
             _, rows = measure(backbone, run, state, adapter)
             assert max(row["scores"]["distance"] for row in rows) < 1e-5
             assert [row["response"] for row in rows] == [row["response"] for row in base_rows]
-    found = results.summarise([results.load(run)])
+    found = results.closeness_of([results.load_closeness(run)])
     assert (found.c, found.why) == (None, "tuned is not measurably away from base")
 
 
@@ -133,9 +133,9 @@ def test_the_distance_grows_with_the_adapter(adapted, run):
 def test_base_reads_its_own_answers_once_for_all_states(adapted, run, tmp_path):
     backbone, adapter = adapted
     measure(backbone, run)
-    assert closeness.BASE_READ[backbone]
+    assert closeness.BASE_HIDDEN_STATES[backbone]
     _, kept = measure(backbone, run, "tuned", adapter)
-    closeness.BASE_READ.clear()
+    closeness.BASE_HIDDEN_STATES.clear()
     other = RunDir(tmp_path / "other")
     shutil.copytree(run.evals / "base", other.evals / "base")
     _, again = measure(backbone, other, "tuned", adapter)
@@ -167,7 +167,7 @@ def test_the_noise_is_that_of_16_bits_and_above_that_of_32(adapted, run, tmp_pat
 
 
 def test_an_interrupted_measurement_ends_with_the_same_numbers(adapted, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(answers, "DRAWN_TOGETHER", 4)
+    monkeypatch.setattr(answers, "SAMPLING_BATCH", 4)
     backbone, adapter = adapted
     clean = RunDir(tmp_path / "clean")
     for state, folder in (("base", None), ("tuned", adapter)):
@@ -188,7 +188,7 @@ def test_an_interrupted_measurement_ends_with_the_same_numbers(adapted, run, tmp
 
 
 def test_rows_of_another_model_or_limit_are_not_reused(backbone, run, monkeypatch):
-    monkeypatch.setattr(answers, "DRAWN_TOGETHER", 4)
+    monkeypatch.setattr(answers, "SAMPLING_BATCH", 4)
     with pytest.raises(KeyboardInterrupt):
         measure(backbone, run, report=StopAt())
     _, rows = measure(backbone, run, config=EvalConfig(max_new_tokens=3, batch_size=4))

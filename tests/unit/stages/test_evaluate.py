@@ -14,7 +14,7 @@ from opdcl.errors import UsageError
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
 from opdcl.stages.answers import counter
-from opdcl.stages.evaluate import BackboneLM, evaluate, max_answer_tokens
+from opdcl.stages.evaluate import Asking, evaluate, max_answer_tokens, write_answers
 from opdcl.training import save_adapter
 from opdcl.types import Prompt, Rollout
 
@@ -137,24 +137,24 @@ def test_a_prompt_that_occurs_twice_has_one_answer(measure):
 
 
 def test_a_stop_string_ends_an_answer_that_the_token_limit_would_cut(backbone, tmp_path):
-    lm = BackboneLM(backbone, None, EvalConfig(batch_size=2), tmp_path / "kept", Silent())
+    asking = Asking(backbone, None, EvalConfig(batch_size=2), tmp_path / "kept", Silent())
 
     def ask(*stops):
         options = [{"until": until, "max_gen_toks": 8} for until in stops]
-        return lm.generate_until([Instance("generate_until", {}, (QUESTIONS[0], o), 0) for o in options])
+        return write_answers(
+            asking, [Instance("generate_until", {}, (QUESTIONS[0], one), 0) for one in options]
+        )
 
-    (whole,) = ask([])
-    assert lm.ended == [False]
+    (answer,) = ask([])
+    whole = answer["response"]
+    assert not answer["ended"]
     assert len(whole) > 6
     stop = whole[3:6]
-    assert ask([], [stop], ["is not there", stop], ["is not there"]) == [
-        whole,
-        whole[: whole.index(stop)],
-        whole[: whole.index(stop)],
-        whole,
-    ]
-    assert lm.ended == [False, True, True, False]
-    assert lm.lengths == [8, 8, 8, 8]
+    answers = ask([], [stop], ["is not there", stop], ["is not there"])
+    cut = whole[: whole.index(stop)]
+    assert [answer["response"] for answer in answers] == [whole, cut, cut, whole]
+    assert [answer["ended"] for answer in answers] == [False, True, True, False]
+    assert [answer["tokens"] for answer in answers] == [8, 8, 8, 8]
 
 
 def test_a_task_with_several_filters_has_one_row_per_prompt_with_the_whole_response(backbone, tmp_path):

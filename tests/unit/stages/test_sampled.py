@@ -11,7 +11,7 @@ from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.hashes import hash_files
 from opdcl.rundir.layout import RunDir
 from opdcl.stages import evaluate as stage
-from opdcl.stages.evaluate import BackboneLM
+from opdcl.stages.evaluate import Asking, write_answers
 
 EVALS = package_folder("evals")
 QUESTIONS = [f"What is the code of room {i}{'?' * (i % 3 + 1)}" for i in range(7)]
@@ -33,14 +33,14 @@ class Interrupted(Silent):
 @pytest.fixture
 def ask(backbone, tmp_path, monkeypatch):
     """Return a function that answers questions with base, three at a time."""
-    monkeypatch.setattr("opdcl.stages.answers.DRAWN_TOGETHER", 3)
+    monkeypatch.setattr("opdcl.stages.answers.SAMPLING_BATCH", 3)
 
     def run(options=SAMPLED, name="kept", questions=QUESTIONS, stop=None, batch_size=2):
         partial = tmp_path / name
-        lm = BackboneLM(backbone, None, EvalConfig(batch_size=batch_size), partial, Interrupted(stop))
+        asking = Asking(backbone, None, EvalConfig(batch_size=batch_size), partial, Interrupted(stop))
         requests = [Instance("generate_until", {}, (text, options), 0) for text in questions]
         try:
-            return lm.generate_until(requests)
+            return [answer["response"] for answer in write_answers(asking, requests)]
         except KeyboardInterrupt:
             assert stop
             return read_jsonl(partial)
@@ -119,11 +119,10 @@ def test_base_alone_answers_twice_and_only_where_answers_are_drawn(backbone, tmp
     config, sampled = EvalConfig(limit=3, max_new_tokens=8, batch_size=3), load_suite("instructions_sampled")
     seeds = []
 
-    class Seen(BackboneLM):
-        def generate_until(self, requests, disable_tqdm=False):
-            texts = super().generate_until(requests)
-            seeds.append((self.seed, texts))
-            return texts
+    def seen(asking, requests, seed):
+        answers = write_answers(asking, requests, seed)
+        seeds.append((seed, [answer["response"] for answer in answers]))
+        return answers
 
     def rows(suite):
         run = RunDir(tmp_path / suite.name)
@@ -132,7 +131,7 @@ def test_base_alone_answers_twice_and_only_where_answers_are_drawn(backbone, tmp
         return read_jsonl(run.eval_samples("base", suite.name))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage, "BackboneLM", Seen)
+        patch.setattr(stage, "write_answers", seen)
         drawn = rows(sampled)
         greedy = rows(load_suite("instructions"))
     (first, texts), (second, other), _ = seeds

@@ -1,6 +1,5 @@
 """The order of rows, and the fine-tune's loss against a plain computation."""
 
-import copy
 import itertools
 import json
 from collections import Counter
@@ -494,7 +493,6 @@ def test_a_resumed_run_with_replay_ends_with_the_same_bits(learn, replay, tmp_pa
 def test_an_interrupt_while_base_writes_loses_one_piece_at_most(learn, replay, tmp_path, monkeypatch):
     monkeypatch.setattr("opdcl.train.replay.REPLAYED_AT_ONCE", 3)
     learn("whole", replay=replay)
-    monkeypatch.setattr("opdcl.train.kept_texts.texts_folder", lambda: tmp_path / "no texts of other runs")
     file = StageDir(tmp_path / "resumed").replay
     learn("resumed", report=StopAt(answers=8), replay=replay)
     assert len(read_jsonl(file)) == 6
@@ -577,32 +575,37 @@ class StopWriting(Silent):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(
-    ("save_steps", "report", "rows"),
-    [
-        (4, StopAt(1), 0),  # before the first answer
-        (4, StopWriting(1), 6),  # before the first checkpoint
-        (4, StopAt(3), 8),
-        (4, StopWriting(2), 14),
-        (4, StopAt(6), 16),  # the checkpoint is one of the epoch before
-        (7, StopAt(9), 16),  # and here of the same epoch
-        (4, StopWriting(3), 22),
-        (4, StopAt(12), 24),
-    ],
-)
+# What stops a run, how often it saves, and the rows that the student has written by then.
+STOPS = [
+    (4, StopWriting(1), 6),  # before the first checkpoint
+    (4, StopAt(6), 16),  # the checkpoint is one of the epoch before
+    (7, StopAt(9), 16),  # and here of the same epoch
+]
+MORE_STOPS = [
+    (4, StopAt(1), 0),  # before the first answer
+    (4, StopAt(3), 8),
+    (4, StopWriting(2), 14),
+    (4, StopWriting(3), 22),
+    (4, StopAt(12), 24),
+]
+
+
+@pytest.mark.parametrize("stops", [STOPS, pytest.param(MORE_STOPS, marks=pytest.mark.nightly)])
 def test_a_resumed_run_in_which_the_student_writes_ends_with_the_same_bits(
-    learn, by_student, tmp_path, monkeypatch, save_steps, report, rows
+    learn, by_student, tmp_path, monkeypatch, stops
 ):
     monkeypatch.setattr("opdcl.train.replay.REPLAYED_AT_ONCE", 3)
-    whole, steps = learn("whole", save_steps=save_steps, **by_student)
-    file = StageDir(tmp_path / "resumed").replay
-    learn("resumed", report=copy.copy(report), save_steps=save_steps, **by_student)
+    whole, steps = learn("whole", **by_student)
     of_whole = read_jsonl(StageDir(tmp_path / "whole").replay)
-    assert read_jsonl(file) == of_whole[:rows]
-    resumed, resumed_steps = learn("resumed", save_steps=save_steps, **by_student)
-    assert read_jsonl(file) == of_whole
-    assert resumed_steps == steps
-    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    for number, (save_steps, report, rows) in enumerate(stops):
+        name = f"resumed {number}"
+        learn(name, report=report, save_steps=save_steps, **by_student)
+        file = StageDir(tmp_path / name).replay
+        assert read_jsonl(file) == of_whole[:rows]
+        resumed, resumed_steps = learn(name, save_steps=save_steps, **by_student)
+        assert read_jsonl(file) == of_whole
+        assert resumed_steps == steps
+        assert all(torch.equal(resumed[name], whole[name]) for name in whole)
 
 
 def test_lost_answers_of_an_earlier_student_are_an_error_with_a_hint(learn, by_student, tmp_path):

@@ -12,12 +12,12 @@ from opdcl.errors import OpdclError, UsageError
 from opdcl.repetition import repetition
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.train.health import Health, Writing, drift, writing_sign
+from opdcl.train.health import ResponseStats, check_responses, drift, response_sign
 from opdcl.training import StageLog
 from opdcl.types import Prompt, Rollout
 
-BASE = Writing(length=40.0, ended=0.8, repetition=0.02)
-TUNED = Writing(length=9.0, ended=1.0, repetition=0.05)
+BASE = ResponseStats(length=40.0, ended=0.8, repetition=0.02)
+TUNED = ResponseStats(length=9.0, ended=1.0, repetition=0.05)
 GONE_WRONG = {
     "length": (121.0, "answer length"),
     "ended": (0.29, "share of truncated answers"),
@@ -30,20 +30,20 @@ LOOPING = dataclasses.replace(BASE, repetition=0.9)
 def test_writing_is_judged_by_how_base_and_tuned_write(field):
     value, name = GONE_WRONG[field]
     worse = dataclasses.replace(BASE, **{field: value})
-    sign = writing_sign(worse, BASE, TUNED)
+    sign = response_sign(worse, [BASE, TUNED])
     assert (sign.name, sign.value) == (name, pytest.approx(1 - value if field == "ended" else value))
     assert sign.hint
     # What base or tuned does is no fault of the recovery.
-    assert writing_sign(worse, BASE, Writing(121.0, 0.29, 0.36)) is None
+    assert response_sign(worse, [BASE, ResponseStats(121.0, 0.29, 0.36)]) is None
 
 
 def test_base_and_tuned_write_well():
-    assert writing_sign(BASE, BASE, TUNED) is writing_sign(TUNED, BASE, TUNED) is None
+    assert response_sign(BASE, [BASE, TUNED]) is response_sign(TUNED, [BASE, TUNED]) is None
 
 
 def test_writing_is_counted_by_hand():
     answers = [Rollout(Prompt([1]), [5, 6], [], True), Rollout(Prompt([1]), [5, 5, 5, 5, 5, 5], [], False)]
-    assert Writing.of(answers) == Writing(length=4.0, ended=0.5, repetition=pytest.approx(2 / 3))
+    assert ResponseStats.of(answers) == ResponseStats(length=4.0, ended=0.5, repetition=pytest.approx(2 / 3))
 
 
 class Rate:
@@ -60,7 +60,7 @@ def watch(tmp_path, answers):
     out, optimizer = StageDir(tmp_path / "stage"), Rate()
     out.path.mkdir(parents=True, exist_ok=True)
     for step, own in enumerate(answers, 1):
-        Health(out, StageLog(Silent(), out, 9)).on_writing(step, own, BASE, TUNED, optimizer)
+        check_responses(StageLog(Silent(), out, 9), step, own, [BASE, TUNED], optimizer)
     return optimizer.rate, [row for row in read_jsonl(out.metrics) if "health" in row]
 
 

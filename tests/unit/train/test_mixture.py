@@ -185,3 +185,21 @@ def test_a_prompt_leads_back_to_its_row_where_shipped_ones_without_room_are_left
     row = source.held_out["general"][encoded.held_out[0].number]
     assert encode_prompt(row, backbone.tokenizer, 10_000) == encoded.held_out[0].ids
     assert encoded.question == row.shown()
+
+
+@pytest.mark.parametrize("context", [16, 45])
+def test_shipped_prompts_of_which_none_leaves_room_for_an_answer_are_refused(backbone, context):
+    config = RecoverConfig(general=["everyday"], max_new_tokens=8, **STEPS)
+    source = read_recovery_source(config)
+    longest = max(source.held_out["general"], key=lambda row: len(row.shown()))
+    source.held_out["general"] = [longest]  # at 45, some rows to train on have room, and it has none
+    with pytest.raises(UsageError, match=r"no prompt of the general stream leaves room .* context of \d+"):
+        encode_stream(config, source, "general", backbone.tokenizer, context)
+
+
+def test_sources_of_one_prompt_each_leave_none_to_hold_out(backbone, monkeypatch):
+    monkeypatch.setitem(FILES, "another", prompts("another", 1))
+    config = RecoverConfig(general=["one", "another"], **STEPS)
+    source = read_recovery_source(config, read_rows)
+    with pytest.raises(UsageError, match="no prompt of the general stream can be held out"):
+        encode_stream(config, source, "general", backbone.tokenizer, 512)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opdcl.train.losses import CHUNK, THREAD_POSITIONS, cut, for_each_part, token_losses
+from opdcl.train.losses import CHUNK, THREAD_POSITIONS, chunks, for_each_part, token_losses
 from opdcl.types import Loss
 
 
@@ -48,4 +48,4 @@ def test_each_position_is_in_one_part(threads):
         finally:
             torch.set_num_threads(before)
         assert bool((seen == 1).all())
-    assert max(p.stop - p.start for p in cut(torch.zeros(10 * CHUNK), threads)) <= CHUNK
+    assert max(p.stop - p.start for p in chunks(torch.zeros(10 * CHUNK), threads)) <= CHUNK

@@ -13,12 +13,16 @@ from opdcl.data.prompts import read_recovery_source
 from opdcl.data.rows import load_rows
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.train.start import BETWEEN, distance_left
-from opdcl.train.validation import NO_WORSE, Measurements, Validation, kl_score
+from opdcl.train.alpha_search import BETWEEN, Point, distance_left
+from opdcl.train.validation import NO_WORSE, Measurement, Milestones
 
 
 def held_out(rows):
     return [sum(r["validation"][f"{s}_kl"] for s in ("general", "domain")) for r in rows if "validation" in r]
+
+
+def points(start):
+    return [Point(**point) for point in start["curve"]]
 
 
 @pytest.mark.parametrize("engine", ["slab", "graph", "generate"])
@@ -47,11 +51,11 @@ def test_replay_imitates_the_teachers(backbone, tuned):
 def test_interpolation_keeps_the_scale_with_the_least_held_out_kl(backbone, tuned):
     rows = run(backbone, tuned, method="interpolate", start="auto")
     start = rows[0]["start"]
-    *curve, base = start["curve"]
+    *curve, base = points(start)
     best = min(curve, key=lambda point: distance_left(point, curve[0], base))
-    assert start["alpha"] == best["alpha"] > 0
-    assert held_out(rows)[1] == pytest.approx(best["general_kl"] + best["domain_kl"])
-    assert_scaled(tuned, "out/adapter", best["alpha"])
+    assert start["alpha"] == best.alpha > 0
+    assert held_out(rows)[1] == pytest.approx(best.general_kl + best.domain_kl)
+    assert_scaled(tuned, "out/adapter", best.alpha)
 
 
 def test_a_given_scale_is_taken_whatever_its_held_out_kl(backbone, tuned):
@@ -72,10 +76,9 @@ def assert_scaled(folder, recovered, alpha):
 
 def test_the_curve_goes_from_tuned_almost_to_base(backbone, tuned):
     rows = run(backbone, tuned, start="auto")
-    curve = rows[0]["start"]["curve"]
-    general, domain = ([point[f"{s}_kl"] for point in curve] for s in ("general", "domain"))
-    measured = [point["alpha"] for point in curve]
-    assert measured == [1.0, *BETWEEN[: len(measured) - 2], 0.0]
+    curve = points(rows[0]["start"])
+    measured, general, domain = zip(*curve, strict=True)
+    assert measured == (1.0, *BETWEEN[: len(measured) - 2], 0.0)
     distances = [distance_left(point, curve[0], curve[-1]) for point in curve[:-1]]
     *falling, first_rise = distances
     assert falling == sorted(falling, reverse=True)
@@ -87,9 +90,8 @@ def test_the_curve_goes_from_tuned_almost_to_base(backbone, tuned):
 
 
 def test_the_start_is_where_least_is_lost_of_both_streams_whatever_their_units():
-    tuned, base = {"general_kl": 3.0, "domain_kl": 0.0}, {"general_kl": 0.0, "domain_kl": 12.0}
+    tuned, base, halfway = Point(1.0, 3.0, 0.0), Point(0.0, 0.0, 12.0), Point(0.4, 0.6, 1.2)
     assert distance_left(tuned, tuned, base) == distance_left(base, tuned, base) == 1
-    halfway = {"general_kl": 0.6, "domain_kl": 1.2}
     assert distance_left(halfway, tuned, base) == pytest.approx(0.3)
 
 
@@ -218,9 +220,10 @@ def test_a_student_equal_to_base_is_at_no_distance_on_its_own_answers(backbone, 
 
 
 def test_the_kept_adapter_is_chosen_by_the_worse_of_base_s_text_and_its_own():
-    assert kl_score({"general_kl": 0.2, "domain_kl": 0.1}) == pytest.approx(0.3)
-    assert kl_score({"general_kl": 0.2, "domain_kl": 0.1, "own_kl": 0.1}) == pytest.approx(0.3)
-    assert kl_score({"general_kl": 0.2, "domain_kl": 0.1, "own_kl": 0.9}) == pytest.approx(1.0)
+    kl = {"general": 0.2, "domain": 0.1}
+    assert Measurement(kl).score("alternating") == pytest.approx(0.3)
+    assert Measurement(kl, own_kl=0.1).score("alternating") == pytest.approx(0.3)
+    assert Measurement(kl, own_kl=0.9).score("alternating") == pytest.approx(1.0)
 
 
 def test_a_resumed_validation_remembers_the_lowest_score():
@@ -238,8 +241,9 @@ def test_a_resumed_validation_remembers_the_lowest_score():
         {"step": 4, "validation": {**kl(1, 1), "best": True}},
         {"step": 8, "validation": {**kl(1, 2), "best": False}},
     ]
-    restored = Measurements.restore(rows, kl_score)
-    assert (restored.tuned, restored.base, restored.start) == (kl(4, 0), kl(0, 3), kl(2, 1))
+    restored = Milestones.restore(rows, "alternating")
+    measured = [m.row() for m in (restored.tuned, restored.base, restored.start)]
+    assert measured == [kl(4, 0), kl(0, 3), kl(2, 1)]
     assert restored.lowest_score == 2
 
 
@@ -254,7 +258,7 @@ def test_a_resumed_validation_remembers_the_lowest_score():
 )
 def test_among_equals_the_later_adapter_is_kept(backbone, tuned, monkeypatch, scores, kept):
     following = iter([scores[0], *scores])  # the first one is read back from the metrics too
-    monkeypatch.setattr(Validation, "_score", lambda self, kl: next(following))
+    monkeypatch.setattr(Measurement, "score", lambda self, method: next(following))
     run(backbone, tuned, steps=6, validate_every=2, health=False)
     found = json.loads((tuned / "out" / "trainer" / "best" / "validation.json").read_text())
     assert found == {"step": 2 * kept, "score": scores[kept]}

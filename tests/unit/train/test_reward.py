@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers.near import ROUNDING, flat, relative_error
-from helpers.recovering import SHORT, Silent, make_trainer, whole_and_resumed
+from helpers.recovering import SHORT, make_trainer, whole_and_resumed
 from helpers.stock import write_stock
 from helpers.teaching import taught
 from trl import GRPOConfig, GRPOTrainer
@@ -22,7 +22,6 @@ from opdcl.data.suites import load_suite
 from opdcl.errors import UsageError
 from opdcl.model.distributions import HiddenStates
 from opdcl.rundir.files import read_jsonl
-from opdcl.stages.evaluate import BackboneLM
 from opdcl.train.losses import clipped_gradient, token_losses
 from opdcl.train.reward import Reward, group_advantages
 from opdcl.train.schedule import plan_steps
@@ -207,7 +206,7 @@ def test_the_teacher_weighs_in_beside_the_reward():
 
     def loss(weight, advantage):
         states = student.clone().requires_grad_()
-        both = Loss(reward=1.0, weight=weight)
+        both = Loss(reward_weight=1.0, teacher_weight=weight)
         found = token_losses(states, head, HiddenStates(teacher, head), token, sampler, both, advantage).loss
         found.sum().backward()
         return found.detach(), states.grad
@@ -221,15 +220,14 @@ def test_the_teacher_weighs_in_beside_the_reward():
     torch.testing.assert_close(dense, plain.loss)
 
 
-def test_a_completion_is_scored_as_the_evaluation_scores_it(backbone, tmp_path):
+def test_a_completion_is_scored_as_the_evaluation_scores_it(backbone):
     reward = make_reward(backbone)
     task = load_reward_task(REWARDED["suite"])
-    lm = BackboneLM(backbone, None, EvalConfig(batch_size=320), tmp_path / "partial", Silent())
-    task.build_all_requests(limit=40, apply_chat_template=True, chat_template=lm.apply_chat_template)
+    requests = load_suite(REWARDED["suite"]).requests(40, backbone.tokenizer)
     rows = reward_rows(reward.config, task)
     assert len(rows) == len(list(task.eval_docs))
     scores = set()
-    for instance in task.instances:
+    for instance in requests:
         ids = backbone.tokenizer(instance.args[0], add_special_tokens=False)["input_ids"]
         prompt = Prompt(ids, number=instance.doc_id)
         constraints = json.loads(instance.doc["constraints"])

@@ -7,7 +7,7 @@ import pytest
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.data.prompts import prompts_drawn
-from opdcl.train.schedule import plan_steps, sampled_together, students_turns
+from opdcl.train.schedule import on_policy_steps, plan_steps, sampled_together
 
 
 def schedule(general=20, domain=20, **settings):
@@ -84,7 +84,7 @@ def test_the_student_writes_the_last_general_steps(lmbda, expected):
 @pytest.mark.parametrize("steps", [1, 2, 7, 16, 97])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.15, 0.3, 0.5, 0.75, 0.99, 1.0])
 def test_the_students_share_is_that_asked_for(steps, share):
-    students = students_turns(steps, share)
+    students = on_policy_steps(steps, share)
     count = sum(students)
     assert students == [False] * (steps - count) + [True] * count
     assert count == math.floor(share * steps + 0.5) or (count == 1 and 0 < share * steps < 0.5 and steps > 1)

@@ -14,7 +14,7 @@ from opdcl.config.teacher import TeacherSection
 from opdcl.errors import UsageError
 from opdcl.model.compatibility import check_same_tokenizer, differences
 from opdcl.model.distributions import HiddenStates
-from opdcl.model.lora import parts
+from opdcl.model.lora import adapter_weights
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.train.losses import token_losses
@@ -305,5 +305,5 @@ def test_an_average_begins_where_the_student_does(backbone, tuned, start):
     )
     recover_rows(config, backbone, tuned / "tuned", StageDir(tuned / "out"), Silent())
     for layer in backbone.adapted_layers("domain"):
-        average, whole = (parts(layer, state)[1].norm() for state in ("domain", "tuned"))
+        average, whole = (adapter_weights(layer, state)[1].norm() for state in ("domain", "tuned"))
         assert float(average / whole) == pytest.approx(start, rel=1e-4)

@@ -7,13 +7,11 @@ from helpers.recovering import PROMPT, Silent, make_trainer, write_tuned
 
 from opdcl.config.finetune import LoraSection
 from opdcl.errors import OpdclError, UsageError
-from opdcl.model.forward import answer_ids, answer_states
-from opdcl.rundir.layout import StageDir
+from opdcl.model.forward import Pass, answer_ids, answer_states
 from opdcl.sampling import decode
 from opdcl.train.learner import micro_batches
-from opdcl.train.validation import Validation
-from opdcl.training import StageLog
-from opdcl.types import Loss, Prompt, Rollout
+from opdcl.train.validation import HeldOut
+from opdcl.types import Loss, Prompt, Prompts, Rollout
 
 ROLLOUTS = [
     Rollout(Prompt([*PROMPT, 7 * i + 3]), list(range(50 + i, 53 + 3 * i)), [], True) for i in range(6)
@@ -204,13 +202,14 @@ def test_one_long_sequence_makes_no_padding_of_the_others():
     assert [[lengths[i] for i in batch] for batch in batches] == [[100, 55], [35, 25, 25, 24]]
 
 
-def test_the_shared_prefix_changes_neither_states_nor_gradient(backbone, monkeypatch):
+@pytest.mark.parametrize("way", [Pass.BY_LENGTH, Pass.BEHIND_PREFIX])
+def test_the_shared_prefix_changes_neither_states_nor_gradient(way, backbone, monkeypatch):
     model = backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
     examples = [rollout.example for rollout in ROLLOUTS]
     results = []
-    for share in (True, False):
+    for one in (way, Pass.PADDED):
         model.zero_grad()
-        monkeypatch.setattr("opdcl.model.forward._shares_prefix", lambda model, share=share: share)
+        monkeypatch.setattr("opdcl.model.forward.pick_pass", lambda *given, one=one: one)
         states = answer_states(backbone.causal_lm, examples)
         # The final norm makes a sum of squares constant, whose gradient is only rounding.
         (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum().backward()
@@ -276,12 +275,10 @@ def test_the_seed_chooses_the_completions_and_the_held_out_texts(backbone, tuned
 
     def texts(seed):
         trainer = make_trainer(backbone, tuned, seed=seed)
-        stage = StageDir(tuned)
-        log = StageLog(Silent(), stage, 4)
-        config, prompts = trainer.queue.config, {"general": [Prompt([*PROMPT, 9])] * 3}
-        validation = Validation(config, trainer.learner, trainer.queue, prompts, stage, log)
-        validation.write_held_out()
-        both = (trainer.queue.take(0).examples, validation._held_out["general"].rollouts)
+        prompts = {"general": Prompts([], [Prompt([*PROMPT, 9])] * 3)}
+        held_out = HeldOut(trainer.learner, trainer.queue, prompts, Silent())
+        held_out.let_teachers_answer()
+        both = (trainer.queue.take(0).examples, held_out.answers["general"].rollouts)
         return [[r.completion_ids for r in rollouts] for rollouts in both]
 
     (sampled_0, held_out_0), again, (sampled_1, held_out_1) = texts(0), texts(0), texts(1)

@@ -1,4 +1,4 @@
-"""A tuned model with tokens that its base lacks: base reads them by the tuned model's rows, and says none.
+"""A tuned model with tokens that its base lacks: base uses its embeddings for them, and never predicts them.
 
 The vocabularies are the same up to base's last token, so all divergences from base are over base's tokens.
 """
@@ -41,7 +41,7 @@ def has_tokenizer(tuned: ModelConfig) -> bool:
 
 @torch.no_grad()
 def read_more_tokens(base_lm: PreTrainedModel, tuned_lm: PreTrainedModel) -> None:
-    """Give base's input embeddings the rows that only the tuned model has; base's head stays as it is."""
+    """Give base's input embeddings the rows that only the tuned model has; base's head is not changed."""
     embeddings = base_lm.get_input_embeddings()
     before_VH, after_VH = embeddings.weight, tuned_lm.get_input_embeddings().weight
     if len(after_VH) > len(before_VH):

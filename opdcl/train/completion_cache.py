@@ -28,7 +28,7 @@ from opdcl.model.backbone import Backbone, State
 from opdcl.rundir.environment import machine_of, versions
 from opdcl.rundir.files import UNFINISHED, cache_home, write_atomic
 from opdcl.rundir.hashes import hash_files, hash_value
-from opdcl.train.teachers import Teacher
+from opdcl.train.teachers import Completions, OnFinished, Teacher
 from opdcl.types import Prompt, Rollout
 
 logger = logging.getLogger(__name__)
@@ -51,20 +51,18 @@ MARKED = (
 # More than a token and its log-probability take in a file, in bytes, and more than what is around a row.
 BYTES_OF_TOKEN, BYTES_OF_ROW = 64, 1024
 
-OnFinished = Callable[[list[Rollout]], None]
-
 
 def texts_folder() -> Path:
     """Return the folder of the kept texts; without it, all are sampled again."""
     return cache_home() / "texts"
 
 
-class KeptTexts:
-    """What the frozen states of a backbone write in one stage; `used` counts answers of earlier runs."""
+class CompletionCache(Completions):
+    """What the frozen states of a backbone write in one stage; `hits` counts answers of earlier runs."""
 
     def __init__(self, backbone: Backbone):
         self.backbone = backbone
-        self.used: Counter[str] = Counter()
+        self.hits: Counter[str] = Counter()
         self._writers: dict[State, dict[str, Any]] = {}
 
     @cached_property
@@ -107,15 +105,15 @@ class KeptTexts:
             if parallel.rank() == 0 and self.folder:
                 _keep(self.folder / name, rollouts)
             return rollouts
-        self.used[state if state in BUILT_IN else "other teachers"] += len(rows)
+        self.hits[state if state in BUILT_IN else "other teachers"] += len(rows)
         rollouts = [Rollout(prompt, *row) for prompt, row in zip(prompts, rows, strict=True)]
         if on_finished:
             on_finished(list(parallel.my_share(rollouts)))
         return rollouts
 
-    def tell(self, note: Callable[[str], None]) -> None:
+    def log_hits(self, note: Callable[[str], None]) -> None:
         """Note how many answers of earlier runs were used, if any."""
-        if counts := [f"{count} answers of {state}" for state, count in self.used.items()]:
+        if counts := [f"{count} answers of {state}" for state, count in self.hits.items()]:
             note(f"{', '.join(counts)}: kept from earlier, not sampled again")
 
     def _writer(self, state: State) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import torch
 
 from opdcl.model import forward
 from opdcl.model.forward import answer_states
-from opdcl.model.side_by_side import side_by_side
+from opdcl.model.thread_parallel import run_in_threads
 from opdcl.types import Example
 
 PREFIX = [1, 520, 3690, 198, 60]
@@ -29,21 +29,21 @@ def rows(lengths=(9, 3, 12, 5, 7, 3, 4)):
 
 def test_tasks_run_with_their_share_of_the_cores_in_order(cores):
     cores(4)
-    assert side_by_side([lambda: (1, torch.get_num_threads()), lambda: (2, torch.get_num_threads())]) == [
+    assert run_in_threads([lambda: (1, torch.get_num_threads()), lambda: (2, torch.get_num_threads())]) == [
         (1, 2),
         (2, 2),
     ]
     assert torch.get_num_threads() == 4
-    assert side_by_side([torch.get_num_threads]) == [4]
+    assert run_in_threads([torch.get_num_threads]) == [4]
 
 
 def test_tasks_inherit_grad_mode_and_autocast(cores):
     cores(2)
     weight = torch.ones(2, 2, requires_grad=True)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        found = side_by_side([lambda: weight @ weight] * 2)
+        found = run_in_threads([lambda: weight @ weight] * 2)
     assert [(x.dtype, x.requires_grad) for x in found] == [(torch.bfloat16, False)] * 2
-    found = side_by_side([lambda: weight @ weight] * 2)
+    found = run_in_threads([lambda: weight @ weight] * 2)
     assert [(x.dtype, x.requires_grad) for x in found] == [(torch.float32, True)] * 2
 
 
@@ -55,7 +55,7 @@ def test_a_fault_is_raised_after_all_have_ended(cores):
         raise MemoryError
 
     with pytest.raises(MemoryError):
-        side_by_side([fault, lambda: done.append(1)])
+        run_in_threads([fault, lambda: done.append(1)])
     assert done == [1]
 
 

@@ -17,7 +17,7 @@ import torch
 T = TypeVar("T")
 
 
-def side_by_side(tasks: Sequence[Callable[[], T]]) -> list[T]:
+def run_in_threads(tasks: Sequence[Callable[[], T]]) -> list[T]:
     """Return the results of tasks that run at the same time, in order; a task's exception is raised."""
     if len(tasks) == 1:
         return [tasks[0]()]

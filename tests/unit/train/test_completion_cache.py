@@ -14,8 +14,8 @@ from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.hashes import hash_value
 from opdcl.rundir.layout import StageDir
-from opdcl.train import kept_texts
-from opdcl.train.kept_texts import KeptTexts, texts_folder
+from opdcl.train import completion_cache
+from opdcl.train.completion_cache import CompletionCache, texts_folder
 from opdcl.train.teachers import EmaTeacher, Teacher, TrustRegionTeacher
 from opdcl.train.teachers_elsewhere import SecondModel
 from opdcl.types import Prompt, Rollout
@@ -64,9 +64,9 @@ def test_another_recovery_of_the_same_adapter_uses_them_too(backbone, tuned):
 
 def answers(backbone, state="base", prompts=PROMPTS, **options):
     """Return what a state writes, and whether it was kept."""
-    texts = KeptTexts(backbone)
+    texts = CompletionCache(backbone)
     rollouts = texts.complete(Teacher(backbone, state), prompts, **OPTIONS | options)
-    return rollouts, bool(texts.used)
+    return rollouts, bool(texts.hits)
 
 
 def test_kept_answers_equal_sampled_ones_in_all_they_hold(backbone):
@@ -101,11 +101,11 @@ def more_threads(backbone, monkeypatch):
 
 
 def other_packages(backbone, monkeypatch):
-    monkeypatch.setattr(kept_texts, "versions", lambda: {"torch": "0"})
+    monkeypatch.setattr(completion_cache, "versions", lambda: {"torch": "0"})
 
 
 def another_device(backbone, monkeypatch):
-    monkeypatch.setattr(kept_texts, "machine_of", lambda device: {"name": "another processor"})
+    monkeypatch.setattr(completion_cache, "machine_of", lambda device: {"name": "another processor"})
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_what_training_changes_or_another_model_writes_is_not_kept(adapted):
         SecondModel(adapted, adapted.causal_lm),
     ]
     for writer in writers:
-        KeptTexts(adapted).complete(writer, PROMPTS, **OPTIONS)
+        CompletionCache(adapted).complete(writer, PROMPTS, **OPTIONS)
     assert not texts_folder().exists()
 
 
@@ -188,14 +188,14 @@ def test_a_reader_beside_two_writers_finds_whole_files_only(cache):
 
     def write():
         while running:
-            kept_texts._keep(file, rollouts)
+            completion_cache._keep(file, rollouts)
 
     writers = [threading.Thread(target=write) for _ in range(2)]
     for writer in writers:
         writer.start()
     while not file.exists():
         pass
-    found = [kept_texts._read(file, 3, 2000, 2000) for _ in range(30)]
+    found = [completion_cache._read(file, 3, 2000, 2000) for _ in range(30)]
     running = False
     for writer in writers:
         writer.join()
@@ -213,7 +213,7 @@ def test_without_a_folder_for_them_texts_are_sampled_and_it_is_said(backbone, ca
 def test_the_texts_that_were_not_used_for_longest_make_room(backbone, monkeypatch):
     answers(backbone, seed=1)
     (file,) = texts_folder().glob("*.json")
-    monkeypatch.setattr(kept_texts, "MOST_BYTES", int(2.5 * file.stat().st_size))
+    monkeypatch.setattr(completion_cache, "MOST_BYTES", int(2.5 * file.stat().st_size))
     answers(backbone, seed=2)
     assert answers(backbone, seed=1)[1]  # used again, so the other one is older
     answers(backbone, seed=3)
@@ -240,7 +240,7 @@ def test_making_room_removes_nothing_but_texts(backbone, monkeypatch):
     left.write_text("half")
     for file in texts_folder().iterdir():
         os.utime(file, (9, 9))
-    monkeypatch.setattr(kept_texts, "MOST_BYTES", 1)
+    monkeypatch.setattr(completion_cache, "MOST_BYTES", 1)
     answers(backbone, seed=2)
     assert sorted(file.name for file in texts_folder().iterdir()) == [
         "CACHEDIR.TAG",
@@ -311,7 +311,7 @@ def test_rows_that_no_model_writes_are_not_believed_whatever_their_hash(tmp_path
     file = tmp_path / f"{'a' * 16}.json"
     for rows, believed in (([ROW], [ROW]), ([row], None), ([ROW, row], None)):
         file.write_text(json.dumps({"hash": hash_value(rows), "rows": rows}))
-        assert kept_texts._read(file, len(rows), 5, 100) == believed
+        assert completion_cache._read(file, len(rows), 5, 100) == believed
 
 
 def test_what_is_no_file_of_a_fitting_size_is_not_read(tmp_path):
@@ -320,7 +320,7 @@ def test_what_is_no_file_of_a_fitting_size_is_not_read(tmp_path):
     (tmp_path / "large").write_bytes(b" " * 5000)
     (tmp_path / "folder").mkdir()
     for name in ("pipe", "device", "large", "folder"):
-        assert kept_texts._read(tmp_path / name, 1, 5, 100) is None
+        assert completion_cache._read(tmp_path / name, 1, 5, 100) is None
 
 
 def test_the_record_holds_a_faster_recovery_with_the_same_adapter():

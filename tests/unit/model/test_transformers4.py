@@ -6,7 +6,7 @@ import pytest
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer
 
 from opdcl.model.load import embedded_folder
-from opdcl.model.portable import make_portable
+from opdcl.model.transformers4 import make_portable
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}

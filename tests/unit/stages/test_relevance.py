@@ -16,7 +16,7 @@ from opdcl.data.suites import load_suite
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
-from opdcl.stages import content
+from opdcl.stages import relevance
 from opdcl.stages.evaluate import evaluate
 
 REQUESTS = ["Describe a lamp.", "Why do owls hoot?", "Compare tea with coffee.", "What is a fjord?"]
@@ -35,12 +35,12 @@ def reference(backbone, number: int, text: str) -> float:
     tokenizer, doc = backbone.tokenizer, DOCS[number]
 
     def likelihood(prompt: str) -> float:
-        asked = render(tokenizer, [{"role": "user", "content": prompt}], True, tokenize=False)
+        asked = render(tokenizer, [{"role": "user", "content": prompt}], True)
         ids, own = (
             tokenizer(t, add_special_tokens=False)["input_ids"]
             for t in (asked, own_text(doc["prompt"], text))
         )
-        own = own[: content.LONGEST]
+        own = own[: relevance.LONGEST]
         with backbone.state("base") as model:
             logits = model(input_ids=torch.tensor([ids + own])).logits[0].double()
         logprobs = logits.log_softmax(-1)
@@ -52,26 +52,28 @@ def reference(backbone, number: int, text: str) -> float:
 
 
 def test_the_gain_is_that_of_the_reference_whatever_the_adapter(backbone, monkeypatch):
-    monkeypatch.setattr(content, "LEAST", -100.0)  # all requests are tried
+    monkeypatch.setattr(relevance, "LEAST_RELEVANCE", -100.0)  # all requests are tried
     backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
     for layer in backbone.adapted_layers():
         layer.lora_B["student"].weight.data.normal_()
-    found = content.gains(backbone, DOCS, REQUESTS, dict(enumerate(TEXTS)))
+    found = relevance.relevance_of(backbone, DOCS, REQUESTS, dict(enumerate(TEXTS)))
     assert found == pytest.approx({i: reference(backbone, i, text) for i, text in enumerate(TEXTS)}, abs=1e-4)
     assert found[2] == 0
-    assert content.gains(backbone, DOCS, REQUESTS, {3: TEXTS[3]})[3] == pytest.approx(found[3], abs=1e-4)
+    assert relevance.relevance_of(backbone, DOCS, REQUESTS, {3: TEXTS[3]})[3] == pytest.approx(
+        found[3], abs=1e-4
+    )
 
 
 def test_base_judges_with_its_own_head_beside_a_tuned_model(backbone, monkeypatch):
     """A full fine-tune can move the output embedding; base's judgement must not move with it."""
     texts = dict(enumerate(TEXTS))
-    monkeypatch.setattr(content, "LEAST", -100.0)
-    expected = content.gains(backbone, DOCS, REQUESTS, texts)
+    monkeypatch.setattr(relevance, "LEAST_RELEVANCE", -100.0)
+    expected = relevance.relevance_of(backbone, DOCS, REQUESTS, texts)
     tuned = copy.deepcopy(backbone.causal_lm)
     head = tuned.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight + 0.2 * torch.randn_like(head.weight))
     pair = Backbone(tuned, backbone.tokenizer, backbone.causal_lm)
-    assert content.gains(pair, DOCS, REQUESTS, texts) == pytest.approx(expected)
+    assert relevance.relevance_of(pair, DOCS, REQUESTS, texts) == pytest.approx(expected)
 
 
 def test_the_most_alike_requests_stand_in_first_and_never_the_request_itself():
@@ -79,11 +81,11 @@ def test_the_most_alike_requests_stand_in_first_and_never_the_request_itself():
         "Why do owls hoot?",
         "Why do owls hoot at night?",
     ]
-    found = content.stand_ins(requests, [200, 5])
+    found = relevance.stand_ins(requests, [200, 5])
     assert found[200][0] == 201
-    assert len(found[200]) == len(found[5]) == content.NEAREST + len(content.OTHERS)
+    assert len(found[200]) == len(found[5]) == relevance.NEAREST + len(relevance.OTHERS)
     assert (200 not in found[200], 5 not in found[5]) == (True, True)
-    assert found[5][content.NEAREST :] == [5 + step for step in content.OTHERS]
+    assert found[5][relevance.NEAREST :] == [5 + step for step in relevance.OTHERS]
 
 
 class Asked:
@@ -91,6 +93,9 @@ class Asked:
 
     metrics = ("passed",)
     content, ordered = True, False
+
+    def __init__(self, scores):
+        self.scores = lambda docs, texts: [*scores]
 
     def documents(self, limit):
         assert limit is None, "what takes a request's place must not depend on the limit"
@@ -100,16 +105,16 @@ class Asked:
 def test_only_answers_that_pass_so_far_are_read_and_the_others_are_failed_by_their_gain(
     backbone, monkeypatch
 ):
-    monkeypatch.setattr(content, "LEAST", -100.0)
-    found = content.gains(backbone, DOCS, REQUESTS, dict(enumerate(TEXTS)))
-    monkeypatch.setattr(content, "LEAST", found[0] - 1e-3)
+    monkeypatch.setattr(relevance, "LEAST_RELEVANCE", -100.0)
+    found = relevance.relevance_of(backbone, DOCS, REQUESTS, dict(enumerate(TEXTS)))
+    monkeypatch.setattr(relevance, "LEAST_RELEVANCE", found[0] - 1e-3)
     scores = [
         {"passed": True, "kept": 1},
         {"passed": False, "kept": 0},
         {"passed": True, "kept": 1},
         {"passed": True},
     ]
-    read = content.judge(backbone, Asked())(DOCS, TEXTS, scores)
+    read = relevance.grade(backbone, Asked(scores), DOCS, TEXTS)
     assert read[1] == {"passed": False, "kept": 0}
     expected = [True, False, found[2] >= found[0], found[3] >= found[0]]
     assert [row["passed"] for row in read] == expected
@@ -122,7 +127,7 @@ def test_only_answers_that_pass_so_far_are_read_and_the_others_are_failed_by_the
 def per_token(backbone, prompt: str, text: str) -> float:
     """The mean log-probability of an answer's tokens, with no cache and no padding."""
     tokenizer = backbone.tokenizer
-    asked = render(tokenizer, [{"role": "user", "content": prompt}], True, tokenize=False)
+    asked = render(tokenizer, [{"role": "user", "content": prompt}], True)
     ids, own = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in (asked, text))
     with backbone.state("base") as model:
         logprobs = model(input_ids=torch.tensor([ids + own])).logits[0].double().log_softmax(-1)
@@ -131,7 +136,7 @@ def per_token(backbone, prompt: str, text: str) -> float:
 
 def test_the_order_of_an_answer_is_compared_with_another_one_of_the_same_words(backbone):
     prompts, texts = {2: DOCS[2]["prompt"], 3: DOCS[3]["prompt"]}, {2: "Tea is mild.", 3: TEXTS[3]}
-    (order,) = content.orders(backbone, prompts, texts).values()  # three words are too few
+    (order,) = relevance.coherence_of(backbone, prompts, texts).values()  # three words are too few
     words = TEXTS[3].split()
     random.Random(TEXTS[3]).shuffle(words)
     assert words != TEXTS[3].split()
@@ -145,24 +150,23 @@ def test_an_answer_that_is_no_likelier_than_its_words_in_random_order_fails(back
     assert (suite.content, suite.ordered) == (False, True)
     docs = suite.documents(2)
     texts = ["A spider has eight legs in all.", "yellow"]
-    scores = [{"contains": score}, {"contains": score}]
+    monkeypatch.setattr(suite, "scores", lambda docs, texts: [{"contains": score}, {"contains": score}])
     for least, passed in ((-100.0, True), (100.0, False)):
-        monkeypatch.setattr(content, "ORDERED", least)
-        read = content.judge(backbone, suite)(docs, texts, scores)
+        monkeypatch.setattr(relevance, "LEAST_COHERENCE", least)
+        read = relevance.grade(backbone, suite, docs, texts)
         assert [row["contains"] for row in read] == [passed, True]
         assert isinstance(read[0]["contains"], type(score))
-    assert content.judge(backbone, load_suite("handbook_quick")) is None
 
 
 def test_the_evaluation_asks_for_content_where_the_suite_does(backbone, tmp_path, monkeypatch):
     config = EvalConfig(limit=6, max_new_tokens=24, batch_size=6)
-    monkeypatch.setattr(content, "LEAST", -100.0)
-    monkeypatch.setattr(content, "ORDERED", -100.0)
+    monkeypatch.setattr(relevance, "LEAST_RELEVANCE", -100.0)
+    monkeypatch.setattr(relevance, "LEAST_COHERENCE", -100.0)
     suite, run = load_suite("instructions"), RunDir(tmp_path)
     assert [load_suite(name).content for name in ("instructions_quick", "handbook")] == [True, False]
 
     def measured(least: float) -> list[dict]:
-        monkeypatch.setattr(content, "LEAST", least)
+        monkeypatch.setattr(relevance, "LEAST_RELEVANCE", least)
         result = evaluate(config, suite, backbone, "base", run, {}, Silent())
         assert (result["metric"], result["n"]) == ("passed", 6)
         assert set(result["metrics"]) == set(suite.metrics)

@@ -9,9 +9,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from opdcl.model import forward, llama_pass
-from opdcl.model.forward import answer_states
-from opdcl.model.llama_pass import packs, rms_norm
+from opdcl.model import forward, llama
+from opdcl.model.forward import Pass, answer_states, pick_pass
+from opdcl.model.llama import rms_norm
 from opdcl.model.lora import fuse
 from opdcl.types import Example
 
@@ -47,11 +47,10 @@ def model_of(family: str, **options):
     return peft.eval()
 
 
-def run(peft, packed: bool, monkeypatch):
+def run(peft, way: Pass, monkeypatch):
     weights = [weight for weight in peft.parameters() if weight.requires_grad]
     with monkeypatch.context() as patch:
-        if not packed:
-            patch.setattr(forward, "packs", lambda *inputs: False)
+        patch.setattr(forward, "pick_pass", lambda *given: way)
         states = answer_states(peft.get_base_model(), ROWS)
     direction = torch.linspace(-1, 1, states.numel()).view(states.shape)
     grads = torch.autograd.grad((states * direction).sum(), weights, allow_unused=True)
@@ -60,10 +59,10 @@ def run(peft, packed: bool, monkeypatch):
     )
 
 
-def assert_same(peft, monkeypatch) -> dict[str, torch.Tensor]:
-    assert packs(peft.get_base_model(), 10)
-    expected, reference = run(peft, False, monkeypatch)
-    states, grads = run(peft, True, monkeypatch)
+def assert_same(peft, monkeypatch, way=Pass.BY_LENGTH) -> dict[str, torch.Tensor]:
+    assert pick_pass(peft.get_base_model()) == Pass.BY_LENGTH
+    expected, reference = run(peft, Pass.PADDED, monkeypatch)
+    states, grads = run(peft, way, monkeypatch)
     assert len(states) == sum(sum(row.learned) for row in ROWS)
     torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-4)
     for name, grad in grads.items():
@@ -105,7 +104,7 @@ def test_adapters_together_and_switched_off(monkeypatch):
     assert any("second" in name for name in together)
     with torch.no_grad(), peft.disable_adapter():
         bare = answer_states(peft.get_base_model(), ROWS)
-        monkeypatch.setattr(forward, "packs", lambda *inputs: False)
+        monkeypatch.setattr(forward, "pick_pass", lambda *given: Pass.PADDED)
         torch.testing.assert_close(bare, answer_states(peft.get_base_model(), ROWS), rtol=1e-4, atol=1e-4)
 
 
@@ -132,11 +131,9 @@ def each_row_alone(query, key, value, start, start_k, longest, longest_k, scale,
 @pytest.mark.parametrize("wide", [32, 64])  # computed again for the gradient, or kept
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_that_attend_in_one_kernel(family, wide, monkeypatch):
-    monkeypatch.setattr(llama_pass, "WIDE", wide)
-    monkeypatch.setattr(llama_pass, "attends_within_rows", lambda *given: True)
-    monkeypatch.setattr(llama_pass, "varlen_attn", each_row_alone)
-    monkeypatch.setattr(forward, "_shares_prefix", lambda model: False)
-    assert assert_same(model_of(family), monkeypatch)
+    monkeypatch.setattr(llama, "WIDE", wide)
+    monkeypatch.setattr(llama, "varlen_attn", each_row_alone)
+    assert assert_same(model_of(family), monkeypatch, Pass.IN_ONE_KERNEL)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +153,7 @@ def test_the_kernel_within_rows_is_for_gpus_that_have_it(monkeypatch, expected, 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: given["capability"])
     config = model_of("qwen3").get_base_model().config
     config.head_dim = given["head_dim"]
-    assert llama_pass.attends_within_rows(config, given["device"], given["dtype"]) == expected
+    assert llama.attends_within_rows(config, given["device"], given["dtype"]) == expected
 
 
 @pytest.mark.parametrize("rows", [ROWS[:1], [Example(ROWS[0].ids[4:], ROWS[0].learned[4:])] * 2])
@@ -164,19 +161,18 @@ def test_rows_without_a_common_beginning(rows, monkeypatch):
     peft = model_of("llama")
     with torch.no_grad():
         packed = answer_states(peft.get_base_model(), rows)
-        monkeypatch.setattr(forward, "packs", lambda *inputs: False)
+        monkeypatch.setattr(forward, "pick_pass", lambda *given: Pass.PADDED)
         torch.testing.assert_close(packed, answer_states(peft.get_base_model(), rows), rtol=1e-4, atol=1e-4)
 
 
-def test_other_models_and_long_rows_are_left_to_transformers():
+def test_other_models_are_left_to_transformers():
     peft = model_of("llama")
     model = peft.get_base_model()
-    assert packs(model, 100)
-    assert not packs(model, 5000)
+    assert pick_pass(model) == Pass.BY_LENGTH
     model.config.hidden_act = "gelu"
-    assert not packs(model, 100)
+    assert pick_pass(model) == Pass.BEHIND_PREFIX
     model.config.hidden_act, model.config._attn_implementation = "silu", "eager"
-    assert not packs(model, 100)
+    assert pick_pass(model) == Pass.BEHIND_PREFIX
 
 
 def test_rms_norm_is_transformers_in_bf16_too():

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,10 +20,10 @@ from opdcl.results import closeness, stats
 from opdcl.results.board import Board, Column, cells, compared, pool, said_by, scores_of, seed_notes
 from opdcl.results.format import CHANGE, NATS, SCORE, cell, points
 from opdcl.results.intervals import Estimate
-from opdcl.results.learned import learned
+from opdcl.results.learned import domain_suite
 from opdcl.results.origins import holder, places_of
 from opdcl.results.page import Page
-from opdcl.results.scores import Suite
+from opdcl.results.scores import MeasuredSuite
 from opdcl.results.summary import Results
 from opdcl.results.tables import Table, with_rows
 from opdcl.rundir.layout import RunDir
@@ -30,8 +31,18 @@ from opdcl.rundir.layout import RunDir
 # The name of the run that a run starts from, among those that it builds on; teachers have names of their own.
 START = ""
 
-# Suite -> scores whose means are added, and those whose means are taken away.
+# MeasuredSuite -> scores whose means are added, and those whose means are taken away.
 Figure = dict[str, tuple[list[np.ndarray], list[np.ndarray]]]
+
+
+class TeacherRetention(NamedTuple):
+    """What a step has kept of what a teacher taught it."""
+
+    step: str
+    teacher: str
+    suite: str
+    share: Estimate | None
+    """Of the teacher's gain on the suite."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +66,7 @@ class Chains(Board):
 
     base: Column
     chains: list[Chain]
-    kept: list[tuple[str, str, str, Estimate | None]]
-    """Step, teacher, suite, and the step's share of the teacher's gain on it."""
+    kept: list[TeacherRetention]
 
     @property
     def pairs(self) -> list[tuple[Chain, Chain]]:
@@ -131,7 +141,7 @@ def compare_chains(runs: Sequence[RunDir]) -> Chains:
     learned_by, unsure = {}, []
     for step in steps:
         start = by_place.get(_parents(step.members[0].run).get(START, Path()))
-        learned_by[step], note = learned(step, start)
+        learned_by[step], note = domain_suite(step, start)
         unsure += [note] if note else []
     chains = _chains(steps, learned_by)
     base: dict[str, np.ndarray] = {}
@@ -150,9 +160,9 @@ def compare_chains(runs: Sequence[RunDir]) -> Chains:
     )
 
 
-def _shared_suites(members: list[Results]) -> tuple[dict[str, Suite], list[str]]:
+def _shared_suites(members: list[Results]) -> tuple[dict[str, MeasuredSuite], list[str]]:
     """Return the suites by name, and notes on runs with other prompts of one, which lose it."""
-    suites: dict[str, Suite] = {}
+    suites: dict[str, MeasuredSuite] = {}
     notes = []
     for member in members:
         for suite in member.suites:
@@ -166,7 +176,7 @@ def _shared_suites(members: list[Results]) -> tuple[dict[str, Suite], list[str]]
     return suites, notes
 
 
-def _step(name: str, members: list[Results], suites: dict[str, Suite]) -> Column:
+def _step(name: str, members: list[Results], suites: dict[str, MeasuredSuite]) -> Column:
     """Return a step; its closeness only if every run measured its end, on the same prompts."""
     scores, near, end = {}, [member.near for member in members], members[0].end
     for suite in suites:
@@ -174,7 +184,7 @@ def _step(name: str, members: list[Results], suites: dict[str, Suite]) -> Column
         if found is not None:
             scores[suite] = found
     is_near = all(end in suite.rows and suite.prompts == near[0].prompts for suite in near)
-    distance = closeness.summarise(near) if is_near else None
+    distance = closeness.closeness_of(near) if is_near else None
     return Column(name, end, len(members), scores, members, members, closeness=distance)
 
 
@@ -204,43 +214,35 @@ def _chains(steps: list[Column], learned_by: dict[Column, str | None]) -> list[C
 
 
 def _figures(
-    chain: Chain, seeds: Sequence[str], suites: dict[str, Suite]
+    chain: Chain, seeds: Sequence[str], suites: dict[str, MeasuredSuite]
 ) -> tuple[dict[str, np.ndarray], dict[str, Figure]]:
     """Return suite -> scores at the end, and forgetting and backward transfer; empty where not measured."""
     # The runs of each step, one per seed.
-    runs_of = []
-    for step in range(len(chain.steps)):
-        runs_of.append([chain.lines[seed][step] for seed in seeds])
-    last = runs_of[-1]
+    runs_of = [[chain.lines[seed][step] for seed in seeds] for step in range(len(chain.steps))]
     learned_at = {name: step for step, name in enumerate(chain.learned)}
-    average: dict[str, np.ndarray] = {}
+    counted = [name for name, suite in suites.items() if suite.role == "retention" or name in learned_at]
+    ends: dict[str, np.ndarray] = {}
     forgetting: Figure = {}
     transfer: Figure = {}
-    is_complete = True
-    for name, suite in suites.items():
-        is_domain = name in learned_at
-        if suite.role != "retention" and not is_domain:
-            continue
-        end = scores_of(last, name)
-        if end is None:
-            is_complete = False
-            continue
-        average[name] = end
+    for name in counted:
+        end, is_domain = scores_of(runs_of[-1], name), name in learned_at
         # What it was before the last step: since it was learned, or from base on.
-        before = [] if is_domain else [scores_of(last, name, "base")]
+        before = [] if is_domain else [scores_of(runs_of[-1], name, "base")]
         before += [scores_of(runs, name) for runs in runs_of[learned_at.get(name, 0) : -1]]
         measured = [scores for scores in before if scores is not None]
-        if not before or len(measured) < len(before):
-            continue
-        forgetting[name] = [max(measured, key=lambda scores: scores.mean())], [end]
-        if is_domain:
-            transfer[name] = [end], [measured[0]]
-    return average if is_complete else {}, {"forgetting": forgetting, "backward_transfer": transfer}
+        if end is not None:
+            ends[name] = end
+            if before and len(measured) == len(before):
+                forgetting[name] = [max(measured, key=lambda scores: scores.mean())], [end]
+                if is_domain:
+                    transfer[name] = [end], [measured[0]]
+    average = ends if len(ends) == len(counted) else {}
+    return average, {"forgetting": forgetting, "backward_transfer": transfer}
 
 
 def _kept(
-    steps: list[Column], suites: dict[str, Suite], learned_by: dict[Column, str | None]
-) -> list[tuple[str, str, str, Estimate | None]]:
+    steps: list[Column], suites: dict[str, MeasuredSuite], learned_by: dict[Column, str | None]
+) -> list[TeacherRetention]:
     """Return each step's share of each teacher's gain over base; each seed has its own teacher."""
     owners = {member.place: (step, member) for step in steps for member in step.members}
     rows = []
@@ -256,11 +258,11 @@ def _kept(
             if base is not None and taught is not None and student is not None:
                 floor, clusters = suites[suite].floor_values(), suites[suite].clusters
                 share = stats.domain_retention(stats.States(base, taught, student, floor, clusters))
-                rows.append((step.name, teacher, suite, share and share.rounded()))
+                rows.append(TeacherRetention(step.name, teacher, suite, share and share.rounded()))
     return rows
 
 
-def _notes(steps: list[Column], chains: list[Chain], suites: dict[str, Suite]) -> list[str]:
+def _notes(steps: list[Column], chains: list[Chain], suites: dict[str, MeasuredSuite]) -> list[str]:
     notes = []
     for step in steps:
         if missing := [name for name in suites if name not in step.scores]:

@@ -1,28 +1,28 @@
 """Whether answers are about their prompts, and say something, as base sees it.
 
-An answer is about its prompt if base finds its own words likelier after the prompt than after the same prompt
-with any of six other requests: the three that are most like it, and three others. Words of the prompt do not
-count: base repeats them whatever the request, so an empty text would pass.
+An answer is about its prompt if base finds its own words more likely after the prompt than after the same
+prompt with any of six other requests: the three that are most like it, and three others. Words of the prompt
+do not count: base repeats them after every request, so an empty text would pass.
 
-It says something if base finds it likelier than the same words in random order: a heap of words that belong
-to the subject is no answer.
+It says something if base finds it more likely than the same words in random order: a bag of topical words is
+not an answer.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
 
-import torch
-
+from opdcl import parallel
 from opdcl.data.chat import render
+from opdcl.data.grading import Scores
 from opdcl.data.own_words import own_text
 from opdcl.data.similarity import similarity
-from opdcl.data.suites import Judge, Suite
+from opdcl.data.suites import Suite
 from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates
-from opdcl.model.forward import answer_ids, answer_states
+from opdcl.model.forward import answer_ids
+from opdcl.stages.answers import read_states
 from opdcl.train.losses import token_logprobs
 from opdcl.types import Example
 
@@ -32,49 +32,42 @@ OTHERS = (17, 71, 113)
 """Offsets, in prompts, of three of the requests that replace a prompt's own."""
 NEAREST = 3
 """How many more of them are those that are most like it."""
-LEAST = 0.0
-"""An answer is likelier after its own request by more than this, in nats."""
-ROWS = 32
-ORDERED = 2.0
-"""An answer is likelier than its words in random order by more than this, in nats per token.
+LEAST_RELEVANCE = 0.0
+"""An answer is more likely after its own request by more than this, in nats."""
+LEAST_COHERENCE = 2.0
+"""An answer is more likely than its words in random order by more than this, in nats per token.
 
 Answers of the embedded model are so by 4 to 7, its answers with shuffled words by -0.6 to 1.2.
 """
-FEW = 4
+FEWEST_WORDS = 4
 """An answer of fewer words than this is not asked for its order."""
 
 
-def judge(backbone: Backbone, suite: Suite) -> Judge | None:
-    """Return a function that fails answers to the suite's first documents that base finds wanting.
+def grade(backbone: Backbone, suite: Suite, docs: list[dict], texts: list[str]) -> list[Scores]:
+    """Return the scores of answers to a suite's first documents: by its rules, then by base if it asks base.
 
-    It is None if the suite does not ask base.
+    An answer that base rejects fails; `gain` is by how much its likelihood gains from its request.
     """
-    if not (suite.content or suite.ordered):
-        return None
+    scores = suite.scores(docs, texts)
     metric = suite.metrics[0]
-
-    def amended(docs: list[dict], texts: list[str], scores: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        judged = [*scores]
-        passed = {i: texts[i] for i, row in enumerate(scores) if row[metric]}
-        if suite.ordered:  # first: it takes two readings, and the gain up to seven
-            prompts = {i: str(suite.task.doc_to_text(docs[i])) for i in passed}
-            for i, order in orders(backbone, prompts, passed).items():
-                if order <= ORDERED:
-                    judged[i] = judged[i] | {metric: type(scores[i][metric])(False)}
-                    del passed[i]
-        if suite.content:
-            requests = [doc["request"] for doc in suite.documents(None)]
-            for i, gain in gains(backbone, docs, requests, passed).items():
-                judged[i] = judged[i] | {metric: gain > LEAST, "gain": round(gain, 4)}
-        return judged
-
-    return amended
+    passed = {i: texts[i] for i, row in enumerate(scores) if row[metric]}
+    if suite.ordered:  # first: it takes two readings, and the gain up to seven
+        prompts = {i: str(suite.task.doc_to_text(docs[i])) for i in passed}
+        for i, order in coherence_of(backbone, prompts, passed).items():
+            if order <= LEAST_COHERENCE:
+                scores[i] = scores[i] | {metric: type(scores[i][metric])(False)}
+                del passed[i]
+    if suite.content:
+        requests = [doc["request"] for doc in suite.documents(None)]
+        for i, gain in relevance_of(backbone, docs, requests, passed).items():
+            scores[i] = scores[i] | {metric: gain > LEAST_RELEVANCE, "gain": round(gain, 4)}
+    return scores
 
 
-def gains(
+def relevance_of(
     backbone: Backbone, docs: Sequence[dict], requests: list[str], texts: dict[int, str]
 ) -> dict[int, float]:
-    """Return by how much each answer is likelier after its own request, by its document's number (`LEAST`).
+    """Return by how many nats each answer is more likely after its own request, by its document's number.
 
     Where one request is enough to fail an answer, the others are not tried.
     """
@@ -84,7 +77,7 @@ def gains(
     found = dict.fromkeys(own, float("inf"))
     others = stand_ins(requests, list(own))
     for number in range(NEAREST + len(OTHERS)):
-        open_ones = [i for i in own if found[i] > LEAST]
+        open_ones = [i for i in own if found[i] > LEAST_RELEVANCE]
         pairs = []
         for i in open_ones:
             other = requests[others[i][number]]
@@ -94,12 +87,12 @@ def gains(
     return found
 
 
-def orders(backbone: Backbone, prompts: dict[int, str], texts: dict[int, str]) -> dict[int, float]:
-    """Return by how much each answer is likelier than its words in random order, in nats per token.
+def coherence_of(backbone: Backbone, prompts: dict[int, str], texts: dict[int, str]) -> dict[int, float]:
+    """Return by how much each answer is more likely than its words in random order, in nats per token.
 
-    An answer of fewer words than `FEW` is left out.
+    An answer of fewer words than `FEWEST_WORDS` is left out.
     """
-    texts = {i: text for i, text in texts.items() if len(text.split()) >= FEW}
+    texts = {i: text for i, text in texts.items() if len(text.split()) >= FEWEST_WORDS}
     shuffled = {}
     for i, text in texts.items():
         words = text.split()
@@ -135,17 +128,17 @@ def logprobs(backbone: Backbone, pairs: Sequence[tuple[str, str]]) -> list[float
     tokenizer = backbone.tokenizer
     rows = []
     for prompt, text in pairs:
-        asked = render(tokenizer, [{"role": "user", "content": prompt}], True, tokenize=False)
+        asked = render(tokenizer, [{"role": "user", "content": prompt}], True)
         prompt_ids = tokenizer(asked, add_special_tokens=False)["input_ids"]
         rows.append(Example.of(prompt_ids, read_ids(backbone, text)))
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids))
-    found: dict[int, float] = {}
-    with backbone.merged("base") as model, torch.no_grad():
-        for start in range(0, len(order), ROWS):
-            numbers = order[start : start + ROWS]
-            sums = _sums(backbone, model, [rows[i] for i in numbers])
-            found.update(zip(numbers, sums, strict=True))
-    return [found[i] for i in range(len(rows))]
+    head_VH = backbone.head_of("base")
+    with backbone.merged("base") as model:
+        states = read_states(model, rows)
+    sums = []
+    for i in sorted(states):
+        tokens_N = answer_ids([rows[i]], states[i].device)
+        sums.append(float(token_logprobs(HiddenStates(states[i], head_VH), tokens_N, len(head_VH)).sum()))
+    return parallel.gather_shares(sums)
 
 
 def read_ids(backbone: Backbone, text: str) -> list[int]:
@@ -153,13 +146,3 @@ def read_ids(backbone: Backbone, text: str) -> list[int]:
     ids: list[int] = backbone.tokenizer(text, add_special_tokens=False)["input_ids"]
     known = [id for id in ids if id < len(backbone.head_of("base"))]
     return known[:LONGEST]
-
-
-def _sums(backbone: Backbone, model: Any, rows: list[Example]) -> list[float]:
-    """Return the log-probability of each row's answer."""
-    head_VH = backbone.head_of("base")
-    tokens_N = answer_ids(rows, model.device)
-    states = HiddenStates(answer_states(model, rows), head_VH)
-    logprobs_N = token_logprobs(states, tokens_N, len(head_VH))
-    lengths = [len(row.predicting) for row in rows]
-    return [float(part.sum()) for part in logprobs_N.split(lengths)]

@@ -1,4 +1,4 @@
-"""How a model writes, from the answers of a suite: whether they end, their length, repetition and script.
+"""Statistics on the answers of a suite: whether they end, their length, repetition and script.
 
 A score does not show this. Answers that run on until the token limit meet "at least 80 words" more often than
 good ones, so a model that no longer stops can score like base.
@@ -16,7 +16,7 @@ import numpy as np
 
 from opdcl.repetition import WORD, repetition
 from opdcl.results import stats
-from opdcl.results.scores import Suite, stacked
+from opdcl.results.scores import MeasuredSuite, stacked
 from opdcl.results.stats import Clusters, Estimate
 
 # How far the recovered model's share of answers that end, and of repeated 4-grams, may lie from base's, and
@@ -28,7 +28,7 @@ FAMILIES = {"HIRAGANA": "CJK", "KATAKANA": "CJK"}
 
 
 @dataclass(frozen=True)
-class WritingTest(Estimate):
+class ResponseTest(Estimate):
     """Recovered minus base in one measure; of the length, relative to base's.
 
     `shown`: the whole interval lies within the margin, so the two are shown to be alike. `different`: it
@@ -42,11 +42,11 @@ class WritingTest(Estimate):
     different: bool
 
 
-WritingTests = dict[str, WritingTest | None]
+ResponseTests = dict[str, ResponseTest | None]
 
 
-def values(suite: Suite, state: str) -> dict[str, np.ndarray]:
-    """Return measure -> `(N,)` numbers, one per prompt, for what the rows of a state tell.
+def response_values(suite: MeasuredSuite, state: str) -> dict[str, np.ndarray]:
+    """Return measure -> `(N,)` numbers, one per prompt, from the rows of a state.
 
     `ended`: the answer ended before its token limit. `tokens`: its length. `repetition`: the share of its
     4-grams of words that occurred earlier in it. `script`: its letters are mostly of the script of the prompt
@@ -70,9 +70,9 @@ def values(suite: Suite, state: str) -> dict[str, np.ndarray]:
     }
 
 
-def measures(suites: Sequence[Suite], state: str) -> dict[str, np.ndarray]:
-    """Return the `values` of one suite in one or several runs, for the measures that all runs have."""
-    columns = [values(suite, state) for suite in suites]
+def measures(suites: Sequence[MeasuredSuite], state: str) -> dict[str, np.ndarray]:
+    """Return the values of one suite in one or several runs, for the measures that all runs have."""
+    columns = [response_values(suite, state) for suite in suites]
     found = {}
     for name in columns[0] if columns else ():
         if all(name in column for column in columns):
@@ -80,17 +80,17 @@ def measures(suites: Sequence[Suite], state: str) -> dict[str, np.ndarray]:
     return found
 
 
-def estimates(suite: Suite) -> dict[str, dict[str, Estimate]]:
+def estimates(suite: MeasuredSuite) -> dict[str, dict[str, Estimate]]:
     """Return state -> measure -> estimate of its mean over prompts."""
     found: dict[str, dict[str, Estimate]] = {}
     for state in suite.rows:
         found[state] = {}
-        for name, column in values(suite, state).items():
+        for name, column in response_values(suite, state).items():
             found[state][name] = stats.mean(column, suite.clusters).rounded()
     return found
 
 
-def compared_with_base(suites: Sequence[Suite]) -> WritingTests:
+def compared_with_base(suites: Sequence[MeasuredSuite]) -> ResponseTests:
     """Return `equivalences` of recovered and base on one suite, or on the same one of several seeds."""
     clusters = suites[0].clusters if suites else None
     return equivalences(measures(suites, "base"), measures(suites, "recovered"), clusters)
@@ -98,9 +98,9 @@ def compared_with_base(suites: Sequence[Suite]) -> WritingTests:
 
 def equivalences(
     base: dict[str, np.ndarray], recovered: dict[str, np.ndarray], clusters: Clusters = None
-) -> WritingTests:
+) -> ResponseTests:
     """Test whether recovered writes as base does: two one-sided tests per measure; None if not measured."""
-    tests: WritingTests = {}
+    tests: ResponseTests = {}
     for name, margin in MARGINS.items():
         tests[name] = None
         if name not in base or name not in recovered:
@@ -112,7 +112,7 @@ def equivalences(
         else:
             change = stats.difference(ours, theirs, clusters)
         if change:
-            tests[name] = WritingTest(
+            tests[name] = ResponseTest(
                 **vars(change.rounded()),
                 base=float(theirs.mean()),
                 recovered=float(ours.mean()),
@@ -123,7 +123,7 @@ def equivalences(
     return tests
 
 
-def alike(tests: WritingTests) -> bool:
+def alike(tests: ResponseTests) -> bool:
     """Return whether recovered is shown to write as base does, in all that was measured."""
     return all(test.shown for test in tests.values() if test)
 

@@ -5,9 +5,8 @@ import pytest
 from helpers.synthetic import N, change, compared, held, measure, workflow, write
 
 from opdcl.errors import UsageError
-from opdcl.results import compare, continual, stats
-from opdcl.results.compare import comparison_page
-from opdcl.results.compare import write as write_page
+from opdcl.results import chains, stats
+from opdcl.results.compare import compare_runs, comparison_page, write_comparison
 from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
 
@@ -73,13 +72,13 @@ def test_the_figures_of_a_chain_equal_those_worked_out_by_hand(two_ways):
 
 
 def test_every_step_has_its_row_and_every_chain_its_line(two_ways, tmp_path):
-    comparison = compare.compare(two_ways)
+    comparison = compare_runs(two_ways)
     matrix, chains, kept = comparison_page(comparison).sections
     assert [row[0].split("\n")[0] for row in matrix.rows] == ["base", "first", "worse", "second", "after"]
     assert matrix.rows[3][1].startswith("70.0 %")
     assert len(chains.rows) == 3
     assert len(kept.rows) == 1
-    for file in write_page(comparison, tmp_path / "out"):
+    for file in write_comparison(comparison, tmp_path / "out"):
         assert "first → second" in file.read_text()
 
 
@@ -170,7 +169,7 @@ def test_a_missing_result_is_left_out_with_a_note(step):
 
 def test_independent_runs_are_compared_as_arms(step):
     alone = [step("a", "handbook", 30, 36, 2), step("b", "handbook", 28, 30, 2)]
-    assert not continual.build_on_one_another(alone)
+    assert not chains.build_on_one_another(alone)
     assert "chains" not in compared(alone)
 
 
@@ -197,7 +196,7 @@ def test_one_prompt_of_a_hundred_is_no_forgetting_that_is_shown(step):
         for suite in ("handbook", "manual"):
             for state in ("base", "recovered"):
                 run.eval_result(state, suite).unlink()
-    comparison = continual.compare_chains([first, second])
+    comparison = chains.compare_chains([first, second])
     before, after = ((np.arange(100) < passed).astype(float) for passed in (99, 98))
     assert comparison.figures(comparison.chains[0])["forgetting"] == stats.difference(before, after).rounded()
     assert comparison_page(comparison).heading.endswith("no forgetting is shown")
@@ -233,7 +232,7 @@ def test_what_a_step_learned_does_not_depend_on_the_order_of_its_suites(step, se
     first = step("first", "handbook", 32, 38, 2)
     last = step("second", rows, 32, 6, 36, start=first)
     change(last, "eval", domain=second)
-    comparison = continual.compare_chains([first, last])
+    comparison = chains.compare_chains([first, last])
     figures = comparison.figures(*comparison.chains)
     assert figures["backward_transfer"].value == pytest.approx((6 - 38) / N)
     assert figures["forgetting"].value == pytest.approx((38 - 6) / 2 / N)
@@ -244,7 +243,7 @@ def test_what_a_step_learned_does_not_depend_on_the_order_of_its_suites(step, se
 def test_a_domain_that_neither_rows_nor_gains_tell_is_left_out_with_a_note(step):
     first = step("first", "handbook", 32, 38, 2)
     last = step("second", "rows.jsonl", 32, 38, 2, start=first)
-    comparison = continual.compare_chains([first, last])
+    comparison = chains.compare_chains([first, last])
     assert comparison.figures(comparison.chains[0])["average"].value == pytest.approx((32 + 38) / 2 / N)
     assert any("second: which of its domain suites it learned is unknown" in n for n in comparison.notes)
     left_out = "first → second: no step is known to have learned manual: left out."
@@ -254,7 +253,7 @@ def test_a_domain_that_neither_rows_nor_gains_tell_is_left_out_with_a_note(step)
 def test_a_domain_that_two_steps_learned_is_named(step):
     first = step("first", "handbook", 32, 30, 2)
     last = step("second", "handbook", 32, 38, 2, start=first)
-    notes = continual.compare_chains([first, last]).notes
+    notes = chains.compare_chains([first, last]).notes
     assert any("several steps learned handbook" in note for note in notes)
 
 
@@ -267,6 +266,6 @@ def test_a_start_that_is_named_inside_its_run_is_a_link_of_the_chain_if_the_run_
         settings = read_json(second.config)["workflow"] | {"start": str(stage.adapter)}
         write(second.config, {"workflow": settings, "origins": {}})
         is_end = stage == first.last_stage()
-        assert continual.build_on_one_another([first, second]) == is_end
+        assert chains.build_on_one_another([first, second]) == is_end
         if is_end:
             assert compared([first, second])["chains"] == whole

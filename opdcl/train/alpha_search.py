@@ -7,6 +7,7 @@ base, the domain has to be learned anew. Scaling costs a few forward passes (arX
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.train.learner import Learner
@@ -19,17 +20,25 @@ BETWEEN = (0.65, 0.5, 0.4, 0.3, 0.2, 0.1)
 # Nats per token below which a KL is noise and a share of it says nothing.
 KL_NOISE = 1e-3
 
-# A point of the curve: its `alpha`, and the held-out KL of both streams in nats per token.
-Point = dict[str, float]
+# Held-out KL of each stream in nats per token.
+StreamKl = Mapping[StreamName, float]
+
+
+class Point(NamedTuple):
+    """A point of the curve: the adapter's scale, and the held-out KL of both streams in nats per token."""
+
+    alpha: float
+    general_kl: float
+    domain_kl: float
 
 
 def choose_start(
     config: RecoverConfig,
     learner: Learner,
     prompts: Mapping[StreamName, Sequence[Prompt]],
-    measure: Callable[[str], dict[str, float]],
-    tuned: Point,
-    base: Point,
+    measure: Callable[[str], StreamKl],
+    tuned: StreamKl,
+    base: StreamKl,
 ) -> tuple[float, list[Point]]:
     """Return the scale at which the student starts, and the curve it was chosen from, if one was measured.
 
@@ -42,18 +51,19 @@ def choose_start(
     both_streams = all(prompts.values())
     if not both_streams or not (config.method == "interpolate" or lies_between(config, learner)):
         return 1.0, []
-    if min(tuned["general_kl"], base["domain_kl"]) < KL_NOISE:  # nothing was forgotten, or learned
+    if min(tuned["general"], base["domain"]) < KL_NOISE:  # nothing was forgotten, or learned
         return 1.0, []
-    best = _point(1.0, tuned)
-    curve = [best]
+    first, last = (Point(alpha, kl["general"], kl["domain"]) for alpha, kl in ((1.0, tuned), (0.0, base)))
+    best, curve = first, [first]
     for alpha in BETWEEN:
         with learner.backbone.scaled(alpha):
-            curve.append(_point(alpha, measure(f"try start {alpha:g}")))
+            kl = measure(f"try start {alpha:g}")
+        curve.append(Point(alpha, kl["general"], kl["domain"]))
         # The distance has one valley: general KL falls towards base, ever more slowly, and domain KL rises.
-        if distance_left(curve[-1], tuned, base) > distance_left(best, tuned, base):
+        if distance_left(curve[-1], first, last) > distance_left(best, first, last):
             break
         best = curve[-1]
-    return best["alpha"], [*curve, _point(0.0, base)]
+    return best.alpha, [*curve, last]
 
 
 def distance_left(point: Point, tuned: Point, base: Point) -> float:
@@ -62,7 +72,7 @@ def distance_left(point: Point, tuned: Point, base: Point) -> float:
     Tuned and base have 1 each, unless rows of a stream name the other's teacher. Shares, because a fact is
     lost in one token and costs many nats there, while a habit costs a little in each of a hundred tokens.
     """
-    return point["general_kl"] / tuned["general_kl"] + point["domain_kl"] / base["domain_kl"]
+    return point.general_kl / tuned.general_kl + point.domain_kl / base.domain_kl
 
 
 def lies_between(config: RecoverConfig, learner: Learner) -> bool:
@@ -78,7 +88,3 @@ def lies_between(config: RecoverConfig, learner: Learner) -> bool:
     general, domain = config.teacher_of("general"), config.teacher_of("domain")
     bare = general.context is None and domain.context is None
     return bare and general.kind == "base" and domain.kind == "tuned"
-
-
-def _point(alpha: float, kl: dict[str, float]) -> Point:
-    return {"alpha": alpha, "general_kl": kl["general_kl"], "domain_kl": kl["domain_kl"]}

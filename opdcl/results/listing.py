@@ -1,0 +1,69 @@
+"""The runs of a folder, a line each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from opdcl.errors import OpdclError, UsageError
+from opdcl.results.document import run_document
+from opdcl.results.format import NATS, RATIO, value
+from opdcl.results.status import STATES
+from opdcl.results.summary import Results
+from opdcl.results.tables import MISSING, Table
+from opdcl.rundir.layout import RunDir
+
+COLUMNS = ["run", "state", "R", "D", "distance, nats", "begun"]
+
+
+def list_runs(folder: Path) -> tuple[Table, list[dict[str, Any]]]:
+    """Return the runs in a folder, as a table and as plain data, the latest first. A damaged one says so.
+
+    Raises:
+        UsageError: There is no such folder.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder}", "opdcl run quickstart  # makes runs/quickstart")
+    found = []
+    for run in map(RunDir, sorted(folder.iterdir())):
+        if run.is_run():
+            try:
+                found.append(_line(run))
+            except OpdclError as error:
+                cells = [str(run.path), f"damaged: {error}", *[MISSING] * 3, ""]
+                found.append((cells, {"run": str(run.path), "damaged": str(error)}))
+    found.sort(key=lambda line: line[1].get("begun", ""), reverse=True)
+    return Table("", COLUMNS, [cells for cells, _ in found]), [data for _, data in found]
+
+
+def _line(run: RunDir) -> tuple[list[str], dict[str, Any]]:
+    """Return a run's cells, and its data: R, D and distance as in `opdcl report RUN --json`."""
+    summary = Results(run).summary
+    document = run_document(summary)
+    state, begun = state_of(run), run.read_manifest().get("created", "")
+    data = {"run": str(run.path), "state": state, "begun": begun, "verdict": document["verdict"]}
+    data |= {key: document[key] for key in ("recovery", "domain_retention")}
+    distance = None
+    if near := summary.closeness:
+        last = next(state for state in reversed(STATES) if state in near.states)
+        distance = near.states[last].get("distance")
+    ratios = [summary.findings.recovery, summary.findings.domain_retention]
+    cells = [str(run.path), state, *(value(ratio, RATIO) if ratio else MISSING for ratio in ratios)]
+    cells.append(value(distance, NATS) if distance else MISSING)
+    data["distance"] = distance.value if distance else None
+    when = f"{datetime.fromisoformat(begun):%Y-%m-%d %H:%M}" if begun else ""
+    return [*cells, when], data
+
+
+def state_of(run: RunDir) -> str:
+    """Return what a run has, or where it stopped."""
+    settings: Mapping[str, Any] = run.settings()
+    for stage in run.stages():
+        if not stage.is_done():
+            return f"stopped in {stage.path.name.split('-', 1)[1]}"
+    made = [*run.adapters()]
+    if not made:
+        return "base alone" if not any(settings.get(key) for key in ("start", "finetune")) else "not begun"
+    return made[-1]
