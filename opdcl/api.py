@@ -339,7 +339,7 @@ def chat_page(
     states = load(_output(False))
     from opdcl.deploy.browser import ChatServer
 
-    return ChatServer(states, max_new_tokens, temperature)
+    return ChatServer(states, max_new_tokens, temperature, source=str(source))
 
 
 def _chat_states(source: PathLike, temperature: float, trust_remote_code: bool) -> "Callable[[Output], Chat]":

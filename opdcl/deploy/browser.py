@@ -39,11 +39,12 @@ class ChatServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, chat: Chat, max_new_tokens: int, temperature: float, port: int = 0):
-        """Listen at a port; 0 takes a free one."""
+    def __init__(self, chat: Chat, max_new_tokens: int, temperature: float, port: int = 0, source: str = ""):
+        """Listen at a port; 0 takes a free one. The page names the `source` of the models."""
         super().__init__(("127.0.0.1", port), _Handler)
         self.chat = chat
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
+        self.source = f"{source}; answers of up to {max_new_tokens} tokens." if source else ""
         self.one_at_a_time = threading.Lock()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -97,8 +98,11 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._is_asked_for("/"):
             return
         self._begin("text/html; charset=utf-8")
-        names = json.dumps([*self.server.chat.slots])
-        self.wfile.write(PAGE.read_text(encoding="utf-8").replace("STATES", names).encode())
+        page = PAGE.read_text(encoding="utf-8").replace("STATES", json.dumps([*self.server.chat.slots]))
+        # Within a script, `</` could end it.
+        self.wfile.write(
+            page.replace("SOURCE", json.dumps(self.server.source).replace("<", "\\u003c")).encode()
+        )
 
     def do_POST(self) -> None:
         """Answer `{"prompt", "system"}` with lines of JSON: the texts so far, and at the end all of them."""

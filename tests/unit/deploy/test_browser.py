@@ -17,7 +17,9 @@ from opdcl.deploy.chat import Chat
 
 @pytest.fixture(scope="module")
 def server(tiny_model):
-    server = ChatServer(Chat(ModelConfig(id=str(tiny_model), dtype="float32"), {}), 8, 0.0)
+    server = ChatServer(
+        Chat(ModelConfig(id=str(tiny_model), dtype="float32"), {}), 8, 0.0, source="</script>runs/mine"
+    )
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -34,6 +36,7 @@ def test_the_page_has_a_column_for_each_model_and_loads_nothing_else(server):
     page = httpx2.get(server.url)
     assert server.url.startswith("http://127.0.0.1:")
     assert 'const states = ["base"];' in page.text
+    assert 'textContent = "\\u003c/script>runs/mine; answers of up to 8 tokens.";' in page.text
     assert "default-src 'none'" in page.headers["Content-Security-Policy"]
     assert "//" not in page.text.replace("// ", "")
     assert httpx2.get(f"{server.url}other").status_code == 404
