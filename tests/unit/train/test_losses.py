@@ -97,7 +97,10 @@ def test_loss_gradient_and_kl_equal_an_independent_reference(kind):
     shift = torch.tensor([-0.5, -0.1, 0.1, 0.5]).double().repeat(len(student))[: len(student)]
     sampler = (student @ weight.T).log_softmax(-1)[torch.arange(len(student)), tokens] + shift
     advantage = torch.tensor([1.0, -1.0, 0.4]).double().repeat(len(student))[: len(student)]
-    chosen = {"mixed": {"reverse": 0.3}, "reward": {"kind": "reverse_kl", "reward": 0.5, "weight": 0.3}}
+    chosen = {
+        "mixed": {"reverse": 0.3},
+        "reward": {"kind": "reverse_kl", "reward_weight": 0.5, "teacher_weight": 0.3},
+    }
     loss = Loss(**chosen.get(kind) or of_kind(kind))
     rewarded = advantage if kind == "reward" else None
     ours, plain = (student.clone().requires_grad_() for _ in range(2))
