@@ -44,8 +44,9 @@ def test_a_model_is_measured_alone_and_nothing_is_compared(project):
         assert "Recovery R" not in text
         assert "A LoRA adapter" not in text
     shown = opdcl("report", "runs/base")
-    assert "base" in shown.stdout.splitlines()[0]
-    assert "tuned" not in shown.stdout.splitlines()[0]
+    assert shown.stdout.splitlines()[0].startswith("Base alone: ")
+    assert "base" in shown.stdout.splitlines()[2]
+    assert "tuned" not in shown.stdout
     assert "next: opdcl finetune ROWS.jsonl --base" in shown.stderr
     assert "all " in opdcl("verify", "runs/base").stdout
     assert "nothing to do: all stages are finished" in opdcl("eval", "base").stderr

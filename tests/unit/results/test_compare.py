@@ -224,7 +224,7 @@ def test_the_command_prints_tables_on_stdout_and_writes_nothing(three, tmp_path)
     before = snapshot(tmp_path)
     done = opdcl_compare("ours", "general", "scaled", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    *lines, finding = done.stdout.splitlines()
+    finding, *lines = done.stdout.splitlines()
     assert finding.startswith("ours is above 1 and below none of 2 other arms in retention")
     assert max(map(len, lines)) <= 80
     assert [line.split()[0] for line in lines if " %" in line] == [
