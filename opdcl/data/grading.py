@@ -23,7 +23,7 @@ def score_answers(task: Any, docs: list[dict], answers: list[str]) -> list[Score
 
 
 class GradedDocument(NamedTuple):
-    """A document, the answers to what is asked of it, and its scores."""
+    """A document with the model's answers and their scores."""
 
     doc: dict
     answers: list[Any]

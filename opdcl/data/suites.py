@@ -145,7 +145,7 @@ class Suite:
         return stored
 
     def requests(self, limit: int | None, tokenizer: Any) -> list[Instance]:
-        """Return what is asked of the first `limit` documents, with their few-shot examples, in their order.
+        """Return the requests for the first `limit` documents, few-shot examples included, in document order.
 
         Raises:
             UsageError: Several answers to one document are asked for.

@@ -1,8 +1,8 @@
 """What opdcl refuses of adapters and models that others have made: one table.
 
-A rule says what a thing must be, why one is not, and the way out. Whoever is given such a thing asks the
-rules of its kind in their order, and refuses it for the first that is broken. Impossible values in an
-adapter's configuration are refused in `adapter_files`, other tokenizers in `compatibility`.
+A rule says what is required, how an adapter or a model breaks it, and what to do then. The caller
+checks a table's rules in order and refuses what breaks one, with that rule's reason. `adapter_files` refuses
+impossible values in an adapter's configuration, and `compatibility` refuses other tokenizers.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Column:
     seeds: int
     """Of how many results its scores are the mean."""
     scores: dict[str, np.ndarray]
-    """MeasuredSuite -> `(S, N)` scores, for the suites that are measured."""
+    """Suite -> `(S, N)` scores, for the suites that are measured."""
     members: list[Results] = field(default_factory=list)
     """Its runs, which differ only in their seeds. A reference, base or tuned, has none of its own."""
     pooled: list[Results] = field(default_factory=list)

@@ -31,7 +31,7 @@ from opdcl.rundir.layout import RunDir
 # The name of the run that a run starts from, among those that it builds on; teachers have names of their own.
 START = ""
 
-# MeasuredSuite -> scores whose means are added, and those whose means are taken away.
+# Suite -> scores whose means are added, and those whose means are taken away.
 Figure = dict[str, tuple[list[np.ndarray], list[np.ndarray]]]
 
 

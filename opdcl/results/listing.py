@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from opdcl.errors import OpdclError, UsageError
 from opdcl.results.document import run_document
-from opdcl.results.format import NATS, RATIO, value
+from opdcl.results.format import NATS, value
 from opdcl.results.status import STATES
 from opdcl.results.summary import Results
 from opdcl.results.tables import MISSING, Table
@@ -40,9 +39,10 @@ def list_runs(folder: Path) -> tuple[Table, list[dict[str, Any]]]:
 
 def _line(run: RunDir) -> tuple[list[str], dict[str, Any]]:
     """Return a run's cells, and its data: R, D and distance as in `opdcl report RUN --json`."""
-    summary = Results(run).summary
+    results = Results(run)
+    summary = results.summary
     document = run_document(summary)
-    state, begun = state_of(run), run.read_manifest().get("created", "")
+    state, begun = state_of(results), run.read_manifest().get("created", "")
     data = {"run": str(run.path), "state": state, "begun": begun, "verdict": document["verdict"]}
     data |= {key: document[key] for key in ("recovery", "domain_retention")}
     distance = None
@@ -50,20 +50,18 @@ def _line(run: RunDir) -> tuple[list[str], dict[str, Any]]:
         last = next(state for state in reversed(STATES) if state in near.states)
         distance = near.states[last].get("distance")
     ratios = [summary.findings.recovery, summary.findings.domain_retention]
-    cells = [str(run.path), state, *(value(ratio, RATIO) if ratio else MISSING for ratio in ratios)]
+    cells = [str(run.path), state, *(value(ratio) if ratio else MISSING for ratio in ratios)]
     cells.append(value(distance, NATS) if distance else MISSING)
     data["distance"] = distance.value if distance else None
     when = f"{datetime.fromisoformat(begun):%Y-%m-%d %H:%M}" if begun else ""
     return [*cells, when], data
 
 
-def state_of(run: RunDir) -> str:
-    """Return what a run has, or where it stopped."""
-    settings: Mapping[str, Any] = run.settings()
-    for stage in run.stages():
+def state_of(results: Results) -> str:
+    """Return which adapter a run has last, or where it stopped."""
+    for stage in results.run.stages():
         if not stage.is_done():
             return f"stopped in {stage.path.name.split('-', 1)[1]}"
-    made = [*run.adapters()]
-    if not made:
-        return "base alone" if not any(settings.get(key) for key in ("start", "finetune")) else "not begun"
-    return made[-1]
+    if results.alone:
+        return "base alone"
+    return next(reversed(results.run.adapters()), "not begun")

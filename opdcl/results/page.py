@@ -51,7 +51,7 @@ class Page:
     """What it takes to repeat the run."""
     examples: list[PickedExample] = field(default_factory=list)
     answers: dict[str, list[Group]] = field(default_factory=dict)
-    """MeasuredSuite -> all its prompts, by what became of them."""
+    """Suite -> all its prompts, by what became of them."""
     model: dict[str, Any] = field(default_factory=dict)
     """What the card says about the adapter: state, place, licence, opdcl's version, the model that it is for;
     the base that this is a fine-tune `of`, if it is one, and the id of an `embedded` base."""
