@@ -201,31 +201,36 @@ def compared(row: dict[str, Any], columns: tuple[str, ...]) -> list[float]:
 
 def reached() -> str:
     """Return what the default recovery reaches, beside its rivals: means over the seeds."""
-    arms: dict[str, list[dict[str, Any]]] = {}
-    default = [row for row in read("replay")["rows"] if row["arm"] == "mix-70"]
-    for row in read("decided")["rows"] + default:
-        arms.setdefault(row["arm"], []).append(row)
+    decided, replay = by_arm(read("decided")["rows"]), by_arm(read("replay")["rows"])
+    seeds = {row["seed"] for row in replay["mix-70"]}
+    beside = [row for row in by_arm(read("start")["rows"])["half"] if row["seed"] in seeds]
+    gpu, cpu = "300 prompts, H200", "100 prompts, shared CPU"
     models = {
-        "base": ("half", "base"),
-        "tuned, plain": ("half", "tuned"),
-        "**recovered**": ("half", "recovered"),
-        "tuned with 30 % replay": ("mix-kl", "tuned"),
-        "**30 % replay, then recovered**": ("mix-kl-then", "recovered"),
-        "**tuned with 70 % replay, the default**": ("mix-70", "tuned"),
+        "base": (decided["half"], "base", gpu),
+        "tuned, plain": (decided["half"], "tuned", gpu),
+        "**recovered**": (decided["half"], "recovered", gpu),
+        "tuned with 30 % replay": (decided["mix-kl"], "tuned", gpu),
+        "**30 % replay, then recovered**": (decided["mix-kl-then"], "recovered", gpu),
+        "recovered": (beside, "recovered", cpu),
+        "**tuned with 70 % replay, the default's share**": (replay["mix-70"], "tuned", cpu),
     }
     table = []
-    for name, (arm, state) in models.items():
-        rows = arms[arm]
+    for name, (rows, state, where) in models.items():
         near = fmean(row["closeness"]["distance"][state]["value"] for row in rows)
         suites = ("instructions_quick", "handbook_quick")
         skill, domain = (fmean(scores(rows, suite, state)) for suite in suites)
         end = "" if state == end_of(rows[0]) else state
-        where = "100 prompts, CPU" if arm == "mix-70" else "300 prompts, H200"
-        measured = f"{seeds_of(len(rows))}, {where}"
-        cells = [f"{skill:.0f} %", f"{domain:.0f} %", f"{near:.2f}", *effort(rows, end), measured]
-        table.append([name, *cells])
+        cells = [f"{skill:.0f} %", f"{domain:.0f} %", f"{near:.2f}", *effort(rows, end)]
+        table.append([name, *cells, f"{seeds_of(len(rows))}, {where}"])
     columns = ["model", "instructions followed", "handbook known", "distance to base, nats"]
     return rows_of([*columns, "general answers graded", "training in all", "measured with"], table)
+
+
+def by_arm(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    arms: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        arms.setdefault(row["arm"], []).append(row)
+    return arms
 
 
 def written_by(row: dict[str, Any], state: str) -> tuple[float, float]:

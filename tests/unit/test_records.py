@@ -314,9 +314,9 @@ def test_a_quoted_answer_cannot_break_the_table(tables, tmp_path, monkeypatch):
 
 def test_the_sizes_are_those_of_the_arithmetic_and_say_so(tables):
     table = tables.sizes()
-    assert "| Qwen3-1.7B | one GPU, 24 GB | 19 GiB | 2.9 s a step on an H100 | **untested** |" in table
+    assert "| Qwen3-1.7B | one H100 | 19 GiB | 2.9 s a step of recovery | **untested** |" in table
     assert table.count("**untested**") == 1
-    assert "| Qwen3-8B's shape | one GPU, 80 GB | 39 GiB | 6.3 s a step on an H200 |" in table
+    assert "| Qwen3-8B's shape | one GPU, 80 GB | 39 GiB | 6.3 s a step of recovery on an H200 |" in table
 
 
 # -- pictures
