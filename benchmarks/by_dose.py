@@ -28,9 +28,9 @@ ARMS = {
     "larger": {"tuned": "a plain fine-tune", "larger": "**the same, then a recovery of 48 steps**"},
     "documents": {
         "documents": "the documents alone",
-        "documents-then": "the same, then a recovery of 32 steps",
+        "documents-then": "the documents, then a recovery of 32 steps",
         "mix": "the documents and 30 % replay",
-        "mix-then": "the same, then a recovery of 32 steps",
+        "mix-then": "**30 % replay, then a recovery of 32 steps**",
     },
 }
 PAIRS = {
