@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import textwrap
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -127,6 +128,8 @@ Mode = Literal["human", "json", "quiet"]
 
 # Without a terminal: seconds between two lines of progress, and the width of a table in characters.
 LINE_EVERY, PIPE_WIDTH = 15, 10_000
+# After how many seconds without a word a pipe is told what takes so long.
+SILENCE = 10
 
 # Longer lines of prose are hard to read, however wide the terminal is.
 PROSE_WIDTH = 100
@@ -236,10 +239,16 @@ class Output:
     def busy(self, text: str) -> Iterator[Callable[[str | Callable[[], str]], None]]:
         """Show on a terminal what is being done; yields the function that says what is done now.
 
-        It takes a text, or a function that returns the text of the moment.
+        It takes a text, or a function that returns the text of the moment. Elsewhere the first text is a
+        note, if it takes long.
         """
         if not self._is_live:
-            yield lambda text: None
+            said = threading.Timer(SILENCE, self.note, [text])
+            said.start()
+            try:
+                yield lambda text: None
+            finally:
+                said.cancel()
             return
         with self._err.status(text) as status:
             yield lambda text: status.update(text if isinstance(text, str) else _Growing(text))
@@ -264,7 +273,7 @@ class Output:
         if fault.hint:
             self._say(f"hint: {fault.hint}", "cyan")
 
-    def stage(self, name: str, on_progress: Callable[[], None] = lambda: None) -> StageLine:
+    def stage(self, name: str, on_progress: Callable[[int, int], None] = lambda done, of: None) -> StageLine:
         """Return the progress line of a stage, a context manager."""
         return StageLine(name, self, on_progress)
 
@@ -283,7 +292,7 @@ class _Bars(Progress):
 class StageLine:
     """Progress of one stage: live lines on a terminal, otherwise a plain line every few seconds."""
 
-    def __init__(self, name: str, output: Output, on_progress: Callable[[], None]):
+    def __init__(self, name: str, output: Output, on_progress: Callable[[int, int], None]):
         self.name, self.output, self._on_progress = name, output, on_progress
         self._live: _Bars | None = None
         self._task: Any = None
@@ -324,7 +333,8 @@ class StageLine:
     def progress(self, done: int, total: int, **values: float | str) -> None:
         """Show the stage's progress, which ends a part. An omitted value keeps its last one."""
         self._values |= values
-        text = " ".join(_named(name, value) for name, value in self._values.items())
+        shown = (v if isinstance(v, str) else f"{name} {v:.3f}" for name, v in self._values.items())
+        text = " ".join(shown)
         now = time.monotonic()
         self._first = self._first or (done, now)
         self._end_part()
@@ -336,7 +346,7 @@ class StageLine:
             self._last = now
             parts = f"{self.name} {done}/{total}", text, _left(*self._first, done, now, total)
             self.output.note(" ".join(filter(None, parts)))
-        self._on_progress()
+        self._on_progress(done, total)
 
     def part(self, what: str, done: int, total: int) -> None:
         """Show the progress of a part of the stage, such as a validation, until the next part or step."""
@@ -379,15 +389,3 @@ def _left(first: int, began: float, done: int, now: float, total: int) -> str:
         return ""
     mean = (now - began) / (done - first)
     return f"left {duration(mean * (total - done))}"
-
-
-def _named(name: str, value: float | str) -> str:
-    """Return a value of a progress line: words alone, a number of three digits beside its name."""
-    if isinstance(value, str):
-        return value
-    digits = 3
-    if abs(value) >= 10:
-        digits = 1
-    if abs(value) >= 100:
-        digits = 0
-    return f"{name.replace('_per_s', '/s')} {value:,.{digits}f}"

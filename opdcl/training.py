@@ -143,12 +143,10 @@ class StageLog:
     def step(self, step: int, values: dict[str, Any], tokens: int, seconds: float) -> None:
         """Record what a step did, and show a part of it."""
         self.write({"step": step, **values, "tokens": tokens, "seconds": round(seconds, 3)})
-        live: dict[str, Any] = {key: values[key] for key in ("loss", "kl") if key in values}
-        if math.isclose(live["loss"], live.get("kl", math.nan), rel_tol=1e-3):
-            del live["kl"]  # the loss is this divergence
+        live: dict[str, Any] = {}
         if "author" in values:
-            live = {"step": f"{values['stream']} step, {WRITTEN[values['author']]}:", **live}
-        self.report.progress(step, self.steps, **live, tokens_per_s=tokens / max(seconds, 1e-9))
+            live["step"] = f"{values['stream']} step, {WRITTEN[values['author']]}:"
+        self.report.progress(step, self.steps, **live, loss=values["loss"])
 
     def skip(self, step: int) -> None:
         """Record a step skipped for a loss or gradient that is not finite.

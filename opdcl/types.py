@@ -121,8 +121,8 @@ class Prompts:
 
     train: list[Prompt]
     held_out: list[Prompt]
-    question: str = ""
-    """The text of the first held-out prompt, for people."""
+    questions: tuple[str, ...] = ()
+    """The texts of the held-out prompts, for people."""
 
 
 @dataclass

@@ -242,20 +242,12 @@ def serve(
     suggest(*(word for word in sys.argv[1:] if word != "--dry-run"))
 
 
-def doctor(
-    base: Annotated[
-        str | None, Option(help="Base model: smollm2-135m (embedded, the default), a Hub id, or a path.")
-    ] = None,
-    json: opt.Json = False,
-) -> None:
-    """Check this machine, with a remedy for each problem. Exit code 4 if something needed is missing.
-
-    With --base, also say which share of its weights an adapter changes.
-    """
+def doctor(json: opt.Json = False) -> None:
+    """Check this machine, with a remedy for each problem. Exit code 4 if something needed is missing."""
     from opdcl.doctor import checks
 
     start(json)
-    results = checks(base)
+    results = checks()
     rows = [[c.name, c.status, c.finding, "" if c.ok else c.remedy] for c in results]
     screen.output.table("", ["check", "", "finding", "remedy"], rows, [vars(c) for c in results])
     if missing := ", ".join(c.name for c in results if c.status == "missing"):

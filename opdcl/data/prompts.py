@@ -205,8 +205,7 @@ def encode_stream(
         held_out = [measured[i] for i in _spread(len(measured), config.validation_prompts)]
     else:
         train, held_out = _split(train, stream, config.validation_prompts)
-    question = measured_rows[held_out[0].number].shown() if held_out else ""
-    return Prompts(train, held_out, question)
+    return Prompts(train, held_out, tuple(measured_rows[one.number].shown() for one in held_out))
 
 
 def _encode(

@@ -130,16 +130,6 @@ def named_after(workflow: Workflow, directory: Path) -> Workflow:
     return workflow.model_copy(update={"name": name}) if name else workflow
 
 
-def describe_automatic(workflow: Workflow, origins: dict[str, str]) -> str:
-    """Return the automatic settings with their numbers and reasons, as one line."""
-    values, parts = flatten(workflow.model_dump()), []
-    for key, reason in origins.items():
-        value = values[key]
-        shown = value if isinstance(value, str) else f"{value:g}"
-        parts.append(f"{key} {shown} ({reason})")
-    return "; ".join(parts)
-
-
 def text_config(model: ModelConfig) -> Any:
     """Return the language part of a model's own configuration, without loading its weights."""
     from opdcl.model.load import is_gguf, read_config

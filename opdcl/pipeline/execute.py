@@ -23,7 +23,6 @@ from opdcl.console import Output, StageLine, quiet_libraries
 from opdcl.data.rows import recognised
 from opdcl.errors import GateError, InconclusiveError, Interrupted, OpdclError, UsageError
 from opdcl.pipeline.checks import checked_plan, foreign_adapters, refuse_foreign
-from opdcl.pipeline.defaults import describe_automatic
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task
 from opdcl.pipeline.records import StageRecord, read_record, read_records, stage_folder
@@ -47,9 +46,7 @@ if TYPE_CHECKING:
 
 COST_OF_DETERMINISM = {
     "cpu": "deterministic: costs nothing here; on a CPU, runs repeat bit for bit anyway",
-    "cuda": "deterministic: slower, since sums keep their order and the fastest kernels are left out. "
-    "A kernel without a deterministic form ends the run with its name. "
-    "Results repeat only on the same kind of GPU with the same versions",
+    "cuda": "deterministic: slower; results repeat only on the same kind of GPU with the same versions",
 }
 
 
@@ -124,11 +121,13 @@ def _load(job: Job, manifest: dict[str, Any], output: Output) -> Backbone:
     """Return the model, check that it is the one that the run began with, and add it to the manifest."""
     from opdcl.model.accept import load_backbone, refuse_changed_copies
     from opdcl.model.adapters import tuned_model
+    from opdcl.model.load import pick_device, pick_dtype
 
     started, config = time.perf_counter(), job.workflow.model
     tuned = tuned_model(job.workflow.start, config)
     with output.stage("load") as line:
-        line.note(f"{tuned.id} beside {config.id}" if tuned else config.id)
+        models = f"{tuned.id} beside {config.id}" if tuned else config.id
+        line.note(f"{models} on {pick_device()} in {pick_dtype(config.dtype)}")
         backbone = load_backbone(config, tuned, job.tokenizer)
         for folder in foreign_adapters(job.workflow):
             refuse_changed_copies(folder, backbone.causal_lm)
@@ -139,7 +138,8 @@ def _load(job: Job, manifest: dict[str, Any], output: Output) -> Backbone:
             line.note(COST_OF_DETERMINISM[backbone.device.type])
     base = manifest.setdefault("base", {"id": config.id, "revision": config.revision})
     base.setdefault("parameters", backbone.causal_lm.num_parameters())
-    fingerprint = backbone.fingerprint()
+    with output.busy("hashing the weights of the base"):
+        fingerprint = backbone.fingerprint()
     if base.setdefault("fingerprint_before", fingerprint) != fingerprint:
         names = f"{config.id} or {tuned.id}" if tuned else config.id
         message = f"the weights of {names} are not those that this run began with"
@@ -181,15 +181,14 @@ def _settle(job: Job, tasks: list[Task], donors: Sequence[RunDir], base: str, ou
 
 def _announce(job: Job, tasks: list[Task], notes: list[str], output: Output) -> None:
     """Say what the run works with, and what a user should know before it trains."""
-    from opdcl.pipeline.forecast import opening
+    from opdcl.pipeline.forecast import TOO_LARGE, forecast, memory_words
 
-    output.note(opening(job, tasks))
+    if TOO_LARGE in (words := memory_words(forecast(job, tasks))):
+        output.note(words)
     for source, rows in job.inputs.files.items():
         output.note(recognised(source, rows))
     for note in notes:
         output.note(note)
-    if job.automatic:
-        output.note(describe_automatic(job.workflow, job.automatic))
 
 
 class Session:
@@ -212,27 +211,34 @@ class Session:
         Raises:
             OpdclError: A task failed, or the base weights changed on the way.
         """
+        from opdcl.pipeline.times import Timetable, machine_key, work_of
+
         started = time.perf_counter()
         base = self.manifest["base"]
         self._save_manifest()
+        key = machine_key(self.workflow.model)
+        self.times = Timetable(work_of(self.job, tasks), key, self.output.note)
         try:
             for task in tasks:
                 if task.action == "skip":
                     self.output.note(f"{task.label}: skipped, {task.why}")
                 elif task.name == "eval":
-                    self._measure(task)
+                    with self.times.timed(task.label):
+                        self._measure(task)
                 elif task.name == "finetune" and self.workflow.finetune is None:
                     self.output.note(f"{task.name}: taken from {self.workflow.start}")
                     take_start(self.workflow, self.run, task, self.backbone)
                 else:
-                    self._train(task)
+                    with self.times.timed(task.label):
+                        self._train(task)
                 if task.name != "eval":
                     self._save_manifest()  # it names the new adapter
                 seals.seal_new(self.run)
         finally:
             # The fingerprint of a sharded base needs all workers; after an error some may have exited.
             if not (parallel.sharded() and sys.exc_info()[0]):
-                base["fingerprint_after"] = self.backbone.fingerprint()
+                with self.output.busy("checking that the weights of the base are unchanged"):
+                    base["fingerprint_after"] = self.backbone.fingerprint()
             seconds = self.manifest["seconds"] + time.perf_counter() - started
             self.manifest["seconds"] = round(seconds, 1)
             self._save_manifest()
@@ -260,8 +266,13 @@ class Session:
         offset = steps_done(self.run, before=stage)
         reset_peak_memory()
         started = time.perf_counter()
+
+        def on_progress(done: int, total: int) -> None:
+            self.tracking.follow(stage, offset)
+            self.times.progress(done, total)
+
         try:
-            with self.output.stage(task.label, lambda: self.tracking.follow(stage, offset)) as line:
+            with self.output.stage(task.label, on_progress) as line:
                 self._learn(task, stage, line)
             self.tracking.follow(stage, offset)
         finally:
@@ -316,7 +327,7 @@ class Session:
         seals.forget(run, run.eval_result(task.state, task.suite), run.eval_samples(task.state, task.suite))
         model = {"id": self.workflow.model.id, "adapter_sha256": adapter_hash(adapter) if adapter else None}
         record = {"role": task.role, "model": model, "fingerprint": task.fingerprint}
-        with self.output.stage(task.label) as line:
+        with self.output.stage(task.label, self.times.progress) as line:
             place = backbone, task.state, run, record, line, adapter
             if task.suite == CLOSENESS:
                 result = measure_closeness(config, self.job.closeness, *place)

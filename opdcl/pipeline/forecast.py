@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,15 +29,23 @@ from opdcl.model.targets import lora_config
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task
+from opdcl.results.format import memory
+from opdcl.rundir.environment import machine
 from opdcl.stages.answers import SAMPLING_BATCH
 from opdcl.stages.evaluate import LOGIT_BYTES, max_answer_tokens
 from opdcl.train.finetune import planned_steps
 from opdcl.train.losses import CHUNK, CUDA_CHUNK
 from opdcl.train.schedule import FULL_BATCH
+from opdcl.training import endless
 from opdcl.types import STREAMS, Prompts, StreamName
 
 # Bytes that the libraries take on a CPU.
 LIBRARIES = 1_100_000_000
+
+TOO_LARGE = (
+    "Warning: it may run out of memory; lower finetune.batch_size, recover.micro_batch_tokens or "
+    "eval.batch_size, or take a smaller model"
+)
 
 
 @dataclass(frozen=True)
@@ -121,19 +130,29 @@ def forecast(job: Job, tasks: Sequence[Task]) -> dict[str, Any]:
         needs["eval"] = max(_eval_need(job, suite, size) for suite in suites)
     models = 2 if tuned_model(workflow.start, workflow.model) else 1
     held = models * size.weights + (0 if on_cuda else LIBRARIES)
-    memory: dict[str, int] = {}
+    peaks: dict[str, int] = {}
     for name, need in needs.items():
-        memory[name] = held + need
-        # What a stage has freed on a CPU mostly stays with the process.
-        held = held if on_cuda else memory[name]
+        # What a stage has freed on a CPU stays with the process, and the next one uses it again.
+        peaks[name] = max(held + need, 0 if on_cuda else max(peaks.values(), default=0))
     return {
         "device": device,
         "dtype": pick_dtype(workflow.model.dtype),
         "parameters": size.parameters,
         "steps": steps,
-        "memory_bytes": memory,
+        "memory_bytes": peaks,
         "disk_bytes": size.adapter * 4 * (2 + 6 * len(steps)),
     }
+
+
+def memory_words(sizes: dict[str, Any]) -> str:
+    """Return what a run needs beside the memory that is here, and a warning if that is too little."""
+    if not sizes["memory_bytes"]:
+        return ""
+    needed, here = max(sizes["memory_bytes"].values()), int(machine()["memory_bytes"])
+    if on_cuda := sizes["device"] == "cuda":
+        here = torch.cuda.get_device_properties().total_memory
+    words = f"needs about {memory(needed)}; this {'GPU' if on_cuda else 'machine'} has {here / 2**30:.0f}"
+    return words if needed <= here else f"{words}. {TOO_LARGE}"
 
 
 def steps_of(job: Job, tasks: Sequence[Task]) -> dict[str, int]:
@@ -148,26 +167,6 @@ def steps_of(job: Job, tasks: Sequence[Task]) -> dict[str, int]:
     return steps
 
 
-def opening(job: Job, tasks: Sequence[Task]) -> str:
-    """Return the line that opens a run: model, device, rows, tokens, stages, directory."""
-    model, steps = job.workflow.model, steps_of(job, tasks)
-    device = pick_device()
-    parts = [f"{model.id} on {device} in {pick_dtype(model.dtype)}"]
-    if "finetune" in steps:
-        tokens = sum(len(example.ids) for example in job.examples.encoded)
-        per_epoch = f", {tokens:,} tokens per epoch" if tokens else ""
-        replayed = job.workflow.finetune.replayed(len(job.examples.encoded))
-        author = job.workflow.finetune.replay.author
-        general = f", and {replayed:,} replayed with answers of {author}" if replayed else ""
-        parts.append(f"{len(job.examples.rows):,} rows{per_epoch}{general}")
-    work = [f"{name} ({count} steps)" for name, count in steps.items()]
-    if count := sum(task.name == "eval" for task in tasks if task.unfinished):
-        work.append(f"{count} measurements" if count > 1 else "1 measurement")
-    if work:
-        parts.append(", ".join(work))
-    return "; ".join([*parts, f"in {job.run.path}"])
-
-
 def _size(model: ModelConfig, rank: int) -> Size:
     return size_of(text_config(model), pick_dtype(model.dtype), pick_device(), rank, model.quantization)
 
@@ -178,8 +177,11 @@ def _finetune_need(job: Job, size: Size) -> int:
     if config.method == "self-distill":
         return _recovery_need(job, *job.self_distillation, size)
     longest, sampler = max(len(example.ids) for example in examples.encoded), 0
-    if config.replays:
-        longest = max(longest, max(map(len, examples.replay)) + REPLAYED_TOKENS)
+    if count := config.replayed(len(examples.encoded)):
+        # The first ones in seeded order; the student goes on to others in each epoch.
+        count = count if config.replay.author == "base" else len(examples.replay)
+        drawn = itertools.islice(endless(len(examples.replay), config.seed), count)
+        longest = max(longest, max(len(examples.replay[i]) for i in drawn) + REPLAYED_TOKENS)
         sampler = size.merged if config.replay.author == "student" else 0
     return sampler + size.adapter * 16 + int(config.batch_size) * longest * size.trained_token + size.loss
 
@@ -219,14 +221,19 @@ def _eval_need(job: Job, suite: str, size: Size) -> int:
     config, asked = job.workflow.eval, job.prompt_ids[suite]
     if not asked:
         return size.merged + LOGIT_BYTES
-    batch, answer = SAMPLING_BATCH, config.closeness_tokens
-    if suite != CLOSENESS:
-        if config.server:
-            return 0
-        batch = int(config.batch_size)
-        answer = max_answer_tokens(config, job.suite(suite).answering.max_tokens, 0, sys.maxsize)
-    sequence = max(map(len, asked)) + answer
+    if config.server and suite != CLOSENESS:
+        return 0
+    batch = SAMPLING_BATCH if suite == CLOSENESS else int(config.batch_size)
+    sequence = max(map(len, asked)) + longest_answer(job, suite)
     return size.merged + min(batch, len(asked)) * sequence * size.cached_token
+
+
+def longest_answer(job: Job, suite: str) -> int:
+    """Return the tokens that an answer to a suite has at most."""
+    config = job.workflow.eval
+    if suite == CLOSENESS:
+        return config.closeness_tokens
+    return max_answer_tokens(config, job.suite(suite).answering.max_tokens, 0, sys.maxsize)
 
 
 def adapted_share(model: ModelConfig, adapter: LoraSection | Path) -> float:

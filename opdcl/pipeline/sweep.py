@@ -118,7 +118,7 @@ def describe_all(
             plans.append({"run": name, "tasks": [], "why": why})
             continue
         lines, plan = describe(Job(workflow, RunDir(out / name), inputs, origins), force, made_by)
-        rows += [[name, *line] for line in lines if line[0] != "machine"]
+        rows += [[name, *line] for line in lines if line[0] not in ("machine", "memory")]
         plans.append({"run": name, **plan})
     return rows, plans
 

@@ -12,6 +12,7 @@ from opdcl.config.load import load, load_tree, with_setting
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
 from opdcl.errors import UsageError
+from opdcl.hub import HUB_IDS
 from opdcl.model import consent
 from opdcl.outcomes import Comparison, Plan, Result
 from opdcl.pipeline.checks import refuse_foreign
@@ -23,6 +24,8 @@ from opdcl.pipeline.reuse import offered
 from opdcl.pipeline.sweep import describe_all, execute_all, expand
 from opdcl.results.status import STATES
 from opdcl.results.tables import Table
+from opdcl.rundir.files import cache_home
+from opdcl.rundir.hashes import SEAL
 from opdcl.rundir.layout import RunDir
 
 
@@ -88,6 +91,9 @@ def _carry_out(
         file = str((folder / "data" / f"{key}.jsonl").resolve())
         flow, given[file] = with_setting(flow, key, file), text
     inputs, run = Inputs(given, output.note), RunDir(folder)
+    for model in flow.models():
+        if model.id in HUB_IDS and not (cache_home() / "models" / model.id / SEAL).exists():
+            output.note("unpacking the embedded model, once")
     several, title = bool(flow.arms or flow.seeds), f"dry run: {folder}"
     if several and dry_run:
         with output.busy("checking model and data"), quiet_libraries():

@@ -256,7 +256,7 @@ def evaluate(
             row["again"] = again["scores"][metric]
         second.file.unlink()
     responses = [row["response"] for row in samples]
-    floors = suite.floors(len(samples), responses, partial(relevance.grade, backbone, suite))
+    floors = suite.floors(len(samples), responses, partial(relevance.grade, backbone, suite, report=report))
     means = {name: suite.means(scores) for name, scores in floors.items()}
     best = max(means, key=lambda name: means[name][metric])
     for row, scores in zip(samples, floors[best], strict=True):
@@ -279,7 +279,7 @@ def _answered(suite: Suite, asking: Asking, seed: int = SEED) -> list[Record]:
     if suite.generative:
         answers = write_answers(asking, requests, seed)
         docs, texts = suite.documents(limit), [answer["response"] for answer in answers]
-        scores = relevance.grade(backbone, suite, docs, texts)
+        scores = relevance.grade(backbone, suite, docs, texts, asking.report)
         graded = [GradedDocument(*one) for one in zip(docs, ([text] for text in texts), scores, strict=True)]
     else:
         graded = grade_requests(suite.task, requests, compare_likelihoods(asking, requests))

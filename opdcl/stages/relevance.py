@@ -24,7 +24,13 @@ from opdcl.model.distributions import HiddenStates
 from opdcl.model.forward import answer_ids
 from opdcl.stages.answers import read_states
 from opdcl.train.losses import token_logprobs
+from opdcl.training import StageReport, counted
 from opdcl.types import Example
+
+# Answers, or prompts, by the number of their document.
+Texts = dict[int, str]
+# Receives how many answers base has read.
+Report = StageReport | None
 
 LONGEST = 64
 """Tokens of an answer that are read."""
@@ -43,7 +49,9 @@ FEWEST_WORDS = 4
 """An answer of fewer words than this is not asked for its order."""
 
 
-def grade(backbone: Backbone, suite: Suite, docs: list[dict], texts: list[str]) -> list[Scores]:
+def grade(
+    backbone: Backbone, suite: Suite, docs: list[dict], texts: list[str], report: Report = None
+) -> list[Scores]:
     """Return the scores of answers to a suite's first documents: by its rules, then by base if it asks base.
 
     An answer that base rejects fails; `gain` is by how much its likelihood gains from its request.
@@ -53,26 +61,26 @@ def grade(backbone: Backbone, suite: Suite, docs: list[dict], texts: list[str]) 
     passed = {i: texts[i] for i, row in enumerate(scores) if row[metric]}
     if suite.ordered:  # first: it takes two readings, and the gain up to seven
         prompts = {i: str(suite.task.doc_to_text(docs[i])) for i in passed}
-        for i, order in coherence_of(backbone, prompts, passed).items():
+        for i, order in coherence_of(backbone, prompts, passed, report).items():
             if order <= LEAST_COHERENCE:
                 scores[i] = scores[i] | {metric: type(scores[i][metric])(False)}
                 del passed[i]
     if suite.content:
         requests = [doc["request"] for doc in suite.documents(None)]
-        for i, gain in relevance_of(backbone, docs, requests, passed).items():
+        for i, gain in relevance_of(backbone, docs, requests, passed, report).items():
             scores[i] = scores[i] | {metric: gain > LEAST_RELEVANCE, "gain": round(gain, 4)}
     return scores
 
 
 def relevance_of(
-    backbone: Backbone, docs: Sequence[dict], requests: list[str], texts: dict[int, str]
+    backbone: Backbone, docs: Sequence[dict], requests: list[str], texts: Texts, report: Report = None
 ) -> dict[int, float]:
     """Return by how many nats each answer is more likely after its own request, by its document's number.
 
     Where one request is enough to fail an answer, the others are not tried.
     """
     own = {i: own_text(docs[i]["prompt"], text) for i, text in texts.items()}
-    asked = logprobs(backbone, [(docs[i]["prompt"], text) for i, text in own.items()])
+    asked = logprobs(backbone, [(docs[i]["prompt"], text) for i, text in own.items()], report)
     likelihoods = dict(zip(own, asked, strict=True))
     found = dict.fromkeys(own, float("inf"))
     others = stand_ins(requests, list(own))
@@ -82,12 +90,12 @@ def relevance_of(
         for i in open_ones:
             other = requests[others[i][number]]
             pairs.append((docs[i]["prompt"].replace(docs[i]["request"], other), own[i]))
-        for i, likelihood in zip(open_ones, logprobs(backbone, pairs), strict=True):
+        for i, likelihood in zip(open_ones, logprobs(backbone, pairs, report), strict=True):
             found[i] = min(found[i], likelihoods[i] - likelihood)
     return found
 
 
-def coherence_of(backbone: Backbone, prompts: dict[int, str], texts: dict[int, str]) -> dict[int, float]:
+def coherence_of(backbone: Backbone, prompts: Texts, texts: Texts, report: Report = None) -> dict[int, float]:
     """Return by how much each answer is more likely than its words in random order, in nats per token.
 
     An answer of fewer words than `FEWEST_WORDS` is left out.
@@ -98,12 +106,12 @@ def coherence_of(backbone: Backbone, prompts: dict[int, str], texts: dict[int, s
         words = text.split()
         random.Random(text).shuffle(words)
         shuffled[i] = " ".join(words)
-    ordered, random_order = _per_token(backbone, prompts, texts), _per_token(backbone, prompts, shuffled)
+    ordered, random_order = (_per_token(backbone, prompts, each, report) for each in (texts, shuffled))
     return {i: ordered[i] - random_order[i] for i in texts}
 
 
-def _per_token(backbone: Backbone, prompts: dict[int, str], texts: dict[int, str]) -> dict[int, float]:
-    sums = logprobs(backbone, [(prompts[i], text) for i, text in texts.items()])
+def _per_token(backbone: Backbone, prompts: Texts, texts: Texts, report: Report) -> dict[int, float]:
+    sums = logprobs(backbone, [(prompts[i], text) for i, text in texts.items()], report)
     means = {}
     for (i, text), found in zip(texts.items(), sums, strict=True):
         means[i] = found / len(read_ids(backbone, text))
@@ -123,7 +131,7 @@ def stand_ins(requests: list[str], numbers: Sequence[int]) -> dict[int, list[int
     return found
 
 
-def logprobs(backbone: Backbone, pairs: Sequence[tuple[str, str]]) -> list[float]:
+def logprobs(backbone: Backbone, pairs: Sequence[tuple[str, str]], report: Report = None) -> list[float]:
     """Return the log-probability under base of each text as the answer to its prompt."""
     tokenizer = backbone.tokenizer
     rows = []
@@ -132,8 +140,9 @@ def logprobs(backbone: Backbone, pairs: Sequence[tuple[str, str]]) -> list[float
         prompt_ids = tokenizer(asked, add_special_tokens=False)["input_ids"]
         rows.append(Example.of(prompt_ids, read_ids(backbone, text)))
     head_VH = backbone.head_of("base")
+    count = counted(report, "base reads answers", len(rows)) if report else None
     with backbone.merged("base") as model:
-        states = read_states(model, rows)
+        states = read_states(model, rows, count)
     sums = []
     for i in sorted(states):
         tokens_N = answer_ids([rows[i]], states[i].device)

@@ -6,6 +6,7 @@ student's own, because drift shows there first.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -132,12 +133,12 @@ class HeldOut:
     ):
         self.learner, self.queue, self.report, self.config = learner, queue, report, queue.config
         self.prompts = {stream: of_stream.held_out for stream, of_stream in prompts.items()}
-        self.question = prompts["general"].question
+        self.questions = itertools.cycle(enumerate(prompts["general"].questions))
         self.asked = self.prompts["general"] if self.config.method != "interpolate" else []
         """The prompts that each model answers itself: none where none is trained."""
         self.answers: dict[StreamName, Graded] = {}
-        self._shown: dict[str, Rollout] = {}
-        """The answers to the first general prompt, by who wrote them."""
+        self._written: dict[str, list[Rollout]] = {}
+        """The latest answers to the general prompts, by who wrote them."""
 
     def let_teachers_answer(self) -> None:
         """Let the teachers answer the prompts, and grade the answers."""
@@ -152,7 +153,7 @@ class HeldOut:
             self.answers[stream] = self.learner.grade(rollouts, loss, teachers, grades)
         if "general" in self.answers:
             name = teacher_name(self.config, "general")
-            self._shown[name] = self.answers["general"].rollouts[0]
+            self._written[name] = self.answers["general"].rollouts
 
     def _frozen_teachers(self, stream: StreamName) -> Teachers:
         teachers = self.learner.teachers[stream]
@@ -211,7 +212,7 @@ class HeldOut:
         limit, seed = self.config.limit("general"), self.config.seed + 8
         count = counted(self.report, f"{name} answers", len(prompts))
         rollouts = self.queue.student.complete(prompts, max_new_tokens=limit, seed=seed, on_finished=count)
-        self._shown[name] = rollouts[0]
+        self._written[name] = rollouts
         grades = counted(self.report, f"{teacher_name(self.config, 'general')} grades", len(prompts))
         loss, teachers = self.queue.streams["general"].loss, self._frozen_teachers("general")
         sums = self.learner.measure(self.learner.grade(rollouts, loss, teachers, grades))
@@ -230,13 +231,14 @@ class HeldOut:
         return ResponseStats.of(rollouts)
 
     def show_answers(self) -> None:
-        """Show what each model answers to the first general prompt."""
-        if not self._shown:
+        """Show what each model answers to a general prompt, to the next one each time."""
+        if not self._written:
             return
+        number, question = next(self.questions)
         decode = self.learner.backbone.tokenizer.decode
-        texts = {"prompt": self.question}
-        for name, rollout in self._shown.items():
-            texts[name] = decode(rollout.completion_ids, skip_special_tokens=True)
+        texts = {"prompt": question}
+        for name, rollouts in self._written.items():
+            texts[name] = decode(rollouts[number].completion_ids, skip_special_tokens=True)
         self.report.texts(texts)
 
 

@@ -152,7 +152,7 @@ def test_a_reader_that_closes_the_pipe_early_causes_no_error(tmp_path):
 @pytest.mark.parametrize(
     ("command", "following"),
     [
-        ("doctor --base MODEL", "run quickstart"),
+        ("doctor", "run quickstart"),
         ("run a.yaml --base MODEL --set seeds=[1] --dry-run", "run a.yaml --base MODEL --set 'seeds=[1]'"),
     ],
     ids=["doctor", "dry run"],

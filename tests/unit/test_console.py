@@ -153,8 +153,8 @@ def test_a_terminal_shows_the_time_left_of_a_stage_whose_steps_take_minutes():
 
 def test_numbers_of_a_progress_line_have_three_digits(capsys):
     with Output().stage("recover") as line:
-        line.progress(1, 1, loss=0.739, tokens_per_s=23.947)
-    assert capsys.readouterr().err == "recover 1/1 loss 0.739 tokens/s 23.9\n"
+        line.progress(1, 1, step="general step:", loss=0.73949)
+    assert capsys.readouterr().err == "recover 1/1 general step: loss 0.739\n"
 
 
 def test_a_terminal_breaks_prose_at_words_and_keeps_commands_and_intervals_whole():

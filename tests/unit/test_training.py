@@ -52,18 +52,17 @@ def test_a_validation_says_two_numbers_and_shows_an_answer_of_each_model(backbon
     said += f", domain {last['domain_kl']:.2f} nats from tuned (base {base_kl:.2f})"
     assert f"step 6: {said}" in report.notes[-1]
     assert [*report.shown[-1]] == ["prompt", "base", "tuned", "student"]
-    assert report.shown[-1]["prompt"] == load_rows(config.general[0])[0].shown()
+    rows = [row.shown() for row in load_rows(config.general[0])]
+    asked = [shown["prompt"] for shown in report.shown]
+    assert len({*asked}) > 1, "not always the same"
+    assert {*asked} <= {*rows}
 
 
-@pytest.mark.parametrize(
-    ("kl", "shown"), [(0.739, {"step", "loss"}), (0.502, {"step", "loss", "kl"}), (None, {"loss"})]
-)
-def test_a_divergence_that_is_the_loss_is_shown_once(tmp_path, kl, shown):
+def test_a_step_shows_its_loss_and_who_wrote_and_keeps_the_rest(tmp_path):
     log = StageLog(Shown(), StageDir(tmp_path), 9)
-    of_recovery = {"kl": kl, "stream": "general", "author": "teacher"} if kl else {}
-    log.step(1, {"loss": 0.739} | of_recovery, 10, 0.5)
-    assert log.report.values.keys() == shown | {"tokens_per_s"}
-    assert json.loads(log.out.metrics.read_text()).get("kl") == kl  # the file has both
+    log.step(1, {"loss": 0.739, "kl": 0.5, "stream": "general", "author": "teacher"}, 10, 0.5)
+    assert log.report.values == {"step": "general step, the teacher writes:", "loss": 0.739}
+    assert json.loads(log.out.metrics.read_text())["kl"] == 0.5
 
 
 def test_only_a_slower_sampler_is_mentioned(backbone):

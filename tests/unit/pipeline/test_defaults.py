@@ -8,7 +8,7 @@ from safetensors.numpy import save_file
 
 from opdcl.config.load import load_tree, validate
 from opdcl.errors import UsageError
-from opdcl.pipeline.defaults import describe_automatic, resolve, resolve_for_machine, with_dtype, with_steps
+from opdcl.pipeline.defaults import resolve, resolve_for_machine, with_dtype, with_steps
 from opdcl.pipeline.plan import make_plan
 from opdcl.pipeline.records import read_records
 from opdcl.rundir.layout import RunDir
@@ -62,12 +62,9 @@ def test_batches_follow_the_device(device, tokens, batch):
 
 
 def test_the_origins_say_why():
-    workflow, origins = resolve(flow(rollouts=4), 576, 2.0, "cpu")
+    _, origins = resolve(flow(rollouts=4), 576, 2.0, "cpu")
     assert {*origins} == AUTOMATIC - {"recover.rollouts"}
     assert origins["finetune.learning_rate"] == "auto: hidden size 576, alpha/r 2"
-    assert "finetune.learning_rate 0.001 (auto: hidden size 576, alpha/r 2)" in describe_automatic(
-        workflow, origins
-    )
 
 
 def test_explicit_numbers_stay_and_need_no_model():
@@ -100,7 +97,7 @@ def test_a_teachers_model_has_the_chat_template_that_is_set_for_base():
 def test_the_dtype_is_one_that_a_model_can_be_loaded_in(tiny_model):
     workflow, origins = resolve_for_machine(validate({"model": {"id": str(tiny_model)}, "eval": {}}))
     assert workflow.model.dtype in ("float32", "bfloat16")
-    assert f"model.dtype {workflow.model.dtype} (auto: " in describe_automatic(workflow, origins)
+    assert origins["model.dtype"].startswith("auto: ")
 
 
 def test_rollouts_are_whole_groups_of_a_reward():
