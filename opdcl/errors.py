@@ -96,12 +96,13 @@ AGAIN = "then run the same command again"
 
 
 def translate(fault: BaseException, workers: int = 1) -> OpdclError:
-    """Return a failure of the machine or of a library as an error with a hint.
+    """Return a failure of the machine or of a library as an error with a hint; our own errors have one.
 
     With several `workers`, a lost connection means that another worker exited.
     """
     text = str(fault)
-    if known := _of_system(fault, text):
+    known = fault if isinstance(fault, OpdclError) else _of_system(fault, text)
+    if known:
         return known
     if "out of memory" in text.lower() or isinstance(fault, MemoryError):
         hint = "use smaller batches, for example --set recover.micro_batch_tokens=512"

@@ -22,7 +22,7 @@ from opdcl.errors import UsageError
 from opdcl.results import plots, report
 from opdcl.results.document import summarise
 from opdcl.results.format import markdown, unbroken
-from opdcl.results.samples import MOST_PROMPTS, RULE, sort_samples, worst_samples
+from opdcl.results.samples import MOST_PROMPTS, RULE, regained_prompts, sort_samples, worst_samples
 from opdcl.results.scores import STATES, load_suites
 from opdcl.results.summary import Results
 from opdcl.results.tables import MISSING
@@ -299,6 +299,17 @@ def test_newly_lost_prompts_have_a_group(run):
     measure_fully(run, "recovered", "instructions", {*range(2, 28)})
     groups = {group.title: group for group in sort_samples(load_suites(run)[0])}
     assert [sample.number for sample in groups["Newly lost in the recovery"].samples] == [0, 1]
+
+
+def test_suggested_prompts_are_short_single_questions_that_came_back(run):
+    samples = sort_samples(load_suites(run)[0])[0].samples
+    for state in STATES:
+        rows = read_samples(run.eval_samples(state, "instructions"))
+        rows[samples[0].number]["prompt"] += " please" * 40
+        rows[samples[1].number]["question"] = "And then?"
+        rewrite_samples(run, state, "instructions", rows)
+    expected = [sample.prompt for sample in samples if sample not in samples[:2]]
+    assert regained_prompts(load_suites(run), 3) == expected[:3]
 
 
 def test_a_group_of_very_many_prompts_says_how_many_are_left_out(run):
