@@ -84,10 +84,7 @@ FULL = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT)
 WRONG_PATH = {
     errno.EACCES: ("permission denied", "choose another place, or change its permissions"),
     errno.EPERM: ("permission denied", "choose another place, or change its permissions"),
-    errno.ENOTDIR: (
-        "a part of this path is a file",
-        "choose another path; OPDCL_CACHE names that of the cache",
-    ),
+    errno.ENOTDIR: ("a part of this path is a file", "choose another path; OPDCL_CACHE sets the cache's"),
     errno.EEXIST: ("a file is where a folder should be", "choose another path, or move the file away"),
     errno.EISDIR: ("a folder is where a file should be", "choose another path, or move the folder away"),
     errno.ELOOP: ("a link leads to itself", "remove the link"),
