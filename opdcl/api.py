@@ -345,14 +345,12 @@ def chat_page(
     from opdcl.results.scores import load_suites, system_prompt
     from opdcl.rundir.layout import RunDir
 
-    run, system, prompts = RunDir(Path(source)), "", []
-    if run.is_run():
-        system = system_prompt(run)
-        try:
-            prompts = regained_prompts(load_suites(run), SUGGESTED)
-        except UsageError as error:
-            output.warn(f"the page suggests no prompts: {error.message}")
-    return ChatServer(states, max_new_tokens, temperature, str(source), system, prompts)
+    run, prompts = RunDir(Path(source)), []
+    try:
+        prompts = regained_prompts(load_suites(run) if run.is_run() else [], SUGGESTED)
+    except UsageError as error:
+        output.warn(f"the page suggests no prompts: {error.message}")
+    return ChatServer(states, max_new_tokens, temperature, str(source), system_prompt(run), prompts)
 
 
 def _chat_states(source: PathLike, temperature: float, trust_remote_code: bool) -> "Callable[[Output], Chat]":

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from opdcl.config.model import ModelConfig
 from opdcl.data.rows import on_hub
-from opdcl.deploy.gguf import LARGEST_GAP, compare, find_converter, in_words, to_gguf
+from opdcl.deploy.gguf import LARGEST_GAP, compare, find_converter, in_words, modelfile, to_gguf
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS, parse, reachable
 from opdcl.model.adapters import find_states, tuned_model
+from opdcl.results.scores import system_prompt
 from opdcl.rundir.files import folder_appears_whole, write_atomic, write_json
 from opdcl.rundir.hashes import ADAPTER
 from opdcl.rundir.layout import STAGE_OF, RunDir, adapter_config
@@ -83,6 +84,7 @@ def export(
             written |= merge(base, tuned, adapter, merged, check, report)
         if format == "gguf":
             written |= to_gguf(merged, folder, command, outtype, check, report)
+            write_atomic(folder / "Modelfile", modelfile(merged, system_prompt(run), report))
             shutil.rmtree(merged)
         if format == "adapter" and run.is_run():
             write_card(folder, target.name, model, run, state, report)

@@ -292,5 +292,7 @@ def section(run: RunDir, name: str) -> dict:
 
 
 def system_prompt(run: RunDir) -> str:
-    """Return the system prompt with which a run's suites were answered; empty without one."""
+    """Return the system prompt with which a run's suites are answered; empty if there is none."""
+    if not run.is_run():
+        return ""
     return section(run, "eval").get("system") or section(run, "recover").get("system") or ""
