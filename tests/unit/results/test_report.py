@@ -428,6 +428,20 @@ def test_the_model_card_has_front_matter_that_a_hub_can_read(run):
     assert "stages/02-recover/adapter" in card
 
 
+@pytest.mark.parametrize("kind", report.EXPORTS)
+def test_the_card_of_each_export_says_what_it_is_to_base_and_how_to_load_it(run, kind):
+    text = report.card(run, "recovered", "owner/base", "mine", None, [], kind)
+    _, front, body = text.split("---\n", 2)
+    found = yaml.safe_load(front)
+    assert found["base_model"] == "owner/base"
+    assert found["base_model_relation"] == ("adapter" if kind == "adapter" else "finetune")
+    assert len(found["model-index"][0]["results"]) == 2
+    loaded = {"adapter": 'PeftModel.from_pretrained(model, "mine")', "merged": 'from_pretrained("mine")'}
+    assert loaded.get(kind, "ollama create my-model -f Modelfile") in body
+    assert ("rounded the weights" in body) == (kind != "adapter")
+    assert "\n\n\n" not in body
+
+
 def test_a_local_base_model_does_not_put_its_path_into_the_card(run):
     alter(run.manifest, base={"id": "/home/someone/secret/my-model", "license": None})
     front = yaml.safe_load(pages(run)["README.md"].split("---\n")[1])
