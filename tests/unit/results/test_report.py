@@ -55,7 +55,9 @@ def test_html_shows_verdict_scores_plots_cost_and_how_to_reproduce_the_run(train
     ):
         assert expected in page.text
     svg_text = " ".join(page.text.split())
-    assert all(word in svg_text for word in ("General prompts", "held-out", "Retention: instructions"))
+    assert all(
+        word in svg_text for word in ("General prompts", "held-out", "Retention: instruction following")
+    )
 
 
 def test_the_page_leads_with_the_verdict_and_folds_the_details(trained):
@@ -65,7 +67,7 @@ def test_the_page_leads_with_the_verdict_and_folds_the_details(trained):
         'class="verdict"',
         'class="bars"',
         "Recovery R",
-        "domain: handbook (%)",
+        "Domain: handbook (%)",
         "<h2>Answers",
         "All prompts",
         "<h2>What to do",
@@ -323,11 +325,11 @@ def test_a_group_of_very_many_prompts_says_how_many_are_left_out(run):
 @pytest.mark.parametrize(
     ("kept", "more", "words"),
     [
-        ([True, False], {"constraints": ["Use two sentences.", "Say why."]}, {"Not kept: Say why."}),
-        ([True, False], {}, {"Not kept: 1 of 2 constraints"}),
+        ([True, False], {"constraints": ["Use two sentences.", "Say why."]}, {"Violated: Say why."}),
+        ([True, False], {}, {"Violated: 1 of 2 constraints"}),
         ([True, True], {}, set()),
-        ([True, True], {"own_words": False}, {"Not kept: words of its own"}),
-        ([True, True], {"own_words": True}, {"Not kept: being about the prompt"}),
+        ([True, True], {"own_words": False}, {"Violated: words of its own"}),
+        ([True, True], {"own_words": True}, {"Violated: being about the prompt"}),
     ],
 )
 def test_a_failed_answer_names_what_it_violates(run, kept, more, words):
