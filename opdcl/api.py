@@ -340,14 +340,14 @@ def chat_page(
     """
     output = _output(False)
     states = _chat_states(source, temperature, trust_remote_code)(output)
-    from opdcl.deploy.browser import SUGGESTED, ChatServer
+    from opdcl.deploy.browser import ChatServer
     from opdcl.results.samples import regained_prompts
     from opdcl.results.scores import load_suites, system_prompt
     from opdcl.rundir.layout import RunDir
 
     run, prompts = RunDir(Path(source)), []
     try:
-        prompts = regained_prompts(load_suites(run) if run.is_run() else [], SUGGESTED)
+        prompts = regained_prompts(load_suites(run) if run.is_run() else [])
     except UsageError as error:
         output.warn(f"the page suggests no prompts: {error.message}")
     return ChatServer(states, max_new_tokens, temperature, str(source), system_prompt(run), prompts)

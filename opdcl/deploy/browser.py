@@ -10,7 +10,8 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,9 +28,6 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 # Texts by state, and the states whose text is cut at the limit.
 Answers = tuple[dict[str, str], list[str]]
 
-# How many prompts the page suggests at most.
-SUGGESTED = 3
-
 # Seconds between two looks at answers that are being written.
 PERIOD = 0.2
 
@@ -45,15 +43,7 @@ class ChatServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(
-        self,
-        chat: Chat,
-        max_new_tokens: int,
-        temperature: float,
-        source: str = "",
-        system: str = "",
-        prompts: Sequence[str] = (),
-    ):
+    def __init__(self, chat: Chat, max_new_tokens: int, temperature: float, source="", system="", prompts=()):
         """Listen at a free port. The page names the models' `source`, begins with a `system` prompt, and
         suggests `prompts`.
         """
@@ -62,7 +52,7 @@ class ChatServer(ThreadingHTTPServer):
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
         self.shown = {"states": [*chat.slots], "limit": max_new_tokens}
         self.shown |= {"source": source, "system": system, "prompts": [*prompts]}
-        self.one_at_a_time = threading.Lock()
+        self.one_at_a_time, self.stop = threading.Lock(), threading.Event()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of a client that is gone; anything else is a defect, whose traceback helps."""
@@ -82,30 +72,21 @@ class ChatServer(ThreadingHTTPServer):
             OpdclError: The prompt cannot be answered, for example because it is too long.
         """
         growing: dict[str, Callable[[], str]] = {}
-        finished: list[Answers] = []
-        faults: list[Exception] = []
-        stop = threading.Event()
-
-        def work() -> None:
+        options = (self.max_new_tokens, system or None, self.temperature)
+        with self.one_at_a_time, ThreadPoolExecutor(1) as thread:
+            self.stop.clear()
+            found = thread.submit(self.chat.answers, prompt, *options, growing.__setitem__, self.stop.is_set)
             try:
-                options = (self.max_new_tokens, system or None, self.temperature)
-                finished.append(self.chat.answers(prompt, *options, growing.__setitem__, stop.is_set))
-            except Exception as fault:  # raised again in the thread that asked
-                faults.append(fault)
-
-        with self.one_at_a_time:
-            worker = threading.Thread(target=work, daemon=True)
-            worker.start()
-            try:
-                while worker.is_alive():
-                    worker.join(PERIOD)
+                while not wait([found], PERIOD).done:
                     on_text({state: text() for state, text in growing.copy().items()})
             finally:
-                stop.set()
-                worker.join()
-        if faults:
-            raise faults[0]
-        return finished[0]
+                self.stop.set()
+            return found.result()
+
+    def server_close(self) -> None:
+        """Stop the models too: the program would wait for their answers."""
+        self.stop.set()
+        super().server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):

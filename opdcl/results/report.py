@@ -29,11 +29,7 @@ PRIVATE = ("base", "adapter tuned", "adapter recovered")
 
 # What is exported -> its relation to base and the library that loads it, in the Hub's words. Its `merge`
 # is made of several models.
-EXPORTS = {
-    "adapter": ("adapter", "peft"),
-    "merged": ("finetune", "transformers"),
-    "gguf": ("finetune", "gguf"),
-}
+KINDS = {"adapter": ("adapter", "peft"), "merged": ("finetune", "transformers"), "gguf": ("finetune", "gguf")}
 
 # Of the prompts on which the model falls below base, in a pull request.
 WORST_PROMPTS = 3
@@ -88,7 +84,7 @@ def pull_request(run: RunDir, summary: Summary, gates: Sequence[Mapping[str, str
 def card(
     run: RunDir, state: str, base: str, place: str, license: str | None, datasets: list[str], kind: str
 ) -> str:
-    """Return the model card of one state's export for the Hugging Face Hub; `kind` is one of `EXPORTS`.
+    """Return the model card of one state's export for the Hugging Face Hub; `kind` is one of `KINDS`.
 
     `base` and `datasets` are the Hub ids of base and training data, `place` is the folder of the export.
     """
@@ -109,17 +105,11 @@ def _render_card(page: Page, summary: Summary, datasets: list[str]) -> str:
     scores = []
     for name, suite in summary.suites.items():
         if state in suite.states:
-            scores.append(
-                EvalResult(
-                    task_type="text-generation",
-                    dataset_type=harmless(name),
-                    dataset_name=harmless(name),
-                    metric_type=harmless(suite.metric),
-                    metric_value=suite.states[state].value,
-                    metric_name=harmless(f"{suite.metric}, {state}, n = {suite.n}"),
-                )
-            )
-    relation, library = (None, None) if summary.alone else EXPORTS[page.model["kind"]]
+            named = {"dataset_type": harmless(name), "dataset_name": harmless(name)}
+            named["metric_type"] = harmless(suite.metric)
+            named["metric_name"] = harmless(f"{suite.metric}, {state}, n = {suite.n}")
+            scores.append(EvalResult("text-generation", metric_value=suite.states[state].value, **named))
+    relation, library = (None, None) if summary.alone else KINDS[page.model["kind"]]
     metadata = ModelCardData(
         base_model=harmless(page.model["base"]),
         base_model_relation=relation,

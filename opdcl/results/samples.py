@@ -188,7 +188,7 @@ def pick_examples(samples: Mapping[str, Sequence[Group]]) -> list[PickedExample]
     return examples
 
 
-def regained_prompts(suites: Sequence[MeasuredSuite], most: int) -> list[str]:
+def regained_prompts(suites: Sequence[MeasuredSuite], most: int = 3) -> list[str]:
     """Return prompts that the fine-tune lost and the recovery regained, the most readable ones first.
 
     Conversations are left out, because their last question alone would be another prompt.

@@ -34,12 +34,11 @@ def test_a_prompt_does_not_see_the_one_before(states):
 
 
 def test_an_answer_that_reaches_the_limit_is_named_as_cut(states, monkeypatch):
-    limit = 8
-    text, cut = states.answers("Hello", limit, None, 0.0, lambda state, text: None)
+    text, cut = states.answers("Hello", 8, None, 0.0, lambda state, text: None)
     assert cut == ["base"]
     ids = states.backbone.tokenizer(text["base"], add_special_tokens=False)["input_ids"]
     monkeypatch.setattr(states.backbone, "eos_ids", [ids[-1]])
-    assert states.answers("Hello", limit, None, 0.0, lambda state, text: None)[1] == []
+    assert states.answers("Hello", 8, None, 0.0, lambda state, text: None)[1] == []
 
 
 def test_an_answer_can_be_watched_while_it_grows(tuned, tiny_model):

@@ -430,7 +430,7 @@ def test_the_model_card_has_front_matter_that_a_hub_can_read(run):
     assert "stages/02-recover/adapter" in card
 
 
-@pytest.mark.parametrize("kind", report.EXPORTS)
+@pytest.mark.parametrize("kind", report.KINDS)
 def test_the_card_of_each_export_says_what_it_is_to_base_and_how_to_load_it(run, kind):
     text = report.card(run, "recovered", "owner/base", "mine", None, [], kind)
     _, front, body = text.split("---\n", 2)
