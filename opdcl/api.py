@@ -286,7 +286,7 @@ def chat(
         trust_remote_code: Run Python code that comes with the base model. A run cannot allow that itself.
         quiet: Print errors only. Otherwise a terminal shows each answer as it grows.
 
-    Returns: An iterator of outcomes; `data["answers"]` has the answers by state.
+    Returns: An iterator of outcomes; `data["answers"]` has the answers by state, `data["cut"]` which are cut.
     Raises: UsageError: there is no such run or adapter, or the temperature is below 0.
     Example:
         for answers in opdcl.chat("runs/mine", "Who signs the form?"):
@@ -304,7 +304,7 @@ def chat(
         states = load(output)
         for prompt in asked:
             with output.busy("reading the prompt") as say, quiet_libraries():
-                texts = states.answers(
+                texts, cut = states.answers(
                     prompt,
                     max_new_tokens,
                     system,
@@ -312,7 +312,10 @@ def chat(
                     lambda state, text: say(lambda: f"{state}: {text()}"),
                 )
             table = Table("", ["state", "answer"], [[*pair] for pair in texts.items()], "")
-            yield Outcome(prompt, [table], {"prompt": prompt, "answers": texts})
+            limit = f"cut at {max_new_tokens} tokens: {', '.join(cut)}"
+            yield Outcome(
+                prompt, [table], {"prompt": prompt, "answers": texts, "cut": cut}, [limit] * bool(cut)
+            )
 
     return turns()
 
@@ -335,11 +338,19 @@ def chat_page(
             print(server.url)
             server.serve_forever()
     """
-    load = _chat_states(source, temperature, trust_remote_code)
-    states = load(_output(False))
+    output = _output(False)
+    states = _chat_states(source, temperature, trust_remote_code)(output)
     from opdcl.deploy.browser import ChatServer
+    from opdcl.results.samples import regained_prompts
+    from opdcl.results.scores import load_suites, system_prompt
+    from opdcl.rundir.layout import RunDir
 
-    return ChatServer(states, max_new_tokens, temperature, source=str(source))
+    run, prompts = RunDir(Path(source)), []
+    try:
+        prompts = regained_prompts(load_suites(run) if run.is_run() else [])
+    except UsageError as error:
+        output.warn(f"the page suggests no prompts: {error.message}")
+    return ChatServer(states, max_new_tokens, temperature, str(source), system_prompt(run), prompts)
 
 
 def _chat_states(source: PathLike, temperature: float, trust_remote_code: bool) -> "Callable[[Output], Chat]":

@@ -84,10 +84,7 @@ FULL = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT)
 WRONG_PATH = {
     errno.EACCES: ("permission denied", "choose another place, or change its permissions"),
     errno.EPERM: ("permission denied", "choose another place, or change its permissions"),
-    errno.ENOTDIR: (
-        "a part of this path is a file",
-        "choose another path; OPDCL_CACHE names that of the cache",
-    ),
+    errno.ENOTDIR: ("a part of this path is a file", "choose another path; OPDCL_CACHE sets the cache's"),
     errno.EEXIST: ("a file is where a folder should be", "choose another path, or move the file away"),
     errno.EISDIR: ("a folder is where a file should be", "choose another path, or move the folder away"),
     errno.ELOOP: ("a link leads to itself", "remove the link"),
@@ -96,12 +93,13 @@ AGAIN = "then run the same command again"
 
 
 def translate(fault: BaseException, workers: int = 1) -> OpdclError:
-    """Return a failure of the machine or of a library as an error with a hint.
+    """Return a failure of the machine or of a library as an error with a hint; our own errors have one.
 
     With several `workers`, a lost connection means that another worker exited.
     """
     text = str(fault)
-    if known := _of_system(fault, text):
+    known = fault if isinstance(fault, OpdclError) else _of_system(fault, text)
+    if known:
         return known
     if "out of memory" in text.lower() or isinstance(fault, MemoryError):
         hint = "use smaller batches, for example --set recover.micro_batch_tokens=512"

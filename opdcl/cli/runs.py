@@ -214,7 +214,9 @@ def export(
     if "relative_error" in outcome.data:
         suggest("recover", out, "--base", base, "--domain", "PROMPTS.jsonl")
         return
-    screen.output.note(f"next: hf upload OWNER/NAME {shlex.quote(str(out))}")
+    place = shlex.quote(str(out))
+    ollama = f"ollama create my-model -f {place}/Modelfile"
+    screen.output.note(f"next: {ollama if format == 'gguf' else f'hf upload OWNER/NAME {place}'}")
 
 
 def serve(

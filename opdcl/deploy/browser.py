@@ -11,6 +11,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,6 +24,9 @@ PAGE = Path(__file__).parent / "browser.html"
 
 # The page runs its own script and asks this server; it loads nothing from anywhere else.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+
+# Texts by state, and the states whose text is cut at the limit.
+Answers = tuple[dict[str, str], list[str]]
 
 # Seconds between two looks at answers that are being written.
 PERIOD = 0.2
@@ -39,13 +43,16 @@ class ChatServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, chat: Chat, max_new_tokens: int, temperature: float, port: int = 0, source: str = ""):
-        """Listen at a port; 0 takes a free one. The page names the `source` of the models."""
-        super().__init__(("127.0.0.1", port), _Handler)
+    def __init__(self, chat: Chat, max_new_tokens: int, temperature: float, source="", system="", prompts=()):
+        """Listen at a free port. The page names the models' `source`, begins with a `system` prompt, and
+        suggests `prompts`.
+        """
+        super().__init__(("127.0.0.1", 0), _Handler)
         self.chat = chat
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
-        self.source = f"{source}; answers of up to {max_new_tokens} tokens." if source else ""
-        self.one_at_a_time = threading.Lock()
+        self.shown = {"states": [*chat.slots], "limit": max_new_tokens}
+        self.shown |= {"source": source, "system": system, "prompts": [*prompts]}
+        self.one_at_a_time, self.stop = threading.Lock(), threading.Event()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of a client that is gone; anything else is a defect, whose traceback helps."""
@@ -56,38 +63,30 @@ class ChatServer(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}/"
 
-    def answer(self, prompt: str, system: str, on_text: Callable[[dict[str, str]], None]) -> dict[str, str]:
+    def answer(self, prompt: str, system: str, on_text: Callable[[dict[str, str]], None]) -> Answers:
         """Return the answers by state; `on_text` gets what they are so far, again and again.
+
+        If it raises an error, because the page was closed or its user stopped, the models stop as well.
 
         Raises:
             OpdclError: The prompt cannot be answered, for example because it is too long.
         """
         growing: dict[str, Callable[[], str]] = {}
-        finished: dict[str, str] = {}
-        faults: list[Exception] = []
-
-        def work() -> None:
+        options = (self.max_new_tokens, system or None, self.temperature)
+        with self.one_at_a_time, ThreadPoolExecutor(1) as thread:
+            self.stop.clear()
+            found = thread.submit(self.chat.answers, prompt, *options, growing.__setitem__, self.stop.is_set)
             try:
-                finished.update(
-                    self.chat.answers(
-                        prompt, self.max_new_tokens, system or None, self.temperature, growing.__setitem__
-                    )
-                )
-            except Exception as fault:  # raised again in the thread that asked
-                faults.append(fault)
-
-        with self.one_at_a_time:
-            worker = threading.Thread(target=work, daemon=True)
-            worker.start()
-            try:
-                while worker.is_alive():
-                    worker.join(PERIOD)
+                while not wait([found], PERIOD).done:
                     on_text({state: text() for state, text in growing.copy().items()})
             finally:
-                worker.join()  # if the page was closed, the model still writes this answer
-        if faults:
-            raise faults[0]
-        return finished
+                self.stop.set()
+            return found.result()
+
+    def server_close(self) -> None:
+        """Stop the models too: the program would wait for their answers."""
+        self.stop.set()
+        super().server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -98,11 +97,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._is_asked_for("/"):
             return
         self._begin("text/html; charset=utf-8")
-        page = PAGE.read_text(encoding="utf-8").replace("STATES", json.dumps([*self.server.chat.slots]))
-        # Within a script, `</` could end it.
-        self.wfile.write(
-            page.replace("SOURCE", json.dumps(self.server.source).replace("<", "\\u003c")).encode()
-        )
+        shown = json.dumps(self.server.shown).replace("<", "\\u003c")  # within a script, `</` could end it
+        self.wfile.write(PAGE.read_text(encoding="utf-8").replace("SHOWN", shown).encode())
 
     def do_POST(self) -> None:
         """Answer `{"prompt", "system"}` with lines of JSON: the texts so far, and at the end all of them."""
@@ -124,13 +120,14 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self._begin("application/jsonl")
         try:
-            texts = self.server.answer(prompt, system, lambda texts: self._line({"texts": texts}))
-            self._line({"texts": texts, "done": True})
+            texts, cut = self.server.answer(prompt, system, lambda texts: self._line({"texts": texts}))
+            self._line({"texts": texts, "cut": cut, "done": True})
         except OSError:
             pass  # the page was closed, or takes nothing any more
         except Exception as fault:
+            error = translate(fault)
             with contextlib.suppress(OSError):
-                self._line({"error": translate(fault).message})
+                self._line({"error": error.message, "hint": error.hint})
 
     def _is_asked_for(self, path: str) -> bool:
         """Refuse a page of another site, whose name leads to this machine, and any other path."""

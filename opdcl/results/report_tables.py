@@ -149,7 +149,7 @@ def closeness_table(near: Closeness) -> Table:
         *distance_rows(near),
         ["forward KL\non base's answers", *distance_cells(near, "forward")],
         ["reverse KL\non the state's own answers", *distance_cells(near, "reverse")],
-        *writing_rows(near.how_written, near.n),
+        *([f"{label}\nsampled", *cells] for label, *cells in writing_rows(near.how_written, near.n)),
     ]
     if near.c:
         rows.append([f"C\ncompared with {near.start}", "", "", cell(near.c, n=near.n)])
@@ -163,7 +163,8 @@ def closeness_table(near: Closeness) -> Table:
 
 
 def _writing_rows(name: str, suite: Scores) -> list[list[str]]:
-    return [[f"{label}\n{name}", *cells] for label, *cells in writing_rows(suite.writing, suite.n)]
+    small = f"{name}, {suite.decoding}"
+    return [[f"{label}\n{small}", *cells] for label, *cells in writing_rows(suite.writing, suite.n)]
 
 
 def detail_tables(summary: Summary) -> list[Table]:

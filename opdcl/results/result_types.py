@@ -26,6 +26,8 @@ class Scores:
     """Further metric -> state -> value."""
     writing: dict[str, dict[str, Estimate]]
     """State -> measure -> mean over prompts, of how the answers are written."""
+    decoding: str
+    """Whether the answers are greedy or sampled."""
 
     @property
     def size(self) -> str:

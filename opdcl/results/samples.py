@@ -20,6 +20,8 @@ MOST_PROMPTS = 500
 EXAMPLE_ANSWER = 280
 # In a pull request.
 SHORT_PROMPT, SHORT_ANSWER = 120, 160
+# A suggested prompt is no longer, in characters.
+SUGGESTED_PROMPT = 240
 # A base answer of fewer words says little.
 FEWEST_WORDS = 10
 RULE = (
@@ -184,6 +186,21 @@ def pick_examples(samples: Mapping[str, Sequence[Group]]) -> list[PickedExample]
             shown = replace(sample, answers=short)
             examples.append(PickedExample(first.title, name, first.count, of, shown))
     return examples
+
+
+def regained_prompts(suites: Sequence[MeasuredSuite], most: int = 3) -> list[str]:
+    """Return prompts that the fine-tune lost and the recovery regained, the most readable ones first.
+
+    Conversations are left out, because their last question alone would be another prompt.
+    """
+    prompts = []
+    for suite in suites:
+        conversations = {row["doc_id"] for row in suite.measured if "question" in row}
+        for group in sort_samples(suite):
+            for sample in group.samples if group.title == SKILL[PASS, FAIL, PASS] else ():
+                if len(sample.prompt) <= SUGGESTED_PROMPT and sample.number not in conversations:
+                    prompts.append(sample.prompt)
+    return prompts[:most]
 
 
 def worst_samples(suite: MeasuredSuite, count: int) -> dict[str, Any] | None:

@@ -169,6 +169,8 @@ def _scores(suite: MeasuredSuite) -> Scores:
         metric=suite.metric,
         metrics=metrics,
         writing=response_stats.estimates(suite),
+        # Of a suite that is sampled, base answers a second time.
+        decoding="sampled" if any("again" in row for row in suite.rows.get("base", [])) else "greedy",
     )
 
 

@@ -121,7 +121,7 @@ def _decode_batch(
         for tokens, logprobs in decoder.drawn(len(batch), seen, drawn):
             _append(batch, done, tokens, logprobs, request)
         running, ahead = done.count(False), request.max_new_tokens - drawn
-        if not running or (running <= max_unfinished and ahead >= WORTH_LEAVING):
+        if not running or (running <= max_unfinished and ahead >= WORTH_LEAVING) or request.stopped():
             return running
         rows, filled = decoder.rows_for(running, len(batch)), layout.end + drawn - 1
         if rows < len(batch):

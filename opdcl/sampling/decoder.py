@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -129,9 +129,8 @@ class Decoder:
     def fits(self, model, rows: int, capacity: int, temperature: float) -> bool:
         """Return whether the buffers and graphs serve a batch; graphs need the weights where they were."""
         enough = rows <= self.rows and capacity <= self.capacity and temperature == self.temperature
-        same_step = decodes_as_llama(model) == (
-            self.llama_step is not None
-        )  # with an adapter it is another one
+        # With an adapter it is another one.
+        same_step = decodes_as_llama(model) == (self.llama_step is not None)
         return enough and same_step and self.addresses == _addresses(model)
 
     @property
@@ -191,13 +190,11 @@ class Decoder:
         """Run `count` steps of `rows`; the last step fills the last of `columns`."""
         if self.in_buckets:
             rows, columns = bucket(rows), min(-(-columns // COLUMNS) * COLUMNS, self.capacity)
-        if not self.in_buckets or model.device.type != "cuda":
-            for _ in range(count):
-                self.step(model, rows, columns)
-            return
-        graph = self.graphs.get((rows, columns)) or self._capture(model, rows, columns)
+        step: Callable[[], object] = partial(self.step, model, rows, columns)
+        if self.in_buckets and model.device.type == "cuda":
+            step = (self.graphs.get((rows, columns)) or self._capture(model, rows, columns)).replay
         for _ in range(count):
-            graph.replay()
+            step()
 
     def _capture(self, model, rows: int, columns: int) -> torch.cuda.CUDAGraph:
         """Record a step as a graph. A warm-up run lets libraries allocate first; its effects are undone."""

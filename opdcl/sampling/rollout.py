@@ -30,6 +30,7 @@ class Request:
     """How many cached tokens a decoding step reads in the time that it takes to read the model's weights."""
     on_finished: Callable[[list[Rollout]], None] | None = None
     max_unfinished: int = 0
+    stopped: Callable[[], bool] = bool  # which returns False
 
     def batches(self, rollouts: list[Rollout]) -> Iterator[list[int]]:
         """Yield the indices of rollouts that run together, the shortest first."""

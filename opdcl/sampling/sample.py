@@ -60,6 +60,7 @@ def sample(
     on_finished: Callable[[list[Rollout]], None] | None = None,
     unfinished: Sequence[Rollout] = (),
     max_unfinished: int = 0,
+    stopped: Callable[[], bool] = bool,
 ) -> list[Rollout]:
     """Sample one completion per prompt, in the order of `prompts`; each worker samples its share.
 
@@ -81,6 +82,7 @@ def sample(
         on_finished: Called with the completions that have ended since the last call.
         unfinished: Rollouts of an earlier call to resume; they come first in the result.
         max_unfinished: Maximum completions per call that may be returned unfinished (`slab` and `graph`).
+        stopped: Asked again and again; once it returns True, all completions are returned as they are.
     """
     rollouts = [*unfinished, *map(Rollout, prompts)]
     own_rollouts = list(parallel.my_share(rollouts))
@@ -96,6 +98,7 @@ def sample(
         weights=weights_in_tokens(model),
         on_finished=on_finished,
         max_unfinished=max_unfinished,
+        stopped=stopped,
     )
     if own_rollouts:
         if engine == "auto":
@@ -215,6 +218,9 @@ def _generate(model, rollouts: list[Rollout], request: Request) -> None:
                 attention_mask=mask_BW.to(model.device),
                 generation_config=config,
                 logits_processor=LogitsProcessorList([recorder] if request.temperature else []),
+                stopping_criteria=[
+                    lambda ids, _: torch.full(ids.shape[:1], request.stopped(), device=ids.device)
+                ],
             )[:, width:]
             logprobs_BT = recorder.logprobs(tokens_BT[:, -1]) if request.temperature else tokens_BT[:, :0]
             for row, rollout in enumerate(batch):

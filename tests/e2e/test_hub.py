@@ -132,11 +132,8 @@ def test_an_uploaded_adapter_is_complete_and_the_hub_can_read_its_card(hub, uplo
     text = files["README.md"].decode()
     assert not re.search(r"/(tmp|home|root)/", text), "a public card names no path of this machine"
     data = ModelCard(text).data
-    assert (data.base_model, data.library_name, data.pipeline_tag) == (
-        "someone/tiny",
-        "peft",
-        "text-generation",
-    )
+    assert (data.base_model, data.base_model_relation) == ("someone/tiny", "adapter")
+    assert (data.library_name, data.pipeline_tag) == ("peft", "text-generation")
     summary = json.loads((project / "summary.json").read_text())
     expected = {name: suite["recovered"]["value"] for name, suite in summary["suites"].items()}
     assert {r.dataset_name: r.metric_value for r in data.eval_results} == expected

@@ -135,6 +135,9 @@ def test_an_exported_model_loads_and_equals_the_adapter(finished, project):
 
     done = opdcl("export", finished, "-o", "merged", cwd=project)
     assert done.returncode == 0, done.stderr
+    card = (project / "merged/README.md").read_text()
+    assert "base_model_relation: finetune\n" in card
+    assert "| recovered |" in card
     merged = AutoModelForCausalLM.from_pretrained(project / "merged", dtype=torch.float32)
     config = json.loads((finished / "config.json").read_text())
     backbone = load_backbone(ModelConfig(**config["workflow"]["model"]))

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,6 +30,23 @@ DOCS = ROOT / "docs"
 @pytest.fixture(scope="module")
 def hooks():
     return load_script(DOCS / "hooks.py")
+
+
+def is_release(version: str) -> bool:
+    return ".dev" not in version
+
+
+def test_one_address_leads_to_the_project_and_a_release_has_a_real_one():
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    address = urls["Repository"]
+    assert all(url.startswith(address) for url in urls.values())
+    pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
+    cloned = re.findall(r"git clone (\S+) opdcl\b", "".join(page.read_text() for page in pages))
+    assert {*cloned} == {address}
+    assert is_release("0.2.0")
+    assert is_release("1.0rc1")
+    if is_release(opdcl.__version__):
+        assert "THIS-REPOSITORY" not in address, "name the public repository in pyproject.toml"
 
 
 def literal(node: ast.AST) -> str:

@@ -1,6 +1,8 @@
 """The page that asks all models side by side: at this machine only, and with the answers of `opdcl chat`."""
 
+import itertools
 import json
+import re
 import socket
 import threading
 import time
@@ -8,11 +10,14 @@ import webbrowser
 
 import httpx2
 import pytest
+from helpers.synthetic import measure, measure_states, write
 
+import opdcl
 from opdcl.cli import runs
 from opdcl.config.model import ModelConfig
 from opdcl.deploy.browser import ChatServer, _Handler
 from opdcl.deploy.chat import Chat
+from opdcl.rundir.layout import RunDir
 
 
 @pytest.fixture(scope="module")
@@ -35,34 +40,60 @@ def lines(response) -> list[dict]:
 def test_the_page_has_a_column_for_each_model_and_loads_nothing_else(server):
     page = httpx2.get(server.url)
     assert server.url.startswith("http://127.0.0.1:")
-    assert 'const states = ["base"];' in page.text
-    assert 'textContent = "\\u003c/script>runs/mine; answers of up to 8 tokens.";' in page.text
+    shown = {"states": ["base"], "limit": 8, "source": "</script>runs/mine", "system": "", "prompts": []}
+    assert json.loads(re.search("const page = (.*);", page.text)[1]) == shown
+    assert page.text.count("</script>") == 1
     assert "default-src 'none'" in page.headers["Content-Security-Policy"]
     assert "//" not in page.text.replace("// ", "")
     assert httpx2.get(f"{server.url}other").status_code == 404
 
 
+def test_the_page_of_a_run_suggests_prompts_that_came_back(tiny_model, tmp_path, capfd):
+    run = RunDir(tmp_path / "mine")
+    evaluation = {"retention": ["instructions"], "system": "Be brief."}
+    sections = {"model": {"id": str(tiny_model), "dtype": "float32"}, "eval": evaluation}
+    write(run.config, {"workflow": sections, "origins": {}})
+    measure_states(run, "instructions", (32, 8, 28))
+    with opdcl.chat_page(run.path, 8) as server:
+        assert server.shown["system"] == "Be brief."
+        assert server.shown["prompts"] == [f"Prompt number {i} of instructions" for i in (8, 9, 10)]
+    measure(run, "tuned", {"instructions": []}, prompt="Another prompt")
+    with opdcl.chat_page(run.path, 8) as server:
+        assert server.shown["prompts"] == []
+    assert "suggests no prompts: suite instructions: base and tuned" in capfd.readouterr().err
+
+
 def test_answers_are_those_of_chat_and_come_while_they_grow(server):
     for system in ("", "Answer as a pirate would."):
-        expected = server.chat.answers("Hello", 8, system or None, 0.0, lambda state, text: None)
+        expected, cut = server.chat.answers("Hello", 8, system or None, 0.0, lambda state, text: None)
         found = lines(httpx2.post(server.url + "ask", json={"prompt": "Hello", "system": system}))
-        assert found[-1] == {"texts": expected, "done": True}
+        assert found[-1] == {"texts": expected, "cut": cut, "done": True}
         assert all(expected["base"].startswith(line["texts"].get("base", "")[:1]) for line in found)
 
 
 def test_a_prompt_that_cannot_be_answered_is_named_and_the_server_goes_on(server):
     found = lines(httpx2.post(server.url + "ask", json={"prompt": "word " * 20_000}))
-    assert "error" in found[-1]
+    assert found[-1]["error"].startswith("prompt: the prompt has ")
+    assert found[-1]["hint"] == "shorten the prompt, or lower max_new_tokens"
     assert "done" in lines(httpx2.post(server.url + "ask", json={"prompt": "Hello"}))[-1]
 
 
-def test_a_page_that_is_closed_does_not_let_the_next_prompt_in_early(server):
-    expected = server.chat.answers("Hi", 8, None, 0.0, lambda state, text: None)
+def test_models_stop_when_the_page_hangs_up_and_then_answer_the_next_prompt(server, monkeypatch):
+    expected, _ = server.chat.answers("Hi", 200, None, 0.0, lambda state, text: None)
+    monkeypatch.setattr(server, "max_new_tokens", 200)
+    tokens = itertools.count()
+    embeddings = server.chat.backbone.causal_lm.get_input_embeddings()
+    hook = embeddings.register_forward_hook(lambda *_: time.sleep(0.05 * (next(tokens) > 0)))
     address = ("127.0.0.1", server.server_port)
     body = json.dumps({"prompt": "Hello"}).encode()
     with socket.create_connection(address) as closed:
         head = f"POST /ask HTTP/1.1\r\nHost: 127.0.0.1:{address[1]}\r\nContent-Type: application/json\r\n"
         closed.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        while b"texts" not in closed.recv(65536):
+            pass
+    with server.one_at_a_time:
+        assert next(tokens) < 150
+    hook.remove()
     assert lines(httpx2.post(server.url + "ask", json={"prompt": "Hi"}))[-1]["texts"] == expected
 
 

@@ -17,7 +17,7 @@ def states(tiny_model):
 
 
 def ask(states: Chat, prompt: str, system: str | None = None, temperature: float = 0.0) -> str:
-    return states.answers(prompt, 8, system, temperature, lambda state, text: None)["base"]
+    return states.answers(prompt, 8, system, temperature, lambda state, text: None)[0]["base"]
 
 
 def test_a_system_prompt_and_a_temperature_change_the_answer(states):
@@ -33,6 +33,14 @@ def test_a_prompt_does_not_see_the_one_before(states):
     assert ask(states, "And then?") == alone
 
 
+def test_an_answer_that_reaches_the_limit_is_named_as_cut(states, monkeypatch):
+    text, cut = states.answers("Hello", 8, None, 0.0, lambda state, text: None)
+    assert cut == ["base"]
+    ids = states.backbone.tokenizer(text["base"], add_special_tokens=False)["input_ids"]
+    monkeypatch.setattr(states.backbone, "eos_ids", [ids[-1]])
+    assert states.answers("Hello", 8, None, 0.0, lambda state, text: None)[1] == []
+
+
 def test_an_answer_can_be_watched_while_it_grows(tuned, tiny_model):
     both = Chat(ModelConfig(id=str(tiny_model), dtype="float32"), {"adapter": tuned / "tuned"})
     current: dict[str, Callable[[], str]] = {}
@@ -43,7 +51,7 @@ def test_an_answer_can_be_watched_while_it_grows(tuned, tiny_model):
         seen.append((state, text()))
 
     hook = both.backbone.causal_lm.get_input_embeddings().register_forward_hook(look)
-    answers = both.answers("Hello", 6, None, 0.0, current.__setitem__)
+    answers, _ = both.answers("Hello", 6, None, 0.0, current.__setitem__)
     hook.remove()
     for state, text in answers.items():
         parts = [part for of_state, part in seen if of_state == state]
@@ -69,4 +77,6 @@ def test_a_prompt_on_the_command_line_is_not_repeated(tuned):
     assert done.returncode == 0, done.stderr
     assert "Hello" not in done.stdout
     assert done.stdout.split()[:3] == ["state", "answer", "base"]
-    assert done.stderr == f"next: opdcl export {tuned / 'tuned'} -o my-model\n"
+    assert (
+        done.stderr == f"cut at 2 tokens: base, adapter\nnext: opdcl export {tuned / 'tuned'} -o my-model\n"
+    )

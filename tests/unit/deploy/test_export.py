@@ -3,19 +3,22 @@
 import functools
 import json
 import os
+import shutil
 from pathlib import Path
 
 import gguf
 import pytest
 import torch
 from helpers import gguf_script
+from helpers.families import tokenizer_of
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import opdcl
 from opdcl.config.model import ModelConfig
+from opdcl.data.chat import render
 from opdcl.deploy.export import copy_adapter, export, write_readme
-from opdcl.deploy.gguf import SCRIPT, find_converter
+from opdcl.deploy.gguf import PROGRAM, SCRIPT, find_converter, modelfile, own_system_prompt
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
 from opdcl.model.load import load_model
 
@@ -58,7 +61,7 @@ def tokenizer(tiny_model):
 def test_a_gguf_file_is_the_merged_model(tuned, converter):
     report = Report()
     written = export(str(tuned / "tuned"), None, tuned / "out", "gguf", "f32", converter, True, report)
-    assert {p.name for p in (tuned / "out").iterdir()} == {"model.gguf", "README.md"}
+    assert {p.name for p in (tuned / "out").iterdir()} == {"model.gguf", "Modelfile", "README.md"}
     assert written["bytes"] == (tuned / "out/model.gguf").stat().st_size
     assert written["gap"]["same_ids"]
     assert written["gap"]["mean"] < 1e-4
@@ -71,6 +74,46 @@ def test_a_gguf_file_is_the_merged_model(tuned, converter):
         )
     torch.testing.assert_close(merged, loaded, atol=1e-3, rtol=1e-3)
     assert not [p.name for p in tuned.iterdir() if p.name.startswith(".")], "no temporary folder stays"
+
+
+def instructions(text: str) -> list[tuple[str, str]]:
+    """Read a Modelfile: one instruction a line, or up to the closing quotes of a text in three."""
+    found, lines = [], iter(text.splitlines())
+    for line in lines:
+        word, _, value = line.partition(" ")
+        if value.startswith('"""'):
+            while not value[3:].endswith('"""'):
+                value += f"\n{next(lines)}"
+            value = value[3:-3]
+        if word != "#":
+            found.append((word, value))
+    return found
+
+
+def test_a_modelfile_says_what_ollama_cannot_know(tiny_model, tmp_path):
+    report, asked = Report(), 'Say "yes".\nBe "brief"'
+    plain = ["num_ctx 512", "temperature 0", "repeat_penalty 1", 'stop "<|im_end|>"']
+    expected = [("FROM", "./model.gguf"), *(("PARAMETER", text) for text in plain)]
+    smollm = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    assert instructions(modelfile(tiny_model, asked, report)) == [*expected, ("SYSTEM", asked)]
+    assert instructions(modelfile(tiny_model, "", report)) == [*expected, ("SYSTEM", smollm)]
+    assert report.notes == []
+    assert instructions(modelfile(tiny_model, 'Say """ often.', report)) == expected
+    assert "set SYSTEM yourself" in report.notes[0]
+    config = json.loads((tiny_model / "config.json").read_text()) | {"max_position_embeddings": 40_000}
+    shutil.copytree(tiny_model, tmp_path / "long")
+    (tmp_path / "long/config.json").write_text(json.dumps(config))
+    assert ("PARAMETER", "num_ctx 8192") in instructions(modelfile(tmp_path / "long", "", report))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "gemma"])
+def test_a_system_prompt_that_a_template_adds_is_found(name):
+    tokenizer = tokenizer_of(f"{name}.jinja")
+    found, asked = own_system_prompt(tokenizer), [{"role": "user", "content": "Which?"}]
+    assert bool(found) == (name == "qwen2_5")
+    if found:
+        named = [{"role": "system", "content": found}, *asked]
+        assert render(tokenizer, named, True) == render(tokenizer, asked, True)
 
 
 def test_a_gguf_file_with_other_weights_is_refused(tuned, converter, monkeypatch):
@@ -112,6 +155,8 @@ def test_the_converter_is_found_by_option_variable_and_path(converter, tmp_path,
     os.chmod(script, 0o755)
     monkeypatch.setenv("PATH", converter)
     assert find_converter(None) == [script]
+    packaged = Path(script).rename(Path(converter) / PROGRAM)
+    assert find_converter(None) == [str(packaged)]
 
 
 @pytest.mark.parametrize(

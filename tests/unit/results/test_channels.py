@@ -81,7 +81,7 @@ def test_every_channel_of_a_report_has_each_fault_and_each_note(flawed):
     channels = {name: result.stdout for name, result in told.items()}
     channels["terminal"] = told["terminal"].stderr
     channels |= {file.name: file.read_text() for file in flawed.reports}
-    channels["public card"] = card(flawed, "recovered", "owner/base", "adapter", None, [])
+    channels["public card"] = card(flawed, "recovered", "owner/base", "adapter", None, [], "adapter")
     channels["notebook"] = api.report(flawed.path)._repr_html_()
     document = json.loads(channels["json"])
     channels["json"] = "\n".join(document["notes"])

@@ -22,7 +22,7 @@ from opdcl.errors import UsageError
 from opdcl.results import plots, report
 from opdcl.results.document import summarise
 from opdcl.results.format import markdown, unbroken
-from opdcl.results.samples import MOST_PROMPTS, RULE, sort_samples, worst_samples
+from opdcl.results.samples import MOST_PROMPTS, RULE, regained_prompts, sort_samples, worst_samples
 from opdcl.results.scores import STATES, load_suites
 from opdcl.results.summary import Results
 from opdcl.results.tables import MISSING
@@ -55,7 +55,9 @@ def test_html_shows_verdict_scores_plots_cost_and_how_to_reproduce_the_run(train
     ):
         assert expected in page.text
     svg_text = " ".join(page.text.split())
-    assert all(word in svg_text for word in ("General prompts", "held-out", "Retention: instructions"))
+    assert all(
+        word in svg_text for word in ("General prompts", "held-out", "Retention: instruction following")
+    )
 
 
 def test_the_page_leads_with_the_verdict_and_folds_the_details(trained):
@@ -65,7 +67,7 @@ def test_the_page_leads_with_the_verdict_and_folds_the_details(trained):
         'class="verdict"',
         'class="bars"',
         "Recovery R",
-        "domain: handbook (%)",
+        "Domain: handbook (%)",
         "<h2>Answers",
         "All prompts",
         "<h2>What to do",
@@ -301,6 +303,17 @@ def test_newly_lost_prompts_have_a_group(run):
     assert [sample.number for sample in groups["Newly lost in the recovery"].samples] == [0, 1]
 
 
+def test_suggested_prompts_are_short_single_questions_that_came_back(run):
+    samples = sort_samples(load_suites(run)[0])[0].samples
+    for state in STATES:
+        rows = read_samples(run.eval_samples(state, "instructions"))
+        rows[samples[0].number]["prompt"] += " please" * 40
+        rows[samples[1].number]["question"] = "And then?"
+        rewrite_samples(run, state, "instructions", rows)
+    expected = [sample.prompt for sample in samples if sample not in samples[:2]]
+    assert regained_prompts(load_suites(run), 3) == expected[:3]
+
+
 def test_a_group_of_very_many_prompts_says_how_many_are_left_out(run):
     n = MOST_PROMPTS + 7
     measure_states(run, "instructions", (n, 0, n), n)
@@ -312,11 +325,11 @@ def test_a_group_of_very_many_prompts_says_how_many_are_left_out(run):
 @pytest.mark.parametrize(
     ("kept", "more", "words"),
     [
-        ([True, False], {"constraints": ["Use two sentences.", "Say why."]}, {"Not kept: Say why."}),
-        ([True, False], {}, {"Not kept: 1 of 2 constraints"}),
+        ([True, False], {"constraints": ["Use two sentences.", "Say why."]}, {"Violated: Say why."}),
+        ([True, False], {}, {"Violated: 1 of 2 constraints"}),
         ([True, True], {}, set()),
-        ([True, True], {"own_words": False}, {"Not kept: words of its own"}),
-        ([True, True], {"own_words": True}, {"Not kept: being about the prompt"}),
+        ([True, True], {"own_words": False}, {"Violated: words of its own"}),
+        ([True, True], {"own_words": True}, {"Violated: being about the prompt"}),
     ],
 )
 def test_a_failed_answer_names_what_it_violates(run, kept, more, words):
@@ -415,6 +428,20 @@ def test_the_model_card_has_front_matter_that_a_hub_can_read(run):
         "handbook": 0.8,
     }
     assert "stages/02-recover/adapter" in card
+
+
+@pytest.mark.parametrize("kind", report.KINDS)
+def test_the_card_of_each_export_says_what_it_is_to_base_and_how_to_load_it(run, kind):
+    text = report.card(run, "recovered", "owner/base", "mine", None, [], kind)
+    _, front, body = text.split("---\n", 2)
+    found = yaml.safe_load(front)
+    assert found["base_model"] == "owner/base"
+    assert found["base_model_relation"] == ("adapter" if kind == "adapter" else "finetune")
+    assert len(found["model-index"][0]["results"]) == 2
+    loaded = {"adapter": 'PeftModel.from_pretrained(model, "mine")', "merged": 'from_pretrained("mine")'}
+    assert loaded.get(kind, "ollama create my-model -f Modelfile") in body
+    assert ("rounded the weights" in body) == (kind != "adapter")
+    assert "\n\n\n" not in body
 
 
 def test_a_local_base_model_does_not_put_its_path_into_the_card(run):

@@ -301,7 +301,7 @@ def test_the_report_names_the_smallest_drop_that_its_prompts_can_show(run, measu
 def test_the_page_shows_how_answers_are_written(run, measured):
     measured(320, 80, 320, base=ending(0.48), tuned=ending(1), recovered=ending(0.18))
     page = pages(run)["report.md"]
-    assert "| answers that end (instructions) | 48.0 % [" in page
+    assert "| answers that end (instructions, greedy) | 48.0 % [" in page
     assert "| answers that end, recovered - base | -30.0 |" in page
     assert "answers that end" in Page(pages(run)["report.html"]).text
     rows = terminal_rows(Results(run).summary)

@@ -256,6 +256,16 @@ def test_engines_agree_under_greedy_decoding(backbone):
     assert [(r.completion_ids, r.finished) for r in slab] == [(r.completion_ids, r.finished) for r in other]
 
 
+@pytest.mark.parametrize("engine", ["slab", "generate"])
+def test_a_stopped_engine_returns_what_it_has(backbone, engine):
+    options = {"max_new_tokens": 12, "eos_ids": [], "temperature": 0, "engine": engine}
+    [whole] = sample(backbone.causal_lm, PROMPTS[:1], **options)
+    asked = itertools.count()
+    [part] = sample(backbone.causal_lm, PROMPTS[:1], **options, stopped=lambda: next(asked) >= 4)
+    assert part.completion_ids == whole.completion_ids[:5]
+    assert not part.finished
+
+
 def test_generate_stops_and_returns_logprobs(backbone):
     free = sample(
         backbone.causal_lm, PROMPTS, max_new_tokens=8, eos_ids=[], temperature=0.8, seed=1, engine="generate"
