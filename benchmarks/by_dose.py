@@ -24,6 +24,7 @@ ARMS = {
         "recovered": "**the same, then a recovery of 64 steps**",
         "off": "the same recovery, base writes all answers",
         "replay-256": "a fine-tune with 23 % replay, no recovery",
+        "osf-1e-4": "orthogonal subspaces (OSF) in place of LoRA",
     },
     "larger": {"tuned": "a plain fine-tune", "larger": "**the same, then a recovery of 48 steps**"},
     "documents": {
