@@ -9,9 +9,9 @@ smaller half, whose gradients it keeps orthogonal to the frozen one. The change 
 what it learned, so an adapter holds it exactly.
 
 Registered before any run: the rows, their order, steps and schedule are those of the plain fine-tune with
-this seed; the rates are 1e-4 and 3e-4 (which has not run). It is a way to forget less if, at a rate that learns the
-handbook as far as the plain fine-tune does (interval of the difference), it is nearer to base than replay of
-256 answers (equal.yaml).
+this seed; the rates are 1e-4 and 3e-4 (which has not run). It is a way to forget less if, at a rate that
+learns the handbook as far as the plain fine-tune does (interval of the difference), it is nearer to base than
+replay of 256 answers (equal.yaml).
 """
 
 from __future__ import annotations
