@@ -63,6 +63,7 @@ def finetune(
     seed: int | None = None,
     columns: Mapping[str, str] | None = None,
     replay: float | None = None,
+    test_share: float | None = None,
     **options: Unpack[Options],
 ) -> "Result | Comparison | Plan":
     """Fine-tune a LoRA adapter on rows, mixed with replayed general prompts.
@@ -76,6 +77,7 @@ def finetune(
         seed: Random seed of the stage.
         columns: Columns of your rows that have other names: `{"question": "Frage", "answer": "Antwort"}`.
         replay: Share of general prompts with base's answers among all that is learned; 0.7 unless set.
+        test_share: Share of the rows to set aside as a test, which `evaluate` then asks.
         options: `settings`, `dry_run`, `force`, `quiet`; see `help(opdcl.api.Options)`.
 
     Returns: The run's results; they hold no scores before `evaluate`.
@@ -95,7 +97,7 @@ def finetune(
         "finetune.replay.share": replay,
         "columns": columns,
     }
-    return run_files((), out, chosen, **options)
+    return run_files((), out, chosen, test_share=test_share, **options)
 
 
 def recover(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import textwrap
 from pathlib import Path
 from typing import Annotated, Any
@@ -105,10 +104,9 @@ def show_config(
         origins |= automatic
     values = flow.model_dump()
     rows, defaults = [], []
-    here = f"{Path.cwd()}{os.sep}"
     for key, value in flatten(values).items():
         if key in origins:
-            rows.append([key, as_yaml(value).removeprefix(here), _short_origin(origins[key])])
+            rows.append([key, as_yaml(value), _short_origin(origins[key])])
         else:
             defaults.append([key, as_yaml(value), "default"])
     shown = rows + defaults if all else rows

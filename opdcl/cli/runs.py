@@ -197,19 +197,8 @@ def export(
 ) -> None:
     """Write the merged model, or its adapter, for other programs; or a whole tuned model as an adapter."""
     start(json)
-    outcome = api.export(
-        source,
-        out,
-        state=state,
-        format=format,
-        outtype=outtype,
-        converter=converter,
-        check=check,
-        base=base,
-        rank=rank,
-        trust_remote_code=trust_remote_code,
-        quiet=json,
-    )
+    form = state, format, outtype, converter, check, base, rank
+    outcome = api.export(source, out, *form, trust_remote_code, quiet=json)
     show(outcome)
     if "relative_error" in outcome.data:
         suggest("recover", out, "--base", base, "--domain", "PROMPTS.jsonl")

@@ -11,6 +11,8 @@ from opdcl.arguments import PathLike, Settings, as_folder, as_settings, strings
 from opdcl.config.load import load, load_tree, with_setting
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
+from opdcl.data.rows import load_records, records_in
+from opdcl.data.split import split_rows
 from opdcl.errors import UsageError
 from opdcl.model import consent
 from opdcl.outcomes import Comparison, Plan, Result
@@ -23,7 +25,7 @@ from opdcl.pipeline.reuse import offered
 from opdcl.pipeline.sweep import describe_all, execute_all, expand
 from opdcl.results.status import STATES
 from opdcl.results.tables import Table
-from opdcl.rundir.layout import RunDir
+from opdcl.rundir.layout import LEARNED, SET_ASIDE, RunDir
 
 
 def run_files(
@@ -32,14 +34,20 @@ def run_files(
     chosen: Mapping[str, Any],
     settings: Settings = None,
     quiet: bool = False,
+    test_share: float | None = None,
     **how: bool,
 ) -> Result | Comparison | Plan:
-    """Run the workflow of some files, or of none; `chosen` are settings by key; `how` is as in `Options`."""
+    """Run the workflow of some files, or of none; `chosen` are settings by key; `how` is as in `Options`.
+
+    `test_share` is the share of the fine-tune's rows that is set aside for a test, in the run's folder.
+    """
     overrides, flags, rows = as_settings(settings, chosen)
     output = Output("quiet" if quiet else "human")
     flow, origins = load(strings(files), overrides, flags, consent.is_stored_file, output.note)
     consent.refuse_consent_of_files(flow, origins)
     folder = as_folder(out or Path("runs") / flow.name)
+    if test_share is not None:
+        rows |= _set_aside(flow, rows, test_share, RunDir(folder), output)
     return _carry_out(flow, origins, folder, rows, None, output, **how)
 
 
@@ -62,6 +70,11 @@ def add_stage(
     if not how.get("force"):
         _refuse_another_file(RunDir(folder), saved["workflow"], flags)
     output = Output("quiet" if quiet else "human")
+    names_domain = "eval.domain" in flags or any(text.startswith("eval.domain=") for text in overrides)
+    asks_already = names_domain or (saved["workflow"].get("eval") or {}).get("domain")
+    if stage == "eval" and not asks_already and (file := RunDir(folder).rows_set_aside()):
+        output.note(f"domain: {file}, the rows that the fine-tune has set aside")
+        flags |= {"eval.domain": [SET_ASIDE], f"eval.data.{SET_ASIDE}": str(file)}
     stored = consent.without_consent(saved, folder)
     flow, origins = load_tree(*stored, overrides, flags, stage, output.note)
     consent.refuse_stored_consent(saved["workflow"], flow, folder)
@@ -86,7 +99,9 @@ def _carry_out(
     given = dict[str, str]()
     for key, text in rows.items():
         file = str((folder / "data" / f"{key}.jsonl").resolve())
-        flow, given[file] = with_setting(flow, key, file), text
+        given[file] = text
+        if key != SET_ASIDE:
+            flow = with_setting(flow, key, file)
     inputs, run = Inputs(given, output.note), RunDir(folder)
     several, title = bool(flow.arms or flow.seeds), f"dry run: {folder}"
     if several and dry_run:
@@ -116,6 +131,17 @@ def _carry_out(
         lines, plan = describe(job, force, offered([donor] if donor else []), donor)
     tables = [Table(title, ["stage", "action", "why"], lines, ""), *data_table(plan)]
     return Plan(title, tables, plan, plan["notes"])
+
+
+def _set_aside(
+    flow: Workflow, rows: Mapping[str, str], share: float, run: RunDir, output: Output
+) -> dict[str, str]:
+    """Return the texts of the rows to learn and of those set aside, by the names of their files."""
+    text, source = rows.get(LEARNED), flow.finetune.data
+    records = records_in(text, LEARNED) if text else load_records(source)
+    split = split_rows(records, flow.columns, share)
+    output.note(f"{run.data / SET_ASIDE}.jsonl: {split.note}")
+    return {LEARNED: split.learned, SET_ASIDE: split.test}
 
 
 def _refuse_another_file(run: RunDir, settings: dict[str, Any], flags: dict[str, Any]) -> None:

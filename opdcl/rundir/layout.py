@@ -19,6 +19,9 @@ STATE_OF = {stage: state for state, stage in STAGE_OF.items()}
 # The file in which transformers and vLLM look for a chat template.
 TEMPLATE = "chat_template.jinja"
 
+# The rows of a fine-tune, and those that it sets aside, in the folder of rows that were given in memory.
+LEARNED, SET_ASIDE = "finetune.data", "test-rows"
+
 # Files by which other folders are recognized, so that an error can name them.
 OTHER_FOLDERS = {"config.json": "a model folder", "adapter_config.json": "an adapter folder"}
 
@@ -73,7 +76,7 @@ class RunDir:
         self.manifest = self.path / "manifest.json"
         self.seal = self.path / SEAL
         self.evals = self.path / "evals"
-        self.data = self.path / "data"  # rows that were given in memory
+        self.data = self.path / "data"  # rows that were given in memory, or split
         # The report as Markdown and as HTML, and the model card.
         self.reports = self.path / "report.md", self.path / "report.html", self.path / "README.md"
 
@@ -92,6 +95,12 @@ class RunDir:
         """Return the workflow of the run as plain data, or an empty dict before the run has started."""
         settings: dict[str, Any] = read_config(self.config)["workflow"] if self.config.exists() else {}
         return settings
+
+    def rows_set_aside(self) -> Path | None:
+        """Return the file of the rows that the fine-tune has set aside for a test; None if it has not."""
+        learned = Path((self.settings().get("finetune") or {}).get("data") or "")
+        file = learned.parent / f"{SET_ASIDE}.jsonl"
+        return file if learned.name == f"{LEARNED}.jsonl" and file.is_file() else None
 
     def read_manifest(self) -> dict[str, Any]:
         """Return the content of `manifest.json`, or an empty dict before the run has started."""
