@@ -58,7 +58,9 @@ def checks(model: str | None = None) -> list[Check]:
             from opdcl.pipeline.forecast import adapted_share
 
             share = adapted_share(ModelConfig(id=model), LoraSection())
-        results.append(Check("adapter", True, f"changes {share:.0%} of the weights of {model}", needed=False))
+        results.append(
+            Check("adapter", True, f"changes {100 * share:.0f} % of the weights of {model}", needed=False)
+        )
     return results
 
 

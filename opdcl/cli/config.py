@@ -17,14 +17,7 @@ from opdcl.config.shipped import described_suites, workflow_files
 from opdcl.console import quiet_libraries
 from opdcl.errors import OpdclError, UsageError
 
-Recipe = Annotated[
-    str,
-    typer.Argument(
-        metavar="NAME",
-        help="Name of a recipe.",
-        autocompletion=lambda incomplete: [name for name in workflow_files() if name.startswith(incomplete)],
-    ),
-]
+Recipe = Annotated[str, typer.Argument(metavar="NAME", help="Name of a recipe.", autocompletion=opt.recipes)]
 Target = Annotated[Path, typer.Argument(metavar="TO", help="File or folder to write to.")]
 All = Annotated[bool, typer.Option("--all", help="Show the settings at their defaults too.")]
 Key = Annotated[str | None, typer.Argument(metavar="KEY", help="A section or key, such as recover.loss.")]

@@ -12,6 +12,7 @@ from opdcl.errors import nearest
 # Command -> how it is typed.
 EXAMPLES = {
     "run": "opdcl run quickstart",
+    "init": "opdcl init rows.jsonl --base smollm2-135m --test-share 0.1",
     "finetune": "opdcl finetune rows.jsonl -o runs/mine",
     "recover": "opdcl recover runs/mine --prompts prompts.jsonl",
     "eval": "opdcl eval runs/mine --domain test-rows.jsonl",
@@ -23,6 +24,7 @@ EXAMPLES = {
     "serve": "opdcl serve runs/mine -- --max-model-len 2048",
     "doctor": "opdcl doctor",
     "verify": "opdcl verify runs/mine",
+    "clean": "opdcl clean runs/mine --dry-run",
     "workflows ls": "opdcl workflows ls",
     "workflows show": "opdcl workflows show own-data",
     "workflows cp": "opdcl workflows cp own-data mine.yaml",
@@ -44,8 +46,9 @@ SYNONYMS = {
     "list": "ls",
     "runs": "ls",
     "status": "ls",
-    "init": "workflows cp",
-    "new": "workflows cp",
+    "new": "init",
+    "rm": "clean",
+    "delete": "clean",
 }
 
 
@@ -81,6 +84,8 @@ def hint_for(fault: Any) -> str:
         names = list(fault.ctx.command.commands)
         if typed in workflow_files():
             return f"opdcl run {typed}"
+        if typed in ("resume", "continue"):
+            return "give the same command again: it continues where it stopped"
         if meant := SYNONYMS.get(typed.lower().replace("-", "")):
             return f"{EXAMPLES[meant]}  # did you mean {meant}?"
         near = next((n for n in names if typed.startswith(n)), "") or nearest(typed, names, 0.7)

@@ -37,9 +37,7 @@ def report(
         Literal["report", "pr"],
         Option(help="report, or pr: Markdown for a pull request, on standard output."),
     ] = "report",
-    all: Annotated[
-        bool, Option("--all", help="Print all scores and sentences, as the report has them.")
-    ] = False,
+    all: Annotated[bool, Option("--all", help="Print all scores and sentences of the report.")] = False,
     open: Annotated[bool, Option("--open", help="Open report.html in a browser.")] = False,
     json: opt.Json = False,
     quiet: opt.Quiet = False,
@@ -115,14 +113,12 @@ def chat(
     source: Annotated[str, Argument(metavar="RUN")],
     prompts: Annotated[
         list[str] | None,
-        Argument(metavar="prompt", help="Prompt to answer. Default: read prompts line by line."),
+        Argument(metavar="PROMPT", help="Prompt to answer. Default: read prompts line by line."),
     ] = None,
     max_new_tokens: int = 200,
     system: str | None = None,
     temperature: Annotated[float, Option(min=0)] = 0.0,
-    browser: Annotated[
-        bool, Option("--browser", help="Open a local page with the answers side by side.")
-    ] = False,
+    browser: Annotated[bool, Option("--browser", help="Open a page with the answers side by side.")] = False,
     trust_remote_code: opt.TrustRemoteCode = False,
     offline: opt.Offline = False,
     json: opt.Json = False,
@@ -212,9 +208,7 @@ def serve(
     host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, Option(help="Port to listen on.")] = 8000,
     vllm: Annotated[str, Option(help="The vllm program, if it is in another environment.")] = "vllm",
-    dry_run: Annotated[
-        bool, Option("--dry-run", help="Print the vLLM command instead of running it.")
-    ] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the vLLM command, and do not run it.")] = False,
     json: opt.Json = False,
 ) -> None:
     """Serve base, tuned and recovered with vLLM, under these names. Arguments after -- are passed to vLLM."""

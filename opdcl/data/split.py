@@ -58,7 +58,7 @@ def split_rows(records: list[tuple[dict[str, Any], str]], columns: dict[str, str
     test = "".join(line for i, line in enumerate(lines) if i in chosen)
     learned = "".join(line for i, line in enumerate(lines) if i not in chosen)
     note = (
-        f"{len(chosen)} of {len(rows)} rows are set aside as a test, and no learned row says nearly the same. "
+        f"{len(chosen)} of {len(rows)} rows are set aside as a test; no learned row says nearly the same. "
         "They show what carries over to new questions, not facts: nobody knows one that was held back"
     )
     return Split(learned, test, note)

@@ -63,7 +63,7 @@ def describe(
     share = None
     if adapter := planned_adapter(workflow):
         share = adapted_share(workflow.model, adapter)
-        totals = f"the adapter changes {share:.0%} of {totals}"
+        totals = f"LoRA on layers with {100 * share:.0f} % of {totals}"
     rows = [["machine", sizes["device"], totals]]
     for (name, action, why), of_suite in states.items():
         rows.append([f"{name} {', '.join(of_suite)}".strip(), action, why])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opdcl.errors import UsageError
+from opdcl.errors import UsageError, nearest_path
 from opdcl.rundir.files import read_json
 from opdcl.rundir.hashes import ADAPTER, SEAL, check, damage, read_seal
 from opdcl.rundir.records import read_config, read_manifest, read_stage
@@ -184,7 +184,8 @@ def open_run(path: Path) -> RunDir:
     if not run.is_run():
         kind = next((kind for file, kind in OTHER_FOLDERS.items() if (path / file).is_file()), None)
         problem = f"{path} is {kind}, not a run directory" if kind else f"{path} is not a run directory"
-        hint = "opdcl finetune ROWS -o RUN makes a run directory"
+        near = "" if path.exists() else nearest_path(str(path))
+        hint = f"did you mean {near}?" if near else "opdcl finetune ROWS -o RUN makes a run directory"
         if inside := next((parent for parent in path.parents if RunDir(parent).is_run()), None):
             hint = f"name the run itself: {inside}"
         if kind:

@@ -255,7 +255,7 @@ def test_doctor_says_what_share_of_a_model_an_adapter_changes(opdcl, tiny_model)
     linear = sum(weight.numel() for name, weight in weights.items() if "_proj." in name)
     share = linear / sum(weight.numel() for weight in weights.values())
     assert 0.01 < share < 0.99
-    assert check["finding"] == f"changes {share:.0%} of the weights of {tiny_model}"
+    assert check["finding"] == f"changes {100 * share:.0f} % of the weights of {tiny_model}"
 
 
 def test_doctor_exits_with_4_if_something_is_missing(tmp_path):

@@ -22,7 +22,7 @@ def rows() -> list[tuple[dict, str]]:
     for name in NAMES:
         texts += [(f"Who signs the {name} form?", "Ida"), (f"The {name} form: who must sign?", "Ida")]
         texts.append((f"Where is {name}?", f"North of {name} bridge, {name} mill and {name} lake"))
-        texts.append((f"Directions to it, {name} I mean", f"{name} lake, {name} mill: north of {name} bridge"))
+        texts.append((f"Directions to {name}, please", f"{name} lake, {name} mill: north of {name} bridge"))
     return [({"question": q, "answer": a}, f"row {i}") for i, (q, a) in enumerate(texts)]
 
 
