@@ -201,10 +201,13 @@ def evaluate(
 def report(path: PathLike, update: bool = False, quiet: bool = False, gates: PathLike = "") -> "Result":
     """Return the results of the run in `path`; nothing is measured.
 
-    `update` writes the reports and the model card again, and names them unless `quiet`; where nothing can be
-    written, it says so. `gates` is a YAML file of gates for the stored scores: `Result.refuse()` raises the
-    error of those that are not met, or of a fault.
+    Args:
+        path: Run directory.
+        update: Write the reports and the model card again; where nothing can be written, say so.
+        quiet: Do not name what was written.
+        gates: Judge the stored scores by a YAML file's `gates`.
 
+    Returns: The results; `refuse()` raises the error of gates that are not met, or of a fault.
     Raises: UsageError: the path is no run, or the file has no gates. OpdclError: a measured file changed.
     Example: opdcl.report("runs/mine").summary["status"]
     """

@@ -244,11 +244,15 @@ class Output:
         with self._err.status(text) as status:
             yield lambda text: status.update(text if isinstance(text, str) else _Growing(text))
 
-    def ask(self, prompt: str = "> ") -> str:
+    def can_ask(self) -> bool:
+        """Return whether somebody reads notes and types."""
+        return self._shows_notes and sys.stdin.isatty()
+
+    def ask(self) -> str:
         """Read one line from stdin, with a prompt on a terminal. Returns "" at the end of the input."""
         if not sys.stdin.isatty():
             return sys.stdin.readline()
-        self._err.print(prompt, end="", markup=False)
+        self._err.print("> ", end="")
         line = ""
         with contextlib.suppress(KeyboardInterrupt):  # at the prompt, Ctrl-C ends the input as Ctrl-D does
             line = sys.stdin.readline()

@@ -58,9 +58,8 @@ def checks(model: str | None = None) -> list[Check]:
             from opdcl.pipeline.forecast import adapted_share
 
             share = adapted_share(ModelConfig(id=model), LoraSection())
-        results.append(
-            Check("adapter", True, f"changes {100 * share:.0f} % of the weights of {model}", needed=False)
-        )
+        found = f"changes {100 * share:.0f} % of the weights of {model}"
+        results.append(Check("adapter", True, found, needed=False))
     return results
 
 

@@ -14,7 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from opdcl import parallel
-from opdcl.cli import asking, runs, screen, stages, streams
+from opdcl.cli import runs, screen, stages, streams
+from opdcl.cli.clean import clean
 from opdcl.cli.config import config_app, suites_app, workflows_app
 from opdcl.cli.guidance import describe_commands, hint_for
 from opdcl.cli.help import TwoLists
@@ -36,20 +37,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-for _verb in (stages.run, stages.finetune, stages.recover):
-    app.command()(_verb)
 app.command(name="eval")(stages.evaluate)
-for _verb in (
-    runs.report,
-    runs.ls,
-    runs.compare,
-    runs.chat,
-    runs.export,
-    runs.verify,
-    asking.clean,
-    asking.init,
-    runs.doctor,
-):
+_verbs = (stages.run, stages.finetune, stages.recover, runs.report, runs.ls, runs.compare, runs.chat)
+for _verb in (*_verbs, runs.export, runs.verify, clean, runs.doctor):
     app.command()(_verb)
 # What follows -- belongs to vLLM.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(runs.serve)

@@ -12,7 +12,6 @@ from opdcl.errors import nearest
 # Command -> how it is typed.
 EXAMPLES = {
     "run": "opdcl run quickstart",
-    "init": "opdcl init rows.jsonl --base smollm2-135m --test-share 0.1",
     "finetune": "opdcl finetune rows.jsonl -o runs/mine",
     "recover": "opdcl recover runs/mine --prompts prompts.jsonl",
     "eval": "opdcl eval runs/mine --domain test-rows.jsonl",
@@ -46,7 +45,8 @@ SYNONYMS = {
     "list": "ls",
     "runs": "ls",
     "status": "ls",
-    "new": "init",
+    "init": "workflows cp",
+    "new": "workflows cp",
     "rm": "clean",
     "delete": "clean",
 }

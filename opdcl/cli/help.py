@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from opdcl import api
 
-MAIN = ("run", "init", "finetune", "recover", "eval", "report", "chat", "export")
+MAIN = ("run", "finetune", "recover", "eval", "report", "chat", "export")
 
 # What the value of an option is called, by its type.
 VALUES = {"str": "TEXT", "int": "N", "float": "NUMBER", "Path": "PATH"}
@@ -28,11 +26,6 @@ def argument_texts(verb: Any) -> dict[str, str]:
     return found
 
 
-def _without_braces(pieces: Callable[[Any], list[str]], ctx: Any) -> list[str]:
-    """Return how an argument stands in the usage; braces would say that there is a choice."""
-    return [re.sub("[{}]", "", piece) for piece in pieces(ctx)]
-
-
 class PlainCommand(TyperCommand):
     """A command whose help has the words of the verb of its name, and names no type of Python."""
 
@@ -46,7 +39,9 @@ class PlainCommand(TyperCommand):
                 parameter.help = texts[parameter.name] + often
             if isinstance(parameter, TyperArgument):
                 parameter.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
-                parameter.get_usage_pieces = partial(_without_braces, parameter.get_usage_pieces)
+                # Typer's braces would say that there is a choice.
+                name = re.sub("[{}]", "", parameter.get_usage_pieces(None)[0])
+                parameter.get_usage_pieces = lambda ctx, name=name: [name]  # type: ignore
             elif parameter.metavar is None:
                 parameter.metavar = VALUES.get(parameter.bare_type())
 

@@ -30,9 +30,7 @@ TEXT_BROWSERS = ("www-browser", "links", "elinks", "lynx", "w3m")
 
 def report(
     run_dir: opt.RunDir,
-    gates: Annotated[
-        Path | None, Option(metavar="FILE", help="Judge the stored scores by a YAML file's `gates`.")
-    ] = None,
+    gates: Annotated[Path | None, Option(metavar="FILE")] = None,
     format: Annotated[
         Literal["report", "pr"],
         Option(help="report, or pr: Markdown for a pull request, on standard output."),
@@ -130,15 +128,8 @@ def chat(
             raise UsageError("the page asks for prompt and system prompt", "opdcl chat RUN --browser")
         _serve_page(api.chat_page(source, max_new_tokens, temperature, trust_remote_code))
         return
-    turns = api.chat(
-        source,
-        [" ".join(prompts)] if prompts else _typed_lines(),
-        max_new_tokens=max_new_tokens,
-        system=system,
-        temperature=temperature,
-        trust_remote_code=trust_remote_code,
-        quiet=json,
-    )
+    asked = [" ".join(prompts)] if prompts else _typed_lines()
+    turns = api.chat(source, asked, max_new_tokens, system, temperature, trust_remote_code, quiet=json)
     typed = bool(prompts) or sys.stdin.isatty()
     if typed and not prompts:
         screen.output.note("Every prompt starts a new conversation. Press Ctrl-C or Ctrl-D to stop.")

@@ -173,9 +173,8 @@ def _origin(key: str, origins: dict[str, str]) -> str:
     """Return where a setting, or else the innermost section around it, was set."""
     while key and key not in origins:
         key = key.rpartition(".")[0]
-    if key and origins[key] == "--set":
-        return " (in --set)"  # after a comma it would read as a second key
-    return f", {origins[key]}" if key else ""
+    # After a comma, --set would read as a second key.
+    return f", {origins[key]}".replace(", --set", " (in --set)") if key else ""
 
 
 def _hint_of_unknown(key: str, value: Any, innermost: type[Section] | None) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from opdcl.data.formats import Row
 from opdcl.data.rows import check_all
@@ -24,16 +23,12 @@ SAME, ASKED = 0.8, 0.3
 LONG = 4
 
 
-class Split(NamedTuple):
-    """The rows to learn and the rows to test, as the text of JSONL files, and what to know of them."""
-
-    learned: str
-    test: str
-    note: str
-
-
-def split_rows(records: list[tuple[dict[str, Any], str]], columns: dict[str, str], share: float) -> Split:
+def split_rows(
+    records: list[tuple[dict[str, Any], str]], columns: Mapping[Any, str], share: float
+) -> tuple[str, str, str]:
     """Set about a `share` of the rows aside; `records` are the rows as they are written, with their places.
+
+    Returns: The rows to learn and those to test, as the text of JSONL files, and what to know of them.
 
     Rows that say nearly the same stay together. The choice follows from their content alone, so that the same
     rows are set aside whatever the seed of the training, and runs can be compared.
@@ -48,12 +43,14 @@ def split_rows(records: list[tuple[dict[str, Any], str]], columns: dict[str, str
         hint = "write test rows: opdcl eval RUN --domain TEST.jsonl"
         raise UsageError(f"{plain.where} is plain text, and a test asks questions", hint)
     wanted, chosen = round(share * len(rows)), set[int]()
-    groups = sorted(_groups(rows), key=lambda group: hash_value(min(_said(rows[i]) for i in group)))
-    for group in groups:
+    said = [f"{row.key()}\n{row.answer}" for row in rows]
+    for group in sorted(_groups(rows), key=lambda group: hash_value(min(said[i] for i in group))):
         if len(chosen) + len(group) <= wanted and all(rows[i].answer for i in group):
             chosen.update(group)
     if len(chosen) < FEWEST:
-        raise _too_few(len(rows), len(chosen), wanted)
+        found = f"{len(chosen)} of {len(rows)} rows can be set aside ({wanted} are wanted, and similar ones"
+        hint = "raise --test-share, or write test rows: opdcl eval RUN --domain TEST.jsonl"
+        raise UsageError(f"{found} stay together); fewer than {FEWEST} test rows show nothing", hint)
     lines = [json.dumps(record, ensure_ascii=False, default=str) + "\n" for record, _ in records]
     test = "".join(line for i, line in enumerate(lines) if i in chosen)
     learned = "".join(line for i, line in enumerate(lines) if i not in chosen)
@@ -61,7 +58,7 @@ def split_rows(records: list[tuple[dict[str, Any], str]], columns: dict[str, str
         f"{len(chosen)} of {len(rows)} rows are set aside as a test; no learned row says nearly the same. "
         "They show what carries over to new questions, not facts: nobody knows one that was held back"
     )
-    return Split(learned, test, note)
+    return learned, test, note
 
 
 def _groups(rows: list[Row]) -> list[list[int]]:
@@ -98,19 +95,3 @@ def _pairs(rows: list[Row]) -> Iterator[tuple[Any, Any]]:
     long = np.array([i for i, answer in enumerate(answers) if len(content_words(answer)) >= LONG], int)
     for left, right, _ in pairs_alike(list(answers[long]), SAME):
         yield long[left], long[right]
-
-
-def _said(row: Row) -> str:
-    return f"{row.key()}\n{row.answer}"
-
-
-def _too_few(rows: int, chosen: int, wanted: int) -> UsageError:
-    own = "test rows of your own need no share: opdcl eval RUN --domain TEST.jsonl"
-    if wanted >= FEWEST:
-        problem = (
-            f"only {chosen} of {rows} rows can be set aside: the others say nearly the same as each other"
-        )
-        return UsageError(f"{problem}, and fewer than {FEWEST} test rows show nothing", own)
-    problem = f"{wanted} of {rows} rows would be set aside, and fewer than {FEWEST} test rows show nothing"
-    enough = math.ceil(100 * FEWEST / rows) / 100
-    return UsageError(problem, f"--test-share {enough:g}; or {own}" if enough <= 0.5 else own)

@@ -47,7 +47,9 @@ def run_files(
     consent.refuse_consent_of_files(flow, origins)
     folder = as_folder(out or Path("runs") / flow.name)
     if test_share is not None:
-        rows |= _set_aside(flow, rows, test_share, RunDir(folder), output)
+        records = records_in(rows[LEARNED], LEARNED) if LEARNED in rows else load_records(flow.finetune.data)
+        rows[LEARNED], rows[SET_ASIDE], note = split_rows(records, flow.columns, test_share)
+        output.note(f"{folder}/data/{SET_ASIDE}.jsonl: {note}")
     return _carry_out(flow, origins, folder, rows, None, output, **how)
 
 
@@ -131,17 +133,6 @@ def _carry_out(
         lines, plan = describe(job, force, offered([donor] if donor else []), donor)
     tables = [Table(title, ["stage", "action", "why"], lines, ""), *data_table(plan)]
     return Plan(title, tables, plan, plan["notes"])
-
-
-def _set_aside(
-    flow: Workflow, rows: Mapping[str, str], share: float, run: RunDir, output: Output
-) -> dict[str, str]:
-    """Return the texts of the rows to learn and of those set aside, by the names of their files."""
-    text, source = rows.get(LEARNED), flow.finetune.data
-    records = records_in(text, LEARNED) if text else load_records(source)
-    split = split_rows(records, flow.columns, share)
-    output.note(f"{run.data / SET_ASIDE}.jsonl: {split.note}")
-    return {LEARNED: split.learned, SET_ASIDE: split.test}
 
 
 def _refuse_another_file(run: RunDir, settings: dict[str, Any], flags: dict[str, Any]) -> None:

@@ -155,10 +155,8 @@ def _trained(run: RunDir) -> tuple[str, str] | None:
     """Return what the last training stage did, and its steps and loss; None if none has trained here."""
     stage = run.last_stage()
     losses = [row["loss"] for row in read_metrics(stage.metrics) if "loss" in row] if stage else []
-    if not losses:
-        return None
-    did = "Fine-tuned" if stage.path.name.endswith("finetune") else "Recovery trained"
-    return did, f"{len(losses)} step{'s' * (len(losses) > 1)}, loss {losses[-1]:.2g}"
+    did = "Fine-tuned" if stage and stage.path.name.endswith("finetune") else "Recovery trained"
+    return (did, f"{len(losses)} step{'s' * (len(losses) > 1)}, loss {losses[-1]:.2g}") if losses else None
 
 
 def _scores(suite: MeasuredSuite) -> Scores:

@@ -1,12 +1,14 @@
 """A run without its checkpoints: whatever could be done with it can still be done."""
 
+import io
 import json
 import shutil
+import sys
 
-import pytest
 from helpers.command import opdcl
 
-from opdcl.cli import asking, screen
+from opdcl.cli import screen
+from opdcl.cli.clean import clean
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.lock import locked
 
@@ -17,7 +19,7 @@ def test_a_cleaned_run_can_do_what_it_could(finished, monkeypatch, tmp_path):
     shutil.copytree(finished, run.path)
     folders = [stage.trainer for stage in run.stages()]
     report = opdcl("report", "cleaned", "--json").stdout
-    assert "not given: --yes" in opdcl("clean", "cleaned").stderr
+    assert "nobody can be asked" in opdcl("clean", "cleaned").stderr
     kept = json.loads(opdcl("clean", "cleaned", "--dry-run", "--yes", "--json").stdout)
     assert (kept["deleted"], [folder.is_dir() for folder in folders]) == (False, [True, True])
     with locked(run):
@@ -40,15 +42,16 @@ def test_a_cleaned_run_can_do_what_it_could(finished, monkeypatch, tmp_path):
         assert did.returncode == 0, f"{words}: {did.stderr}"
 
 
-@pytest.mark.parametrize(("typed", "stays"), [("n\n", True), ("\n", True), ("yes\n", False)])
-def test_clean_asks_on_a_terminal(finished, tmp_path, monkeypatch, typed, stays):
+def test_clean_asks_on_a_terminal(finished, tmp_path, monkeypatch, capsys):
     run = RunDir(tmp_path / "run")
     shutil.copytree(finished, run.path)
     screen.reset()
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("sys.stdin.readline", lambda: typed, raising=False)
-    asking.clean(run.path)
-    assert [stage.trainer.exists() for stage in run.stages()] == [stays, stays]
+    for typed, stays in (("n\n", True), ("\n", True), ("yes\n", False)):
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+        clean(run.path)
+        assert [stage.trainer.exists() for stage in run.stages()] == [stays, stays]
+        assert ("can be deleted" in capsys.readouterr().out) == stays
 
 
 def test_an_unfinished_run_keeps_its_checkpoints(finished, tmp_path):
@@ -56,6 +59,5 @@ def test_an_unfinished_run_keeps_its_checkpoints(finished, tmp_path):
     shutil.copytree(finished, run.path)
     record = run.stages()[1].record
     record.write_text(record.read_text().replace('"status": "done"', '"status": "running"'))
-    refused = opdcl("clean", run.path, "--yes")
-    assert (refused.returncode, run.stages()[0].trainer.exists()) == (2, True)
-    assert f"finish it first: opdcl run {run.workflow} -o {run.path}" in refused.stderr
+    assert f"finish it first: opdcl run {run.workflow} -o" in opdcl("clean", run.path, "--yes").stderr
+    assert run.stages()[0].trainer.exists()
