@@ -23,9 +23,10 @@ from opdcl.pipeline.job import Job
 from opdcl.pipeline.open import open_or_begin, run_beside
 from opdcl.pipeline.reuse import offered
 from opdcl.pipeline.sweep import describe_all, execute_all, expand
+from opdcl.results.origins import LEARNED, SET_ASIDE, rows_set_aside
 from opdcl.results.status import STATES
 from opdcl.results.tables import Table
-from opdcl.rundir.layout import LEARNED, SET_ASIDE, RunDir
+from opdcl.rundir.layout import RunDir
 
 
 def run_files(
@@ -74,7 +75,7 @@ def add_stage(
     output = Output("quiet" if quiet else "human")
     names_domain = "eval.domain" in flags or any(text.startswith("eval.domain=") for text in overrides)
     asks_already = names_domain or (saved["workflow"].get("eval") or {}).get("domain")
-    if stage == "eval" and not asks_already and (file := RunDir(folder).rows_set_aside()):
+    if stage == "eval" and not asks_already and (file := rows_set_aside(RunDir(folder))):
         output.note(f"domain: {file}, the rows that the fine-tune has set aside")
         flags |= {"eval.domain": [SET_ASIDE], f"eval.data.{SET_ASIDE}": str(file)}
     stored = consent.without_consent(saved, folder)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from opdcl.results import response_stats
 from opdcl.results.format import POINTS, SCORE, SHARE, interval, is_few, percent, points
+from opdcl.results.origins import rows_set_aside
 from opdcl.results.result_types import Summary, Verdict
 from opdcl.results.scores import PLAIN_WORDS
 from opdcl.results.status import (
@@ -302,7 +303,7 @@ def next_command(run: RunDir, summary: Summary, place: str) -> str:
         base = run.settings().get("model", {}).get("id", "MODEL")
         return f"opdcl finetune ROWS.jsonl --base {shlex.quote(str(base))}"
     adapters = run.adapters()
-    measure = f"opdcl eval {place}" + ("" if run.rows_set_aside() else " --domain TEST.jsonl")
+    measure = f"opdcl eval {place}" + ("" if rows_set_aside(run) else " --domain TEST.jsonl")
     if not adapters:
         # Not the command that began the run: its relative paths may have started in another folder.
         if run.workflow.exists():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opdcl.errors import UsageError, nearest_path
+from opdcl.errors import UsageError
 from opdcl.rundir.files import read_json
 from opdcl.rundir.hashes import ADAPTER, SEAL, check, damage, read_seal
 from opdcl.rundir.records import read_config, read_manifest, read_stage
@@ -18,9 +18,6 @@ STATE_OF = {stage: state for state, stage in STAGE_OF.items()}
 
 # The file in which transformers and vLLM look for a chat template.
 TEMPLATE = "chat_template.jinja"
-
-# The rows of a fine-tune, and those that it sets aside, in the folder of rows that were given in memory.
-LEARNED, SET_ASIDE = "finetune.data", "test-rows"
 
 # Files by which other folders are recognized, so that an error can name them.
 OTHER_FOLDERS = {"config.json": "a model folder", "adapter_config.json": "an adapter folder"}
@@ -95,12 +92,6 @@ class RunDir:
         """Return the workflow of the run as plain data, or an empty dict before the run has started."""
         settings: dict[str, Any] = read_config(self.config)["workflow"] if self.config.exists() else {}
         return settings
-
-    def rows_set_aside(self) -> Path | None:
-        """Return the file of the rows that the fine-tune has set aside for a test; None if it has not."""
-        learned = Path((self.settings().get("finetune") or {}).get("data") or "")
-        file = learned.parent / f"{SET_ASIDE}.jsonl"
-        return file if learned.name == f"{LEARNED}.jsonl" and file.is_file() else None
 
     def read_manifest(self) -> dict[str, Any]:
         """Return the content of `manifest.json`, or an empty dict before the run has started."""
@@ -184,8 +175,7 @@ def open_run(path: Path) -> RunDir:
     if not run.is_run():
         kind = next((kind for file, kind in OTHER_FOLDERS.items() if (path / file).is_file()), None)
         problem = f"{path} is {kind}, not a run directory" if kind else f"{path} is not a run directory"
-        near = "" if path.exists() else nearest_path(str(path))
-        hint = f"did you mean {near}?" if near else "opdcl finetune ROWS -o RUN makes a run directory"
+        hint = "opdcl finetune ROWS -o RUN makes a run directory"
         if inside := next((parent for parent in path.parents if RunDir(parent).is_run()), None):
             hint = f"name the run itself: {inside}"
         if kind:

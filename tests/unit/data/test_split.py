@@ -10,7 +10,6 @@ from helpers.tiny import make_project
 
 from opdcl.data.split import split_rows
 from opdcl.errors import UsageError
-from opdcl.rundir.layout import RunDir
 
 NAMES = [
     f"{a}{b}" for a in ("Ola", "Bri", "Cor", "Dun", "Fen", "Gal") for b in ("mar", "vane", "noch", "wick")
@@ -78,6 +77,6 @@ def test_a_fine_tune_sets_rows_aside_and_an_evaluation_asks_them(tmp_path, tiny_
     sizes = shlex.split("--limit 2 --set eval.max_new_tokens=4 --set eval.closeness=null --json")
     measured = json.loads(opdcl("eval", "run", *sizes, cwd=tmp_path).stdout)
     assert measured["suites"]["test-rows"]["n"] == 2
-    assert len(questions(RunDir(tmp_path / "run").rows_set_aside().read_text())) == 24
+    assert len(questions((tmp_path / "run" / "data" / "test-rows.jsonl").read_text())) == 24
     other = opdcl(*words, 0.5, cwd=tmp_path)
     assert (other.returncode, "content of data" in other.stderr) == (2, True)
