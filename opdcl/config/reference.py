@@ -131,7 +131,8 @@ def explain(fault: ValidationError, origins: dict[str, str]) -> UsageError:
         context = error.get("ctx", {})
         if error["type"] == "extra_forbidden":
             hints[key] = _hint_of_unknown(key, error["input"], section)
-            lines[key] = f"unknown key {key}{where}"
+            # After a comma, --set would read as a second key.
+            lines[key] = f"unknown key {key}{where}".replace(", --set", " (in --set)")
         elif error["type"] == "missing":
             lines[key] = f"{key} is required{where}"
         elif "key" in context:  # an error of ours
@@ -173,8 +174,7 @@ def _origin(key: str, origins: dict[str, str]) -> str:
     """Return where a setting, or else the innermost section around it, was set."""
     while key and key not in origins:
         key = key.rpartition(".")[0]
-    # After a comma, --set would read as a second key.
-    return f", {origins[key]}".replace(", --set", " (in --set)") if key else ""
+    return f", {origins[key]}" if key else ""
 
 
 def _hint_of_unknown(key: str, value: Any, innermost: type[Section] | None) -> str:
