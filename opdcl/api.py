@@ -63,6 +63,7 @@ def finetune(
     seed: int | None = None,
     columns: Mapping[str, str] | None = None,
     replay: float | None = None,
+    test_share: float | None = None,
     **options: Unpack[Options],
 ) -> "Result | Comparison | Plan":
     """Fine-tune a LoRA adapter on rows, mixed with replayed general prompts.
@@ -71,11 +72,12 @@ def finetune(
         data: Rows to learn: handbook (shipped), a file, a folder, or a Hub id.
         out: Run directory.
         base: Base model: smollm2-135m (embedded, the default), a Hub id, or a path.
-        epochs: Passes over the rows.
-        learning_rate: Peak learning rate.
+        epochs: Passes over the rows; 5 unless set.
+        learning_rate: Peak learning rate; 1e-3 for the embedded model unless set, less for larger ones.
         seed: Random seed of the stage.
         columns: Columns of your rows that have other names: `{"question": "Frage", "answer": "Antwort"}`.
         replay: Share of general prompts with base's answers among all that is learned; 0.7 unless set.
+        test_share: Share of the rows to set aside as a test, which an evaluation then asks.
         options: `settings`, `dry_run`, `force`, `quiet`; see `help(opdcl.api.Options)`.
 
     Returns: The run's results; they hold no scores before `evaluate`.
@@ -95,7 +97,7 @@ def finetune(
         "finetune.replay.share": replay,
         "columns": columns,
     }
-    return run_files((), out, chosen, **options)
+    return run_files((), out, chosen, test_share=test_share, **options)
 
 
 def recover(
@@ -117,8 +119,8 @@ def recover(
         path: Run directory; or an adapter or tuned model: a folder, or a Hub id.
         prompts: General prompts: everyday (shipped), a file, or a Hub id.
         domain: Domain prompts. Default: the questions of the fine-tune's rows.
-        steps: Optimizer steps.
-        learning_rate: Peak learning rate.
+        steps: Optimizer steps; 96 unless set.
+        learning_rate: Peak learning rate; half of the fine-tune's unless set.
         seed: Random seed of the stage.
         out: Run directory. Default: the run's own, or runs/NAME. Another one: a second recovery of a run.
         base: Base of the adapter or tuned model. Default: the one that the adapter names.
@@ -166,7 +168,7 @@ def evaluate(
             ones; of lm-eval: ifeval,arc_easy.
         domain: Domain suite, or a file of questions and answers.
         data: Local file with a suite's data.
-        limit: Evaluate only the first N documents of each suite.
+        limit: Evaluate only the first N documents of each suite; all unless set.
         out: Run directory. Default: runs/NAME.
         base: Base of the adapter or tuned model. Default: the one that the adapter names.
         system: System prompt used in production, or @FILE; added to prompts that have none.
@@ -199,10 +201,13 @@ def evaluate(
 def report(path: PathLike, update: bool = False, quiet: bool = False, gates: PathLike = "") -> "Result":
     """Return the results of the run in `path`; nothing is measured.
 
-    `update` writes the reports and the model card again, and names them unless `quiet`; where nothing can be
-    written, it says so. `gates` is a YAML file of gates for the stored scores: `Result.refuse()` raises the
-    error of those that are not met, or of a fault.
+    Args:
+        path: Run directory.
+        update: Write the reports and the model card again; where nothing can be written, say so.
+        quiet: Do not name what was written.
+        gates: Judge the stored scores by a YAML file's `gates`.
 
+    Returns: The results; `refuse()` raises the error of gates that are not met, or of a fault.
     Raises: UsageError: the path is no run, or the file has no gates. OpdclError: a measured file changed.
     Example: opdcl.report("runs/mine").summary["status"]
     """

@@ -27,7 +27,7 @@ from rich.text import Text
 from opdcl import parallel
 from opdcl.errors import OpdclError
 from opdcl.results.format import duration
-from opdcl.sanitize import harmless, harmless_json, redact
+from opdcl.sanitize import harmless, harmless_json, readable, redact
 
 # PEFT imports it if it is installed; on a CPU it warns about an optional kernel.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -40,7 +40,7 @@ class _Growing:
     text: Callable[[], str]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(harmless(self.text()))
+        yield Text(readable(self.text()))
 
 
 class Redacting(io.TextIOBase):
@@ -189,20 +189,20 @@ class Output:
             document = json.dumps(data, indent=2, ensure_ascii=escape, allow_nan=False)
             self._out.file.write(harmless_json(document) + "\n")
         else:
-            self._out.print(wrapped(harmless(human), self._out), markup=False, style=style)
+            self._out.print(wrapped(readable(human), self._out), markup=False, style=style)
 
     def table(self, title: str, columns: list[str], rows: list[list[str]], data: Any) -> None:
         """Print a table for people, or `data` as JSON."""
         if self.mode == "json" or parallel.rank():
             self.result("", data)
             return
-        heading = Text(harmless(title)) if title else None
+        heading = Text(readable(title)) if title else None
         table = Table(title=heading, title_justify="left", box=None, pad_edge=False, header_style="bold")
         for i, column in enumerate(columns):
             # In a str, rich would read [brackets] as markup.
-            table.add_column(Text(harmless(column)), no_wrap=i == 0, overflow="fold")
+            table.add_column(Text(readable(column)), no_wrap=i == 0, overflow="fold")
         for row in rows:
-            table.add_row(*(Text(harmless(cell)) for cell in row))
+            table.add_row(*(Text(readable(cell)) for cell in row))
         if self._out.is_terminal:
             self._out.print(table)
             return
@@ -228,7 +228,7 @@ class Output:
             self.note(f"note: {note}")
 
     def _say(self, text: str, style: str | None = None) -> None:
-        self._err.print(wrapped(harmless(redact(text)), self._err), markup=False, style=style)
+        self._err.print(wrapped(readable(redact(text)), self._err), markup=False, style=style)
 
     @property
     def _is_live(self) -> bool:
@@ -252,6 +252,10 @@ class Output:
             return
         with self._err.status(text) as status:
             yield lambda text: status.update(text if isinstance(text, str) else _Growing(text))
+
+    def can_ask(self) -> bool:
+        """Return whether somebody reads notes and types."""
+        return self._shows_notes and sys.stdin.isatty()
 
     def ask(self) -> str:
         """Read one line from stdin, with a prompt on a terminal. Returns "" at the end of the input."""

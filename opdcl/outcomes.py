@@ -13,7 +13,7 @@ from opdcl.errors import OpdclError
 from opdcl.results.tables import Table
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.verify import Finding, verify
-from opdcl.sanitize import harmless
+from opdcl.sanitize import readable
 
 if TYPE_CHECKING:
     from opdcl.results.compare import Compared
@@ -46,7 +46,7 @@ class Outcome:
 
     def __repr__(self) -> str:
         first = self.sentence.split("\n")[0]
-        return f"<opdcl: {harmless(first)}>"
+        return f"<opdcl: {readable(first)}>"
 
     def _repr_html_(self) -> str:
         parts = [f"<p><strong>Fault:</strong> {_html(fault)}</p>" for fault in self.faults]
@@ -77,7 +77,7 @@ class Outcome:
 
 
 def _html(text: str) -> str:
-    return escape(harmless(text)).replace("\n", "<br>")
+    return escape(readable(text)).replace("\n", "<br>")
 
 
 def extracted(sentence: str, written: dict[str, Any]) -> Outcome:
@@ -115,7 +115,7 @@ class Result(Outcome):
         if gates:
             self.summary["gates"] = self.gates
         lead_on = next_command(RunDir(path), results, place)
-        notes = [f"report: {self.report}", f"next: {lead_on}"]
+        notes = [*([f"report: {self.report}"] if results.suites else []), f"next: {lead_on}"]
         super().__init__(
             sentence="\n".join([results.verdict.text, *results.verdict.further]),
             tables=terminal_tables(results),

@@ -102,6 +102,15 @@ def harmless(text: str) -> str:
     return "".join(map(visible, text.replace("\r\n", "\n")))
 
 
+def readable(text: str) -> str:
+    """Return a text for people: `harmless`, and paths below the working directory begin there."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:  # somebody has deleted it
+        return harmless(text)
+    return harmless(re.sub(rf"(?<![\w./~-]){re.escape(here)}/(?=[^\s/])", "", text) if here != "/" else text)
+
+
 def harmless_json(text: str) -> str:
     """Escape in a JSON document what a terminal would obey; a parser reads the same values."""
 

@@ -15,6 +15,7 @@ import typer
 
 from opdcl import parallel
 from opdcl.cli import runs, screen, stages, streams
+from opdcl.cli.clean import clean
 from opdcl.cli.config import config_app, suites_app, workflows_app
 from opdcl.cli.guidance import describe_commands, hint_for
 from opdcl.cli.help import TwoLists
@@ -27,28 +28,21 @@ from opdcl.version import __version__
 app = typer.Typer(
     cls=TwoLists,
     help="Fine-tune a model on a domain, recover what it forgot, and measure both.\n\n"
-    "Begin with: opdcl run quickstart",
-    epilog="`opdcl COMMAND --help` shows the options of a command, and an example. Exit codes: 0 done; 1 a "
-    "stage failed; 2 wrong command, configuration or data; 3 a gate is missed; 4 this machine cannot run it; "
-    "5 a gate is undecided; 130 interrupted.",
+    "\b\nBegin with: opdcl run quickstart\nYour rows:  opdcl finetune rows.jsonl -o runs/mine\n"
+    "An adapter: opdcl recover my-adapter --domain rows.jsonl -o runs/fixed",
+    epilog="`opdcl COMMAND --help` shows options and an example. Exit codes: 0 done; 1 failed; 2 wrong "
+    "command, settings or data; 3 gate missed; 4 not on this machine; 5 gate undecided; 130 interrupted.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-app.command()(stages.run)
-app.command()(stages.finetune)
-app.command()(stages.recover)
 app.command(name="eval")(stages.evaluate)
-app.command()(runs.report)
-app.command()(runs.ls)
-app.command()(runs.compare)
-app.command()(runs.chat)
-app.command()(runs.export)
+_verbs = (stages.run, stages.finetune, stages.recover, runs.report, runs.ls, runs.compare, runs.chat)
+for _verb in (*_verbs, runs.export, runs.verify, clean, runs.doctor):
+    app.command()(_verb)
 # What follows -- belongs to vLLM.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(runs.serve)
-app.command()(runs.doctor)
-app.command()(runs.verify)
 describe_commands(app)
 app.add_typer(workflows_app, name="workflows")
 app.add_typer(suites_app, name="suites")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import textwrap
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,14 +17,7 @@ from opdcl.config.shipped import described_suites, workflow_files
 from opdcl.console import quiet_libraries
 from opdcl.errors import OpdclError, UsageError
 
-Recipe = Annotated[
-    str,
-    typer.Argument(
-        metavar="NAME",
-        help="Name of a recipe.",
-        autocompletion=lambda incomplete: [name for name in workflow_files() if name.startswith(incomplete)],
-    ),
-]
+Recipe = Annotated[str, typer.Argument(metavar="NAME", help="Name of a recipe.", autocompletion=opt.recipes)]
 Target = Annotated[Path, typer.Argument(metavar="TO", help="File or folder to write to.")]
 All = Annotated[bool, typer.Option("--all", help="Show the settings at their defaults too.")]
 Key = Annotated[str | None, typer.Argument(metavar="KEY", help="A section or key, such as recover.loss.")]
@@ -105,10 +97,9 @@ def show_config(
         origins |= automatic
     values = flow.model_dump()
     rows, defaults = [], []
-    here = f"{Path.cwd()}{os.sep}"
     for key, value in flatten(values).items():
         if key in origins:
-            rows.append([key, as_yaml(value).removeprefix(here), _short_origin(origins[key])])
+            rows.append([key, as_yaml(value), _short_origin(origins[key])])
         else:
             defaults.append([key, as_yaml(value), "default"])
     shown = rows + defaults if all else rows

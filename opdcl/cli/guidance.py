@@ -23,6 +23,7 @@ EXAMPLES = {
     "serve": "opdcl serve runs/mine -- --max-model-len 2048",
     "doctor": "opdcl doctor",
     "verify": "opdcl verify runs/mine",
+    "clean": "opdcl clean runs/mine --dry-run",
     "workflows ls": "opdcl workflows ls",
     "workflows show": "opdcl workflows show own-data",
     "workflows cp": "opdcl workflows cp own-data mine.yaml",
@@ -46,6 +47,8 @@ SYNONYMS = {
     "status": "ls",
     "init": "workflows cp",
     "new": "workflows cp",
+    "rm": "clean",
+    "delete": "clean",
 }
 
 
@@ -81,6 +84,8 @@ def hint_for(fault: Any) -> str:
         names = list(fault.ctx.command.commands)
         if typed in workflow_files():
             return f"opdcl run {typed}"
+        if typed in ("resume", "continue"):
+            return "give the same command again: it continues where it stopped"
         if meant := SYNONYMS.get(typed.lower().replace("-", "")):
             return f"{EXAMPLES[meant]}  # did you mean {meant}?"
         near = next((n for n in names if typed.startswith(n)), "") or nearest(typed, names, 0.7)

@@ -39,6 +39,9 @@ class PlainCommand(TyperCommand):
                 parameter.help = texts[parameter.name] + often
             if isinstance(parameter, TyperArgument):
                 parameter.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
+                # Typer's braces would say that there is a choice.
+                name = re.sub("[{}]", "", parameter.get_usage_pieces(None)[0])
+                parameter.get_usage_pieces = lambda ctx, name=name: [name]  # type: ignore
             elif parameter.metavar is None:
                 parameter.metavar = VALUES.get(parameter.bare_type())
 

@@ -17,25 +17,25 @@ from opdcl.errors import UsageError
 
 # -- arguments
 
+
+def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def recipes(incomplete: str) -> list[str]:
+    """Return the names of the shipped recipes that begin so."""
+    return _beginning(incomplete, workflow_files())
+
+
 RunDir = Annotated[Path, Argument(metavar="RUN", help="Run directory.")]
-Workflow = Annotated[
-    list[str],
-    Argument(
-        metavar="WORKFLOW",
-        help="Recipe or YAML files, merged left to right.",
-        autocompletion=lambda incomplete: _beginning(incomplete, workflow_files()),
-    ),
-]
+FILES_HELP = "Recipe or YAML files, merged left to right."
+Workflow = Annotated[list[str], Argument(metavar="WORKFLOW", help=FILES_HELP, autocompletion=recipes)]
 # -- options of the commands that run stages
 
 
 def _go_offline(offline: bool) -> None:
     if offline:  # huggingface_hub reads it on import, which comes later
         os.environ["HF_HUB_OFFLINE"] = "1"
-
-
-def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
-    return [name for name in names if name.startswith(incomplete)]
 
 
 def _keys(incomplete: str) -> list[str]:
@@ -62,34 +62,18 @@ System = Annotated[str | None, Option(metavar="TEXT|@FILE")]
 Out = Annotated[Path | None, Option("-o", "--out", metavar="RUN")]
 Columns = Annotated[
     dict[str, str] | None,
-    Option(
-        parser=_columns, metavar="OURS=YOURS,...", help="Your columns' names: question=Frage,answer=Antwort."
-    ),
+    Option(parser=_columns, metavar="OURS=YOURS,...", help="Your columns: question=Frage,answer=Antwort."),
 ]
+SET_HELP = "Override a setting of `opdcl config schema`, e.g. recover.steps=60. Repeatable."
 Settings = Annotated[
-    list[str] | None,
-    Option(
-        "--set",
-        metavar="KEY=VALUE",
-        autocompletion=_keys,
-        help="Override a setting of `opdcl config schema`, e.g. recover.steps=60. Repeatable.",
-    ),
+    list[str] | None, Option("--set", metavar="KEY=VALUE", autocompletion=_keys, help=SET_HELP)
 ]
 DryRun = Annotated[bool, Option("--dry-run", help="Print what the command would do, and write nothing.")]
 Force = Annotated[bool, Option("--force", help="Repeat stages whose settings or data have changed.")]
-Offline = Annotated[
-    bool,
-    Option("--offline", callback=_go_offline, help="Use cached files only; `hf download` fills the cache."),
-]
-Workers = Annotated[
-    int,
-    Option(
-        "--num-processes",
-        min=1,
-        metavar="N",
-        help="Number of worker processes: one per GPU, or several on CPU.",
-    ),
-]
+OFFLINE_HELP = "Use cached files only; `hf download` fills the cache."
+Offline = Annotated[bool, Option("--offline", callback=_go_offline, help=OFFLINE_HELP)]
+WORKERS_HELP = "Worker processes: one per GPU, or several on CPU."
+Workers = Annotated[int, Option("--num-processes", min=1, metavar="N", help=WORKERS_HELP)]
 Json = Annotated[bool, Option("--json", help="Print one JSON document.")]
 Quiet = Annotated[bool, Option("-q", "--quiet", help="Print errors only.")]
 TrustRemoteCode = Annotated[bool, Option("--trust-remote-code")]

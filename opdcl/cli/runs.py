@@ -30,16 +30,12 @@ TEXT_BROWSERS = ("www-browser", "links", "elinks", "lynx", "w3m")
 
 def report(
     run_dir: opt.RunDir,
-    gates: Annotated[
-        Path | None, Option(metavar="FILE", help="Judge the stored scores by a YAML file's `gates`.")
-    ] = None,
+    gates: Annotated[Path | None, Option(metavar="FILE")] = None,
     format: Annotated[
         Literal["report", "pr"],
         Option(help="report, or pr: Markdown for a pull request, on standard output."),
     ] = "report",
-    all: Annotated[
-        bool, Option("--all", help="Print all scores and sentences, as the report has them.")
-    ] = False,
+    all: Annotated[bool, Option("--all", help="Print all scores and sentences of the report.")] = False,
     open: Annotated[bool, Option("--open", help="Open report.html in a browser.")] = False,
     json: opt.Json = False,
     quiet: opt.Quiet = False,
@@ -115,14 +111,12 @@ def chat(
     source: Annotated[str, Argument(metavar="RUN")],
     prompts: Annotated[
         list[str] | None,
-        Argument(metavar="prompt", help="Prompt to answer. Default: read prompts line by line."),
+        Argument(metavar="PROMPT", help="Prompt to answer. Default: read prompts line by line."),
     ] = None,
     max_new_tokens: int = 200,
     system: str | None = None,
     temperature: Annotated[float, Option(min=0)] = 0.0,
-    browser: Annotated[
-        bool, Option("--browser", help="Open a local page with the answers side by side.")
-    ] = False,
+    browser: Annotated[bool, Option("--browser", help="Open a page with the answers side by side.")] = False,
     trust_remote_code: opt.TrustRemoteCode = False,
     offline: opt.Offline = False,
     json: opt.Json = False,
@@ -134,15 +128,8 @@ def chat(
             raise UsageError("the page asks for prompt and system prompt", "opdcl chat RUN --browser")
         _serve_page(api.chat_page(source, max_new_tokens, temperature, trust_remote_code))
         return
-    turns = api.chat(
-        source,
-        [" ".join(prompts)] if prompts else _typed_lines(),
-        max_new_tokens=max_new_tokens,
-        system=system,
-        temperature=temperature,
-        trust_remote_code=trust_remote_code,
-        quiet=json,
-    )
+    asked = [" ".join(prompts)] if prompts else _typed_lines()
+    turns = api.chat(source, asked, max_new_tokens, system, temperature, trust_remote_code, quiet=json)
     typed = bool(prompts) or sys.stdin.isatty()
     if typed and not prompts:
         screen.output.note("Every prompt starts a new conversation. Press Ctrl-C or Ctrl-D to stop.")
@@ -197,19 +184,8 @@ def export(
 ) -> None:
     """Write the merged model, or its adapter, for other programs; or a whole tuned model as an adapter."""
     start(json)
-    outcome = api.export(
-        source,
-        out,
-        state=state,
-        format=format,
-        outtype=outtype,
-        converter=converter,
-        check=check,
-        base=base,
-        rank=rank,
-        trust_remote_code=trust_remote_code,
-        quiet=json,
-    )
+    form = state, format, outtype, converter, check, base, rank
+    outcome = api.export(source, out, *form, trust_remote_code, quiet=json)
     show(outcome)
     if "relative_error" in outcome.data:
         suggest("recover", out, "--base", base, "--domain", "PROMPTS.jsonl")
@@ -225,9 +201,7 @@ def serve(
     host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, Option(help="Port to listen on.")] = 8000,
     vllm: Annotated[str, Option(help="The vllm program, if it is in another environment.")] = "vllm",
-    dry_run: Annotated[
-        bool, Option("--dry-run", help="Print the vLLM command instead of running it.")
-    ] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the vLLM command, and do not run it.")] = False,
     json: opt.Json = False,
 ) -> None:
     """Serve base, tuned and recovered with vLLM, under these names. Arguments after -- are passed to vLLM."""

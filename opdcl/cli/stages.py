@@ -8,8 +8,17 @@ from typing import Annotated
 from typer import Argument, Option
 
 from opdcl import api
+from opdcl.arguments import Options
 from opdcl.cli import options as opt
 from opdcl.cli.screen import show, start, suggest
+
+
+def _started(
+    json: bool, quiet: bool, workers: int, settings: list[str] | None, dry_run: bool, force: bool
+) -> Options:
+    """Start a command; return what it hands to its verb as all verbs take it."""
+    start(json, quiet, workers)
+    return {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
 
 
 def run(
@@ -29,17 +38,8 @@ def run(
 
     With `--set track=[wandb]`, or trackio, tensorboard or mlflow, a tracker follows it.
     """
-    start(json, quiet, workers)
-    outcome = api.run(
-        workflow,
-        out=out,
-        base=base,
-        deterministic=deterministic,
-        settings=settings,
-        dry_run=dry_run,
-        force=force,
-        quiet=quiet or json,
-    )
+    how = _started(json, quiet, workers, settings, dry_run, force)
+    outcome = api.run(workflow, out, base, deterministic, **how)
     show(outcome)
     from opdcl.outcomes import Comparison
 
@@ -54,6 +54,7 @@ def finetune(
     base: str | None = None,
     epochs: float | None = None,
     replay: float | None = None,
+    test_share: float | None = None,
     learning_rate: float | None = None,
     seed: int | None = None,
     columns: opt.Columns = None,
@@ -66,22 +67,8 @@ def finetune(
     quiet: opt.Quiet = False,
 ) -> None:
     """Fine-tune a LoRA adapter on your rows, mixed with replayed general prompts."""
-    start(json, quiet, workers)
-    outcome = api.finetune(
-        data,
-        out=out,
-        base=base,
-        epochs=epochs,
-        replay=replay,
-        learning_rate=learning_rate,
-        seed=seed,
-        columns=columns,
-        settings=settings,
-        dry_run=dry_run,
-        force=force,
-        quiet=quiet or json,
-    )
-    show(outcome)
+    how = _started(json, quiet, workers, settings, dry_run, force)
+    show(api.finetune(data, out, base, epochs, learning_rate, seed, columns, replay, test_share, **how))
 
 
 def recover(
@@ -104,24 +91,8 @@ def recover(
     quiet: opt.Quiet = False,
 ) -> None:
     """Recover what the fine-tune forgot, by distillation. The teacher is the original model."""
-    start(json, quiet, workers)
-    outcome = api.recover(
-        path,
-        prompts=prompts,
-        domain=domain,
-        steps=steps,
-        learning_rate=learning_rate,
-        seed=seed,
-        out=out,
-        base=base,
-        system=system,
-        columns=columns,
-        settings=settings,
-        dry_run=dry_run,
-        force=force,
-        quiet=quiet or json,
-    )
-    show(outcome)
+    how = _started(json, quiet, workers, settings, dry_run, force)
+    show(api.recover(path, prompts, domain, steps, learning_rate, seed, out, base, system, columns, **how))
 
 
 def evaluate(
@@ -147,21 +118,7 @@ def evaluate(
 
     With --max-drop, exit code 3 if a larger drop is shown, 5 if the scores do not decide it.
     """
-    start(json, quiet, workers)
-    outcome = api.evaluate(
-        path,
-        retention=retention or (),
-        domain=domain or (),
-        data=opt.suite_files(data),
-        limit=limit,
-        out=out,
-        base=base,
-        system=system,
-        columns=columns,
-        max_drop=opt.drops(max_drop),
-        settings=settings,
-        dry_run=dry_run,
-        force=force,
-        quiet=quiet or json,
-    )
-    show(outcome)
+    how = _started(json, quiet, workers, settings, dry_run, force)
+    files, limits = opt.suite_files(data), opt.drops(max_drop)
+    suites = retention or (), domain or ()
+    show(api.evaluate(path, *suites, files, limit, out, base, system, columns, limits, **how))

@@ -131,7 +131,8 @@ def explain(fault: ValidationError, origins: dict[str, str]) -> UsageError:
         context = error.get("ctx", {})
         if error["type"] == "extra_forbidden":
             hints[key] = _hint_of_unknown(key, error["input"], section)
-            lines[key] = f"unknown key {key}{where}"
+            # After a comma, --set would read as a second key.
+            lines[key] = f"unknown key {key}{where}".replace(", --set", " (in --set)")
         elif error["type"] == "missing":
             lines[key] = f"{key} is required{where}"
         elif "key" in context:  # an error of ours

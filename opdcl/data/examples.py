@@ -148,7 +148,7 @@ def read_examples(
         raise UsageError(f"{config.data} has no row to learn from: {reasons}", "raise finetune.max_length")
     if (replayed := config.replayed(len(encoded))) < config.replayed_by_share(len(encoded)):
         share = replayed / (replayed + len(encoded))
-        found = f"{replayed:,} rows are replayed, {share:.0%} of all"
+        found = f"{replayed:,} rows are replayed, {100 * share:.0f} % of all"
         notes.append(f"{found}: finetune.replay.most allows no more")
     return Examples(used, notes, encoded, longest, _replayed(replay, limit, tokenizer, notes))
 

@@ -66,7 +66,7 @@ def read_rows(
         UsageError: A source cannot be read, or has no rows.
     """
     raw = telling(_raw(source, split), f"{source}: read", tell)
-    checked = _check_all(raw, columns or {})
+    checked = check_all(raw, columns or {})
     if not any(checked):
         others = left_out(source).removeprefix(source)
         raise UsageError(f"{source} has no rows{others}", FIELDS_HINT)
@@ -85,12 +85,17 @@ def telling(items: Iterable[T], done: str, tell: Tell | None) -> Iterator[T]:
 
 def check_lines(text: str, name: str, columns: Mapping[str, str] | None = None) -> CheckedRows:
     """Check the rows of a JSONL text as `read_rows` does; errors call them by `name`."""
+    return check_all(records_in(text, name), columns or {})
+
+
+def records_in(text: str, name: str) -> list[tuple[dict[str, Any], str]]:
+    """Return the rows of a JSONL text as they are, each with its place."""
     lines = enumerate(text.split("\n"), 1)
-    rows = [(json.loads(line), f"{name} row {number}") for number, line in lines if line]
-    return _check_all(rows, columns or {})
+    return [(json.loads(line), f"{name} row {number}") for number, line in lines if line]
 
 
-def _check_all(rows: Iterable[tuple[Any, str]], columns: Mapping[str, str]) -> CheckedRows:
+def check_all(rows: Iterable[tuple[Any, str]], columns: Mapping[str, str]) -> CheckedRows:
+    """Check rows as they are written, each with its place, as `read_rows` does."""
     checked = CheckedRows([], [])
     for row, where in rows:
         if isinstance(row, BadRow):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,6 +20,9 @@ GRAMMAR = """
     please
 """
 STOP_WORDS = frozenset(GRAMMAR.split())
+
+# Texts that are compared with all others at once: their similarities have to fit into memory.
+BLOCK = 256
 
 
 def words(text: str) -> list[str]:
@@ -54,11 +57,27 @@ def similarity(texts: Sequence[str], others: Sequence[str]) -> np.ndarray:
     be missed.
     """
     import numpy as np
+
+    if (vectors := _vectors([*texts, *others])) is None:
+        return np.zeros((len(texts), len(others)), np.float32)
+    return (vectors[: len(texts)] @ vectors[len(texts) :].T).toarray()
+
+
+def pairs_alike(texts: Sequence[str], least: float) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Yield block by block the pairs of texts that are at least so similar: both numbers, and how similar."""
+    if (vectors := _vectors(texts)) is None:
+        return
+    for start in range(0, len(texts), BLOCK):
+        near = (vectors[start : start + BLOCK] @ vectors.T).tocoo()
+        found = near.data >= least
+        yield near.row[found] + start, near.col[found], near.data[found]
+
+
+def _vectors(texts: Sequence[str]) -> Any:
+    """Return the tf-idf vectors of texts as rows; None without any content word, which is refused."""
+    import numpy as np
     from sklearn.feature_extraction.text import TfidfVectorizer
 
-    everything = [*texts, *others]
-    if not any(map(content_words, everything)):
-        # The vectorizer refuses texts that have no word at all.
-        return np.zeros((len(texts), len(others)), np.float32)
-    vectors = TfidfVectorizer(analyzer=content_words, dtype=np.float32).fit_transform(everything)
-    return (vectors[: len(texts)] @ vectors[len(texts) :].T).toarray()
+    if not any(map(content_words, texts)):
+        return None
+    return TfidfVectorizer(analyzer=content_words, dtype=np.float32).fit_transform(texts)

@@ -75,7 +75,7 @@ def extract(
         problem = (
             f"{tuned.id} is too far from {base.id} with an adapter: an error of {BOUND} takes rank {rank}"
         )
-        loss = f"--rank {most} leaves {relative_error(changes, most):.0%} of the change out"
+        loss = f"--rank {most} leaves {100 * relative_error(changes, most):.0f} % of the change out"
         raise UsageError(problem, ways_out(base, tuned, loss))
     write_extract(changes, rank, name, target)
     if others:

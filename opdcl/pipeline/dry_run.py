@@ -65,7 +65,7 @@ def describe(
     share = None
     if adapter := planned_adapter(workflow):
         share = adapted_share(workflow.model, adapter)
-        totals = f"the adapter changes {100 * share:.0f} % of {totals}"
+        totals = f"LoRA on layers with {100 * share:.0f} % of {totals}"
     rows, words = [["machine", sizes["device"], totals]], memory_words(sizes)
     if words:
         rows.append(["memory", "", words])

@@ -370,7 +370,8 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracking: Tracking) 
     summary = results.summary
     verdicts = gates.judge_gates(workflow.gates.model_dump(), results)
     seals.seal_new(run)
-    for file in write(results):
+    written = write(results)
+    for file in written if summary.suites else ():  # before a measurement they say what the result says
         output.note(f"wrote {file}")
     report = run.reports[0].read_text(encoding="utf-8")
     told = {**scores(run_document(summary)), "verdict": summary.verdict.text, "report": report}

@@ -11,6 +11,8 @@ from opdcl.arguments import PathLike, Settings, as_folder, as_settings, strings
 from opdcl.config.load import load, load_tree, with_setting
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
+from opdcl.data.rows import load_records, records_in
+from opdcl.data.split import split_rows
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS
 from opdcl.model import consent
@@ -22,6 +24,7 @@ from opdcl.pipeline.job import Job
 from opdcl.pipeline.open import open_or_begin, run_beside
 from opdcl.pipeline.reuse import offered
 from opdcl.pipeline.sweep import describe_all, execute_all, expand
+from opdcl.results.origins import LEARNED, SET_ASIDE, rows_set_aside
 from opdcl.results.status import STATES
 from opdcl.results.tables import Table
 from opdcl.rundir.files import cache_home
@@ -35,14 +38,22 @@ def run_files(
     chosen: Mapping[str, Any],
     settings: Settings = None,
     quiet: bool = False,
+    test_share: float | None = None,
     **how: bool,
 ) -> Result | Comparison | Plan:
-    """Run the workflow of some files, or of none; `chosen` are settings by key; `how` is as in `Options`."""
+    """Run the workflow of some files, or of none; `chosen` are settings by key; `how` is as in `Options`.
+
+    `test_share` is the share of the fine-tune's rows that is set aside for a test, in the run's folder.
+    """
     overrides, flags, rows = as_settings(settings, chosen)
     output = Output("quiet" if quiet else "human")
     flow, origins = load(strings(files), overrides, flags, consent.is_stored_file, output.note)
     consent.refuse_consent_of_files(flow, origins)
     folder = as_folder(out or Path("runs") / flow.name)
+    if test_share is not None:
+        records = records_in(rows[LEARNED], LEARNED) if LEARNED in rows else load_records(flow.finetune.data)
+        rows[LEARNED], rows[SET_ASIDE], note = split_rows(records, flow.columns, test_share)
+        output.note(f"{folder}/data/{SET_ASIDE}.jsonl: {note}")
     return _carry_out(flow, origins, folder, rows, None, output, **how)
 
 
@@ -65,6 +76,11 @@ def add_stage(
     if not how.get("force"):
         _refuse_another_file(RunDir(folder), saved["workflow"], flags)
     output = Output("quiet" if quiet else "human")
+    names_domain = "eval.domain" in flags or any(text.startswith("eval.domain=") for text in overrides)
+    asks_already = names_domain or (saved["workflow"].get("eval") or {}).get("domain")
+    if stage == "eval" and not asks_already and (file := rows_set_aside(RunDir(folder))):
+        output.note(f"domain: {file}, the rows that the fine-tune has set aside")
+        flags |= {"eval.domain": [SET_ASIDE], f"eval.data.{SET_ASIDE}": str(file)}
     stored = consent.without_consent(saved, folder)
     flow, origins = load_tree(*stored, overrides, flags, stage, output.note)
     consent.refuse_stored_consent(saved["workflow"], flow, folder)
@@ -89,7 +105,9 @@ def _carry_out(
     given = dict[str, str]()
     for key, text in rows.items():
         file = str((folder / "data" / f"{key}.jsonl").resolve())
-        flow, given[file] = with_setting(flow, key, file), text
+        given[file] = text
+        if key != SET_ASIDE:
+            flow = with_setting(flow, key, file)
     inputs, run = Inputs(given, output.note), RunDir(folder)
     for model in flow.models():
         if model.id in HUB_IDS and not (cache_home() / "models" / model.id / SEAL).exists():

@@ -149,7 +149,7 @@ def recovery_notes(run: RunDir) -> list[str]:
     share = mismatched / max(1, sum(row["tokens"] for row in fresh))
     if share > MISMATCHED:
         gap = "sampler's and trainer's probabilities differed by more than a factor of two"
-        notes.append(f"For {share:.2%} of the fresh tokens, {gap}.")
+        notes.append(f"For {100 * share:.2f} % of the fresh tokens, {gap}.")
     return notes
 
 
@@ -206,7 +206,7 @@ def _validation_notes(rows: Rows) -> list[str]:
             notes.append(f"Held-out KL to {teacher} on its {stream} prompts: {kl}.")
     missed = best.get("missed_ends", 0)
     if missed > MISSED_ENDS:
-        lack = f"recovered lacks {missed:.0%} of the probability to end"
+        lack = f"recovered lacks {100 * missed:.0f} % of the probability to end"
         notes.append(f"Recovery: where base ends its answers, {lack}; its answers run on.")
     return notes
 

@@ -26,6 +26,9 @@ IGNORED = {"name", "description", "gates", "arms", "seeds"}
 # The key of the adapter that a run starts from; those that teach it have keys that end with the other.
 START, TEACHER = "start", ".adapter"
 
+# The rows of a fine-tune, and those that it sets aside, in the folder of rows that were given in memory.
+LEARNED, SET_ASIDE = "finetune.data", "test-rows"
+
 
 def split_seeds(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a run's settings that can change a score, as flat keys, and its seeds.
@@ -126,3 +129,10 @@ def without_seed(place: str, seeds: dict[str, Any]) -> str:
 def as_key(value: Any) -> str:
     """Return a text that is equal for equal settings."""
     return json.dumps(value, sort_keys=True)
+
+
+def rows_set_aside(run: RunDir) -> Path | None:
+    """Return the file of the rows that a fine-tune has set aside for a test; None if it has not."""
+    learned = Path((run.settings().get("finetune") or {}).get("data") or "")
+    file = learned.parent / f"{SET_ASIDE}.jsonl"
+    return file if learned.name == f"{LEARNED}.jsonl" and file.is_file() else None

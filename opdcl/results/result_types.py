@@ -74,6 +74,8 @@ class Summary:
     notes: list[str]
     """What to know when reading the results. It begins with the faults."""
     verdict: Verdict = Verdict("", "")
+    trained: tuple[str, str] | None = None
+    """What the last stage did, and its size in words, where that is all that can be said of the run."""
 
     def headline_suite(self, role: str) -> Scores | None:
         name = self.headline[role]

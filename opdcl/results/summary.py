@@ -19,6 +19,7 @@ from opdcl.results.status import ALONE, HEADLINE_ROLES, NO_RECOVERY, STATES, Ret
 from opdcl.rundir.files import RESTORE
 from opdcl.rundir.identity import Identity
 from opdcl.rundir.layout import RunDir
+from opdcl.rundir.records import read_metrics
 from opdcl.rundir.seals import changes
 
 PAIRS = (("tuned", "base"), ("recovered", "tuned"), ("recovered", "base"))
@@ -146,7 +147,16 @@ def _measured(results: Results) -> Summary:
         cost=_cost(run, [*suites, near]),
         faults=faults,
         notes=remarks + notes.recovery_notes(run),
+        trained=None if suites else _trained(run),
     )
+
+
+def _trained(run: RunDir) -> tuple[str, str] | None:
+    """Return what the last training stage did, and its steps and loss; None if none has trained here."""
+    stage = run.last_stage()
+    losses = [row["loss"] for row in read_metrics(stage.metrics) if "loss" in row] if stage else []
+    did = "Fine-tuned" if stage and stage.path.name.endswith("finetune") else "Recovery trained"
+    return (did, f"{len(losses)} step{'s' * (len(losses) > 1)}, loss {losses[-1]:.2g}") if losses else None
 
 
 def _scores(suite: MeasuredSuite) -> Scores:

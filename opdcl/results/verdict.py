@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from opdcl.results import response_stats
 from opdcl.results.format import POINTS, SCORE, SHARE, interval, is_few, percent, points
+from opdcl.results.origins import rows_set_aside
 from opdcl.results.result_types import Summary, Verdict
 from opdcl.results.scores import PLAIN_WORDS
 from opdcl.results.status import (
@@ -116,6 +117,9 @@ def _outcome(
 ) -> tuple[str, str]:
     """Return the first words, and the outcome in one sentence."""
     if retention is None or not retention.rows:
+        if summary.trained:
+            did, size = summary.trained
+            return did, f"{size}; not measured yet"
         if not summary.suites:
             return NOT_YET, "nothing was evaluated"
         missing = f"suite {retention.name} has no results" if retention else "there is no retention suite"
@@ -299,6 +303,7 @@ def next_command(run: RunDir, summary: Summary, place: str) -> str:
         base = run.settings().get("model", {}).get("id", "MODEL")
         return f"opdcl finetune ROWS.jsonl --base {shlex.quote(str(base))}"
     adapters = run.adapters()
+    measure = f"opdcl eval {place}" + ("" if rows_set_aside(run) else " --domain TEST.jsonl")
     if not adapters:
         # Not the command that began the run: its relative paths may have started in another folder.
         if run.workflow.exists():
@@ -309,7 +314,7 @@ def next_command(run: RunDir, summary: Summary, place: str) -> str:
         finetune = settings.get("finetune")
         # After replay there may be nothing to recover.
         if finetune and finetune.get("replay", {}).get("share") and not summary.suites:
-            return f"opdcl eval {place} --domain TEST.jsonl"
+            return measure
         change = summary.changes["tuned_minus_base"]
         if change and change.low > -SMALLEST_DROP:
             return f"opdcl chat {place}"  # too little was forgotten for a recovery to show
@@ -317,7 +322,7 @@ def next_command(run: RunDir, summary: Summary, place: str) -> str:
         made_elsewhere = settings.get("start") and not finetune
         return f"opdcl recover {place}{' --domain PROMPTS.jsonl' if made_elsewhere else ''}"
     measured = any("recovered" in suite.states for suite in summary.suites.values())
-    return f"opdcl chat {place}" if measured else f"opdcl eval {place} --domain TEST.jsonl"
+    return f"opdcl chat {place}" if measured else measure
 
 
 def writing_sentence(tests: ResponseTests) -> str:

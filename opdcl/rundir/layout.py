@@ -73,7 +73,7 @@ class RunDir:
         self.manifest = self.path / "manifest.json"
         self.seal = self.path / SEAL
         self.evals = self.path / "evals"
-        self.data = self.path / "data"  # rows that were given in memory
+        self.data = self.path / "data"  # rows that were given in memory, or split
         # The report as Markdown and as HTML, and the model card.
         self.reports = self.path / "report.md", self.path / "report.html", self.path / "README.md"
 

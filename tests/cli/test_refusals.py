@@ -43,7 +43,7 @@ WRONG = {
     ),
     "config validate quickstart --set lora.r=8 --set recover.stepz=4 --set finetune.epochs=few": (
         "error: finetune.epochs: must be a number (got 'few', --set)\n",
-        "error: unknown key recover.stepz, --set; did you mean recover.steps?\n",
+        "error: unknown key recover.stepz (in --set); did you mean recover.steps?\n",
         "error: unknown key lora; did you mean finetune.lora.r?\n",
     ),
     "run qwen3-1.7b-24gb -o out": (

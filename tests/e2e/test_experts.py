@@ -39,7 +39,7 @@ def test_a_mixture_is_tuned_recovered_measured_and_exported(family, tiny_model, 
     share = share_of(tmp_path / "mixture", "_proj")
     assert json.loads(planned.stdout)["adapted_share"] == pytest.approx(share)
     said = opdcl("run", "tiny.yaml", "-o", "out", "--dry-run", cwd=tmp_path).stdout
-    assert f"the adapter changes {share:.0%} of" in said
+    assert f"layers with {100 * share:.0f} % of" in said
     # Random weights may drift.
     done = opdcl("run", "tiny.yaml", "-o", "out", "--set", "recover.health=false", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -78,7 +78,7 @@ def test_an_adapter_on_experts_made_elsewhere_is_recovered_but_not_served(tiny_m
     words = ["recover", "mine", "--prompts", "prompts.jsonl", "--domain", "rows.jsonl", *options]
     planned = opdcl(*words, "--dry-run", cwd=tmp_path)
     share = share_of(tmp_path / "mixture", "q_proj", "experts.gate_up_proj", "experts.down_proj")
-    assert f"the adapter changes {share:.0%} of" in planned.stdout, planned.stderr
+    assert f"layers with {100 * share:.0f} % of" in planned.stdout, planned.stderr
     server = ["--set", "recover.server.url=http://127.0.0.1:9/v1", "--set", "recover.lmbda=1"]
     refused = opdcl(*words, *server, "--dry-run", cwd=tmp_path)
     assert refused.returncode == 2

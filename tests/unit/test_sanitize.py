@@ -7,7 +7,7 @@ import pytest
 
 from opdcl.config.load import load
 from opdcl.errors import UsageError
-from opdcl.sanitize import harmless_json, redact
+from opdcl.sanitize import harmless_json, readable, redact
 
 # Made-up values in the forms of well-known issuers, and in the places where secrets stand.
 SECRETS = [
@@ -130,3 +130,18 @@ def test_a_secret_in_the_configuration_is_refused_without_repeating_it(text):
     with pytest.raises(UsageError, match="looks like a secret") as caught:
         load(["quickstart"], flags={"model.id": text})
     assert text not in str(caught.value) + caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("wrote {}/runs/a b/x.md", "wrote runs/a b/x.md"),
+        ("'{}/a b' or NAME={}/rows.jsonl:3", "'a b' or NAME=rows.jsonl:3"),
+        ("/mnt{}/x {}-2/x {}/ ~{}/x file://{}/x", "/mnt{}/x {}-2/x {}/ ~{}/x file://{}/x"),
+    ],
+)
+def test_paths_below_the_working_directory_begin_there(tmp_path, monkeypatch, text, shown):
+    monkeypatch.chdir(tmp_path)
+    assert readable(text.replace("{}", str(tmp_path))) == shown.replace("{}", str(tmp_path))
+    monkeypatch.chdir("/")
+    assert readable("/tmp/x") == "/tmp/x"

@@ -75,7 +75,7 @@ def test_the_place_of_a_former_setting_is_named(tmp_path):
     with pytest.raises(UsageError, match=r"recover\.save_steps, .*flow\.yaml:3") as caught:
         load([str(tmp_path / "flow.yaml")])
     assert "validate_every" in caught.value.hint
-    with pytest.raises(UsageError, match=r"unknown key finetune\.warmup, --set"):
+    with pytest.raises(UsageError, match=r"unknown key finetune\.warmup \(in --set\)"):
         load(["quickstart"], ["finetune.warmup=0.1"])
 
 

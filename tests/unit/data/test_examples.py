@@ -53,7 +53,7 @@ def test_a_large_data_set_replays_no_more_than_is_allowed_and_says_so(read):
         return read_examples(with_answers(rows, config), config, read.tokenizer, [row(1, None)], None).notes
 
     assert notes_of(21) == []  # exactly as many as the share asks for
-    assert notes_of(5) == ["5 rows are replayed, 36% of all: finetune.replay.most allows no more"]
+    assert notes_of(5) == ["5 rows are replayed, 36 % of all: finetune.replay.most allows no more"]
 
 
 def test_prompts_to_replay_that_leave_no_room_for_an_answer_are_counted(read):

@@ -224,9 +224,9 @@ def test_before_recovery_base_and_tuned_are_shown_without_a_verdict(run):
         ),
         (
             [{"step": 48, "validation": {"best": True, "missed_ends": 0.61}}],
-            "recovered lacks 61% of the probability to end",
+            "recovered lacks 61 % of the probability to end",
         ),
-        ([{"step": 1, "mismatch": 0.01, "tokens": 500, "loss": 1.0}], "For 1.00% of the fresh tokens"),
+        ([{"step": 1, "mismatch": 0.01, "tokens": 500, "loss": 1.0}], "For 1.00 % of the fresh tokens"),
     ],
 )
 def test_the_recoverys_metrics_give_notes(run, rows, expected):

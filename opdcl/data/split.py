@@ -1,0 +1,97 @@
+"""Rows set aside for a test, chosen so that no learned row asks or answers nearly the same."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from opdcl.data.formats import Row
+from opdcl.data.rows import check_all
+from opdcl.data.similarity import content_words, pairs_alike
+from opdcl.errors import UsageError
+from opdcl.rundir.hashes import hash_value
+
+# Fewer test rows show nothing.
+FEWEST = 10
+
+# Two texts at least this similar say nearly the same; of two questions with one answer, `ASKED` is enough.
+SAME, ASKED = 0.8, 0.3
+
+# An answer of fewer content words, such as "yes" or "2006", is shared by rows that have nothing in common.
+LONG = 4
+
+
+def split_rows(
+    records: list[tuple[dict[str, Any], str]], columns: Mapping[Any, str], share: float
+) -> tuple[str, str, str]:
+    """Set about a `share` of the rows aside; `records` are the rows as they are written, with their places.
+
+    Returns: The rows to learn and those to test, as the text of JSONL files, and what to know of them.
+
+    Rows that say nearly the same stay together. The choice follows from their content alone, so that the same
+    rows are set aside whatever the seed of the training, and runs can be compared.
+
+    Raises:
+        UsageError: A row is bad or has no question, or too few can be set aside.
+    """
+    if not 0 < share <= 0.5:
+        raise UsageError(f"--test-share {share:g} is not above 0 and at most 0.5", "--test-share 0.1")
+    rows = check_all(records, columns).all()
+    if plain := next((row for row in rows if not row.prompt), None):
+        hint = "write test rows: opdcl eval RUN --domain TEST.jsonl"
+        raise UsageError(f"{plain.where} is plain text, and a test asks questions", hint)
+    wanted, chosen = round(share * len(rows)), set[int]()
+    said = [f"{row.key()}\n{row.answer}" for row in rows]
+    for group in sorted(_groups(rows), key=lambda group: hash_value(min(said[i] for i in group))):
+        if len(chosen) + len(group) <= wanted and all(rows[i].answer for i in group):
+            chosen.update(group)
+    if len(chosen) < FEWEST:
+        found = f"{len(chosen)} of {len(rows)} rows can be set aside ({wanted} are wanted, and similar ones"
+        hint = "raise --test-share, or write test rows: opdcl eval RUN --domain TEST.jsonl"
+        raise UsageError(f"{found} stay together); fewer than {FEWEST} test rows show nothing", hint)
+    lines = [json.dumps(record, ensure_ascii=False, default=str) + "\n" for record, _ in records]
+    test = "".join(line for i, line in enumerate(lines) if i in chosen)
+    learned = "".join(line for i, line in enumerate(lines) if i not in chosen)
+    note = (
+        f"{len(chosen)} of {len(rows)} rows are set aside as a test; no learned row says nearly the same. "
+        "They show what carries over to new questions, not facts: nobody knows one that was held back"
+    )
+    return learned, test, note
+
+
+def _groups(rows: list[Row]) -> list[list[int]]:
+    """Return the numbers of the rows, those together that say nearly the same."""
+    import numpy as np
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    count, numbers = len(rows), np.arange(len(rows))
+    for left, right in _pairs(rows):
+        # Behind the rows stands a node for each group so far.
+        left, right = np.append(left, np.arange(count)), np.append(right, count + numbers)
+        pairs = coo_array((np.ones(len(left)), (left, right)), shape=(2 * count, 2 * count))
+        numbers = np.unique(connected_components(pairs)[1][:count], return_inverse=True)[1]
+    groups = defaultdict(list)
+    for i, number in enumerate(numbers):
+        groups[number].append(i)
+    return [*groups.values()]
+
+
+def _pairs(rows: list[Row]) -> Iterator[tuple[Any, Any]]:
+    """Yield pairs of rows that say nearly the same, as two arrays of their numbers."""
+    import numpy as np
+
+    asked = [" ".join(m["content"] for m in row.prompt if m["role"] != "system") for row in rows]
+    answers = np.array([row.answer or "" for row in rows], object)
+    # The same words, of which none may be a content word; and the same fact or person, where rows name it.
+    for keys in (asked, [row.cluster or f"row {i}" for i, row in enumerate(rows)]):
+        first = {key: i for i, key in reversed([*enumerate(keys)])}
+        yield np.arange(len(rows)), np.array([first[key] for key in keys])
+    for left, right, near in pairs_alike(asked, ASKED):
+        same = (near >= SAME) | (answers[left] == answers[right])
+        yield left[same], right[same]
+    long = np.array([i for i, answer in enumerate(answers) if len(content_words(answer)) >= LONG], int)
+    for left, right, _ in pairs_alike(list(answers[long]), SAME):
+        yield long[left], long[right]
