@@ -19,6 +19,7 @@ from opdcl.cli.clean import clean
 from opdcl.cli.config import config_app, suites_app, workflows_app
 from opdcl.cli.guidance import describe_commands, hint_for
 from opdcl.cli.help import TwoLists
+from opdcl.cli.init import init
 from opdcl.console import silence
 from opdcl.errors import EnvironmentFault, Interrupted, OpdclError, UsageError, translate
 from opdcl.sanitize import redact
@@ -38,7 +39,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 app.command(name="eval")(stages.evaluate)
-_verbs = (stages.run, stages.finetune, stages.recover, runs.report, runs.ls, runs.compare, runs.chat)
+_verbs = (init, stages.run, stages.finetune, stages.recover, runs.report, runs.ls, runs.compare, runs.chat)
 for _verb in (*_verbs, runs.export, runs.verify, clean, runs.doctor):
     app.command()(_verb)
 # What follows -- belongs to vLLM.

@@ -11,6 +11,7 @@ from opdcl.errors import nearest
 
 # Command -> how it is typed.
 EXAMPLES = {
+    "init": "opdcl init rows.jsonl",
     "run": "opdcl run quickstart",
     "finetune": "opdcl finetune rows.jsonl -o runs/mine",
     "recover": "opdcl recover runs/mine --prompts prompts.jsonl",
@@ -45,8 +46,7 @@ SYNONYMS = {
     "list": "ls",
     "runs": "ls",
     "status": "ls",
-    "init": "workflows cp",
-    "new": "workflows cp",
+    "new": "init",
     "rm": "clean",
     "delete": "clean",
 }
