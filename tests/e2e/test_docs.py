@@ -50,7 +50,7 @@ CANNOT = {
         (
             "opdcl recover my-adapter --domain rows.jsonl -o runs/quantized",
             "opdcl export runs/quantized",
-            "opdcl eval repaired-4bit",
+            "opdcl eval repaired-model",
         ),
         "needs bitsandbytes, which is optional; tests/unit/model/test_quantized.py",
     ),

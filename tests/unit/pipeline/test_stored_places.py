@@ -131,7 +131,7 @@ def test_a_teacher_outside_the_run_is_asked_for_anew_and_one_inside_is_not(folde
     teachers.pop("a")
     received(folder, recover__teachers=teachers, recover__general_teacher="b")
     done = opdcl("run", run / "workflow.yaml", "-o", "theirs", "--dry-run", cwd=folder)
-    assert f"--set recover.teachers.b.prompts={outside}" in done.stderr
+    assert f"--set recover.teachers.b.prompts={outside.name}" in done.stderr
     assert "more.jsonl (" not in done.stderr
     named = ("--set", f"recover.teachers.b.prompts={outside}")
     done = opdcl("run", run / "workflow.yaml", "-o", "theirs", "--dry-run", *named, cwd=folder)

@@ -139,10 +139,10 @@ def test_a_model_that_does_not_fit_its_base_is_refused_with_the_reason(project):
     assert "did you mean --base?" in refused("--model", "base")
     size = len(AutoTokenizer.from_pretrained("base"))
     change_config(project / "mine", vocab_size=size - 8)
-    sizes = f"has another shape than {project / 'base'}: embeddings of size {size - 8}, there {size}"
+    sizes = f"has another shape than base: embeddings of size {size - 8}, there {size}"
     assert sizes in refused("--base", "base")
     change_config(project / "mine", vocab_size=size, num_hidden_layers=1)
-    layers = f"has another shape than {project / 'base'}: num_hidden_layers 1, there 2"
+    layers = "has another shape than base: num_hidden_layers 1, there 2"
     assert layers in refused("--base", "base")
     change_config(project / "mine", num_hidden_layers=2)
     (project / "mine" / "chat_template.jinja").write_text(
@@ -184,7 +184,7 @@ def test_a_changed_model_is_not_mixed_into_a_run(project, whole_model):
     # Its adapter stands on `mine`, so another run cannot put it onto a base, nor can one server hold both.
     refused = opdcl("run", "tiny.yaml", "--set", "start=run", "--dry-run")
     assert refused.returncode == 2
-    assert f"the adapter of {project / 'run'} stands on {project / 'mine'}, not on its base" in refused.stderr
+    assert "the adapter of run stands on mine, not on its base" in refused.stderr
     (project / "vllm").write_text("#!/bin/sh\n")
     (project / "vllm").chmod(0o755)
     refused = opdcl("serve", "run", "--vllm", project / "vllm")
