@@ -194,7 +194,7 @@ def test_a_changed_model_is_not_mixed_into_a_run(project, whole_model):
     (project / "mine").rename(project / "moved")
     lost = opdcl("chat", "run", "Hello")
     assert lost.returncode == 2
-    assert f"{project / 'mine'}" in lost.stderr
+    assert "mine does not exist" in lost.stderr
 
 
 def test_commands_that_need_a_run_say_how_a_model_becomes_one(project):
