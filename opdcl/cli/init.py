@@ -21,7 +21,7 @@ BASE = "Model: smollm2-135m (embedded), a Hub id, or a folder"
 
 
 def init(
-    data: Annotated[str | None, typer.Argument(metavar="[ROWS]", help=f"{ROWS}.")] = None,
+    data: Annotated[str | None, typer.Argument(metavar="ROWS", help=f"{ROWS}.")] = None,
     base: Annotated[str | None, typer.Option(help=f"{BASE}.")] = None,
     test_share: Annotated[float, typer.Option(help="Share of the rows to set aside as a test.")] = 0.1,
     out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="Workflow.")] = Path("mine.yaml"),

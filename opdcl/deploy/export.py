@@ -15,7 +15,6 @@ from opdcl.deploy.gguf import LARGEST_GAP, compare, find_converter, in_words, mo
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS, parse, reachable
 from opdcl.model.adapters import find_states, tuned_model
-from opdcl.results.scores import system_prompt
 from opdcl.rundir.files import folder_appears_whole, write_atomic, write_json
 from opdcl.rundir.hashes import ADAPTER
 from opdcl.rundir.layout import STAGE_OF, RunDir, adapter_config
@@ -84,6 +83,8 @@ def export(
             written |= merge(base, tuned, adapter, merged, check, report)
         if format == "gguf":
             written |= to_gguf(merged, folder, command, outtype, check, report)
+            from opdcl.results.scores import system_prompt  # it brings numpy
+
             write_atomic(folder / "Modelfile", modelfile(merged, system_prompt(run), report))
             shutil.rmtree(merged)
         if run.is_run():

@@ -34,6 +34,7 @@ HEAVY_MODULES = (
     "model.extended_vocabulary",
     "pipeline.dry_run",
     "pipeline.forecast",
+    "pipeline.times",
     "results",
     "deploy.browser",
     "deploy.chat",
@@ -160,4 +161,5 @@ def test_a_reader_that_closes_the_pipe_early_causes_no_error(tmp_path):
 def test_the_libraries_that_a_command_imports_say_nothing(tiny_model, tmp_path, command, following):
     (tmp_path / "a.yaml").write_text("finetune: {data: handbook}\n")
     command, following = (text.replace("MODEL", str(tiny_model)) for text in (command, following))
-    assert python(ENTRY, *command.split(), cwd=tmp_path).stderr == f"next: opdcl {following}\n"
+    said = python(ENTRY, *command.split(), cwd=tmp_path).stderr.replace("checking model and data\n", "")
+    assert said == f"next: opdcl {following}\n"  # a slow machine says what it does after ten seconds

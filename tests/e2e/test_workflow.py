@@ -119,7 +119,7 @@ def test_a_file_with_the_name_of_a_measured_suite_does_not_replace_its_results(f
     done = opdcl(*again, cwd=tmp_path)
     assert done.returncode == 2
     assert "this run has measured the suite 'questions' on" in done.stderr
-    assert f"--data NAME={tmp_path / 'questions.jsonl'}" in done.stderr
+    assert "--data NAME=questions.jsonl" in done.stderr
     forced = opdcl(*again, "--force", cwd=tmp_path)
     assert forced.returncode == 0, forced.stderr
     assert "rows of the fine-tune" not in forced.stdout  # they have been learned already

@@ -104,7 +104,7 @@ def test_a_rank_above_a_layer_s_own_changes_nothing_more(loaded, merged):
 
 def test_an_extract_is_recovered_on_one_backbone(merged, project):
     offered = opdcl("recover", "merged", "--base", "base", "--prompts", "prompts.jsonl", "--dry-run")
-    command = f"opdcl export {project / 'merged'} --base {project / 'base'} --format adapter -o ADAPTER"
+    command = "opdcl export merged --base base --format adapter -o ADAPTER"
     assert command in offered.stderr + offered.stdout
     made = opdcl("export", "merged", "--base", "base", "--format", "adapter", "-o", "mine", "--json")
     assert made.returncode == 0, made.stderr
