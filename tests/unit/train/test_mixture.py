@@ -184,7 +184,7 @@ def test_a_prompt_leads_back_to_its_row_where_shipped_ones_without_room_are_left
         assert encode_prompt(rows[prompt.number], backbone.tokenizer, 10_000) == prompt.ids
     row = source.held_out["general"][encoded.held_out[0].number]
     assert encode_prompt(row, backbone.tokenizer, 10_000) == encoded.held_out[0].ids
-    assert encoded.question == row.shown()
+    assert encoded.questions[0] == row.shown()
 
 
 @pytest.mark.parametrize("context", [16, 45])
