@@ -168,6 +168,8 @@ class Interruption:
     def __init__(self, report: StageReport):
         self.report = report
         self.came = False
+        self.agreed = False
+        """Whether all workers know of it: a signal may come to one of them even while they ask."""
 
     @contextlib.contextmanager
     def awaited(self) -> Iterator[None]:
@@ -185,9 +187,9 @@ class Interruption:
                 signal.signal(number, handler)
 
     def has_come(self) -> bool:
-        """Return whether a signal has come to any worker; all of them must ask."""
-        self.came = parallel.any_worker(self.came)
-        return self.came
+        """Return whether a signal has come to any worker until now; all of them must ask."""
+        self.agreed = parallel.any_worker(self.came)
+        return self.agreed
 
     def end(self, step: int, steps: int) -> None:
         """End the stage after this step, whose checkpoint is saved, if a signal has come.
@@ -196,9 +198,9 @@ class Interruption:
             Interrupted: Steps are left.
             KeyboardInterrupt: It came in the last step; the stages after this one must not start.
         """
-        if self.came and step < steps:
+        if self.agreed and step < steps:
             raise Interrupted(f"interrupted at step {step} of {steps}; checkpoint saved")
-        if self.came:
+        if step == steps and self.has_come():  # its checkpoint is saved in any case
             raise KeyboardInterrupt
 
     def _take(self, number: int, frame: Any) -> None:

@@ -16,14 +16,14 @@ from safetensors.torch import load_file
 from transformers import get_scheduler
 
 from opdcl.data.rows import load_rows
-from opdcl.errors import OpdclError
+from opdcl.errors import Interrupted, OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.train.cost import dose
 from opdcl.train.learner import Learner
 from opdcl.train.recover import student_here
-from opdcl.training import Clock, Schedule, StageLog, is_finite
+from opdcl.training import Clock, Interruption, Schedule, StageLog, is_finite
 
 
 class Shown(Silent):
@@ -209,6 +209,22 @@ def test_an_interrupt_in_the_last_step_is_not_lost(backbone, tuned):
         fresh.drop_adapters()
     name = "adapter_model.safetensors"
     assert (out.adapter / name).read_bytes() == (whole.adapter / name).read_bytes()
+
+
+def test_a_signal_while_the_workers_agree_ends_the_next_step(monkeypatch):
+    def agree_slowly(flag: bool) -> list[bool]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return [flag]
+
+    interruption = Interruption(Silent())
+    with interruption.awaited():
+        with monkeypatch.context() as patch:
+            patch.setattr("opdcl.parallel.all_values", agree_slowly)
+            assert not interruption.has_come()
+        interruption.end(1, 3)  # no checkpoint was saved, and no other worker would end here
+        assert interruption.has_come()
+        with pytest.raises(Interrupted, match="step 2 of 3"):
+            interruption.end(2, 3)
 
 
 def test_a_dose_counts_answers_and_tokens_by_stream_and_author_and_the_seconds_of_the_parts():
