@@ -167,9 +167,8 @@ class Interruption:
 
     def __init__(self, report: StageReport):
         self.report = report
-        self.came = False
-        self.agreed = False
-        """Whether all workers know of it: a signal may come to one of them even while they ask."""
+        # Agreed is what all workers know: a signal may come to one of them even while they ask.
+        self.came = self.agreed = False
 
     @contextlib.contextmanager
     def awaited(self) -> Iterator[None]:
