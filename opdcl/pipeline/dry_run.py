@@ -125,7 +125,8 @@ def data_table(plan: dict[str, Any]) -> list[Table]:
     rows.append(["duplicated rows", f"{data['duplicates']:,}"])
     if replayed := data["replayed"]:
         whose = {"base": "base's answers", "student": "the student's, new in each epoch,"}[replayed["author"]]
-        words = f"{replayed['rows']:,} more: {whose} to {replayed['prompts']}; --replay 0 for none"
+        words = f"{replayed['rows']:,} more: {whose} to {replayed['prompts']}"
+        words += "; --set finetune.replay.share=0 for none"
         rows.append(["replayed rows", words])
     shown = ""
     for part in data["example"]["parts"]:

@@ -49,7 +49,7 @@ def test_rows_that_base_or_the_student_will_write_are_named(plan, loaded):
     assert shown() == []
     ((_, said),) = shown("finetune.replay.share=0.5", "finetune.replay.prompts=prompts.jsonl")
     assert said.startswith("12 more: base's answers to ")
-    assert said.endswith("/prompts.jsonl; --replay 0 for none")
+    assert said.endswith("/prompts.jsonl; --set finetune.replay.share=0 for none")
     ((_, said),) = shown("finetune.replay.share=0.5", "finetune.replay.author=student")
     assert said.startswith("12 more: the student's, new in each epoch, to everyday")
 
