@@ -317,10 +317,8 @@ def chat(
                     lambda state, text: say(lambda: f"{state}: {text()}"),
                 )
             table = Table("", ["state", "answer"], [[*pair] for pair in texts.items()], "")
-            limit = f"cut at {max_new_tokens} tokens: {', '.join(cut)}"
-            yield Outcome(
-                prompt, [table], {"prompt": prompt, "answers": texts, "cut": cut}, [limit] * bool(cut)
-            )
+            notes = [f"cut at {max_new_tokens} tokens: {', '.join(cut)}"] if cut else []
+            yield Outcome(prompt, [table], {"prompt": prompt, "answers": texts, "cut": cut}, notes)
 
     return turns()
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import tempfile
-from json import dumps
+from io import StringIO
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +27,8 @@ def init(
     json: opt.Json = False,
 ) -> None:
     """Write a workflow for your rows and model, with test rows set aside. Asks for what is not given."""
+    from ruamel.yaml import YAML
+
     from opdcl.api import run
     from opdcl.config.shipped import find_workflow
     from opdcl.data.rows import load_records
@@ -45,21 +46,21 @@ def init(
     data = data or typer.prompt(ROWS, err=True)
     base = base or typer.prompt(BASE, "smollm2-135m", err=True)
     *rows, note = split_rows(load_records(data), {}, test_share)
-    model = str(Path(base).resolve()) if os.path.exists(base) else base
-    recipe = find_workflow("own-data").read_text(encoding="utf-8")
-    text = f"# Your rows, {data}. Everything else is at its default: `opdcl config show FILE --all`.\n"
-    text += recipe[recipe.index("name:") :]
-    values = {"name": out.stem, "description": f"{data} on {base}", "id": model}
-    for key, value in (values | {"data": files[1].name, "mine": files[2].name}).items():
-        written = dumps(value).replace("\\", r"\\")
-        text = re.sub(rf"(?m)^( *{key}: )[^#\n]+?(?= *(#|$))", rf"\g<1>{written}", text, count=1)
+    yaml = YAML()
+    flow = yaml.load(find_workflow("own-data"))
+    flow.yaml_set_start_comment(f"Your rows, {data}. `opdcl config show {out} --all` shows all defaults.")
+    flow["name"], flow["description"] = out.stem, f"{data} on {base}"
+    flow["model"]["id"] = str(Path(base).resolve()) if os.path.exists(base) else base
+    flow["finetune"]["data"], flow["eval"]["data"]["mine"] = files[1].name, files[2].name
+    text = StringIO()
+    yaml.dump(flow, text)
     # Nothing stays behind of a workflow that would be refused.
     with (
         tempfile.TemporaryDirectory(dir=out.parent) as scratch,
         screen.output.busy("checking model and data"),
     ):
         drafts = [Path(scratch) / file.name for file in files]
-        for draft, content in zip(drafts, (text, *rows), strict=True):
+        for draft, content in zip(drafts, (text.getvalue(), *rows), strict=True):
             draft.write_text(content, encoding="utf-8")
         run(drafts[0], dry_run=True, quiet=True)
         for draft, file in zip(drafts, files, strict=True):

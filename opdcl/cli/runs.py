@@ -129,7 +129,15 @@ def chat(
         _serve_page(api.chat_page(source, max_new_tokens, temperature, trust_remote_code))
         return
     asked = [" ".join(prompts)] if prompts else _typed_lines()
-    turns = api.chat(source, asked, max_new_tokens, system, temperature, trust_remote_code, quiet=json)
+    turns = api.chat(
+        source,
+        asked,
+        max_new_tokens=max_new_tokens,
+        system=system,
+        temperature=temperature,
+        trust_remote_code=trust_remote_code,
+        quiet=json,
+    )
     typed = bool(prompts) or sys.stdin.isatty()
     if typed and not prompts:
         screen.output.note("Every prompt starts a new conversation. Press Ctrl-C or Ctrl-D to stop.")
@@ -184,8 +192,19 @@ def export(
 ) -> None:
     """Write the merged model, or its adapter, for other programs; or a whole tuned model as an adapter."""
     start(json)
-    form = state, format, outtype, converter, check, base, rank
-    outcome = api.export(source, out, *form, trust_remote_code, quiet=json)
+    outcome = api.export(
+        source,
+        out,
+        state=state,
+        format=format,
+        outtype=outtype,
+        converter=converter,
+        check=check,
+        base=base,
+        rank=rank,
+        trust_remote_code=trust_remote_code,
+        quiet=json,
+    )
     show(outcome)
     if "relative_error" in outcome.data:
         suggest("recover", out, "--base", base, "--domain", "PROMPTS.jsonl")

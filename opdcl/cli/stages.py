@@ -39,7 +39,7 @@ def run(
     With `--set track=[wandb]`, or trackio, tensorboard or mlflow, a tracker follows it.
     """
     how = _started(json, quiet, workers, settings, dry_run, force)
-    outcome = api.run(workflow, out, base, deterministic, **how)
+    outcome = api.run(workflow, out=out, base=base, deterministic=deterministic, **how)
     show(outcome)
     from opdcl.outcomes import Comparison
 
@@ -68,7 +68,19 @@ def finetune(
 ) -> None:
     """Fine-tune a LoRA adapter on your rows, mixed with replayed general prompts."""
     how = _started(json, quiet, workers, settings, dry_run, force)
-    show(api.finetune(data, out, base, epochs, learning_rate, seed, columns, replay, test_share, **how))
+    outcome = api.finetune(
+        data,
+        out=out,
+        base=base,
+        epochs=epochs,
+        learning_rate=learning_rate,
+        seed=seed,
+        columns=columns,
+        replay=replay,
+        test_share=test_share,
+        **how,
+    )
+    show(outcome)
 
 
 def recover(
@@ -92,7 +104,20 @@ def recover(
 ) -> None:
     """Recover what the fine-tune forgot, by distillation. The teacher is the original model."""
     how = _started(json, quiet, workers, settings, dry_run, force)
-    show(api.recover(path, prompts, domain, steps, learning_rate, seed, out, base, system, columns, **how))
+    outcome = api.recover(
+        path,
+        prompts=prompts,
+        domain=domain,
+        steps=steps,
+        learning_rate=learning_rate,
+        seed=seed,
+        out=out,
+        base=base,
+        system=system,
+        columns=columns,
+        **how,
+    )
+    show(outcome)
 
 
 def evaluate(
@@ -119,6 +144,17 @@ def evaluate(
     With --max-drop, exit code 3 if a larger drop is shown, 5 if the scores do not decide it.
     """
     how = _started(json, quiet, workers, settings, dry_run, force)
-    files, limits = opt.suite_files(data), opt.drops(max_drop)
-    suites = retention or (), domain or ()
-    show(api.evaluate(path, *suites, files, limit, out, base, system, columns, limits, **how))
+    outcome = api.evaluate(
+        path,
+        retention=retention or (),
+        domain=domain or (),
+        data=opt.suite_files(data),
+        limit=limit,
+        out=out,
+        base=base,
+        system=system,
+        columns=columns,
+        max_drop=opt.drops(max_drop),
+        **how,
+    )
+    show(outcome)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -49,7 +50,10 @@ def split_rows(
             chosen.update(group)
     if len(chosen) < FEWEST:
         found = f"{len(chosen)} of {len(rows)} rows can be set aside ({wanted} are wanted, and similar ones"
-        hint = "raise --test-share, or write test rows: opdcl eval RUN --domain TEST.jsonl"
+        # A few more than the fewest, because groups are set aside whole.
+        larger = max(share * 1.5, math.ceil(120 * FEWEST / len(rows)) / 100)
+        hint = f"--test-share {larger:.2g}, or w" if larger <= 0.5 else "w"
+        hint += "rite test rows: opdcl eval RUN --domain TEST.jsonl"
         raise UsageError(f"{found} stay together); fewer than {FEWEST} test rows show nothing", hint)
     lines = [json.dumps(record, ensure_ascii=False, default=str) + "\n" for record, _ in records]
     test = "".join(line for i, line in enumerate(lines) if i in chosen)

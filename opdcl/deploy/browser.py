@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -43,7 +43,15 @@ class ChatServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, chat: Chat, max_new_tokens: int, temperature: float, source="", system="", prompts=()):
+    def __init__(
+        self,
+        chat: Chat,
+        max_new_tokens: int,
+        temperature: float,
+        source: str = "",
+        system: str = "",
+        prompts: Sequence[str] = (),
+    ):
         """Listen at a free port. The page names the models' `source`, begins with a `system` prompt, and
         suggests `prompts`.
         """
