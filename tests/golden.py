@@ -86,7 +86,7 @@ RECOVERIES = {
         "recover.teachers.other={kind: model, model: {id: ./models/second, dtype: float32}}",
     ],
     "given-answers": ["recover.general=[answered.jsonl]", "recover.given_answers=true"],
-    "interpolate": ["recover.method=interpolate", "recover.steps=96", "recover.lmbda=auto"],
+    "start-alone": ["recover.steps=0", "recover.lmbda=auto"],
     "imitation": ["recover.method=replay", "recover.lmbda=auto"],
     "served": [
         "recover.general_teacher=other",

@@ -69,7 +69,7 @@ MOST_DOMAIN_ROWS = 6
 AUTHORS = "lmbda on_policy.domain on_policy.reverse"
 
 # Why some methods have no use for a setting.
-TRAINS_NOTHING = "with method interpolate, which trains nothing"
+TRAINS_NOTHING = "with steps 0: nothing is trained"
 IMITATES = "with method replay, which imitates the teachers' answers"
 
 
@@ -84,7 +84,7 @@ def split_share(item: str) -> tuple[str, float | None]:
 def _needs_no_loss(recover: RecoverConfig) -> bool:
     # With a teacher on a server, the loss still says which log-probabilities to request.
     served = any(teacher.server for teacher in recover.teachers.values())
-    return recover.method == "interpolate" and not served
+    return recover.steps == 0 and not served
 
 
 def _has_no_author(recover: RecoverConfig) -> bool:
@@ -96,7 +96,7 @@ class RecoverConfig(Section):
     """Recovery by distillation: a teacher grades every token of its own answers, or of the student's."""
 
     unused = (
-        (f"{AUTHORS} steps weighting", lambda s: s.method == "interpolate", TRAINS_NOTHING),
+        (f"{AUTHORS} weighting", lambda s: s.steps == 0, TRAINS_NOTHING),
         (f"{AUTHORS} loss.kind loss.k", lambda s: s.method == "replay", IMITATES),
         (
             "general_per_domain",
@@ -117,13 +117,13 @@ class RecoverConfig(Section):
 
     former = {"save_steps": (12, "a checkpoint is written at each validation: see validate_every")}
 
-    method: Literal["alternating", "general", "replay", "interpolate"] = "alternating"
+    method: Literal["alternating", "general", "replay"] = "alternating"
     """`alternating` is our method. Baselines: `general`, without domain steps; `replay`, imitation of the
-    teachers' answers; `interpolate`, the start alone, without training."""
+    teachers' answers."""
     start: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"
-    """Scale of the tuned adapter at which the student starts: near 0 it is base, 1 is tuned. `auto`: the
-    scale at which least is lost of both streams, by held-out KL; or 1 where a teacher is not base or tuned
-    itself."""
+    """Where the student starts. `auto`: the tuned adapter without what it does to the inputs that base's
+    answers excite, in closed form; what that spares of both streams is chosen by held-out KL. It is 1 where a
+    teacher is not base or tuned itself. A number scales the adapter: near 0 it is base, 1 is tuned."""
     general: Annotated[str | list[str], Field(min_length=1)] | None = "everyday"
     """Prompts on which base is the teacher: `everyday` (shipped) or a file. Several sources: a list, in equal
     parts or as SOURCE=SHARE, such as `[everyday=0.3, prompts.jsonl=0.7]`. None: domain steps only."""
@@ -147,9 +147,9 @@ class RecoverConfig(Section):
     reward: RewardSection | None = None
     """Verifiable reward for general completions, in addition to the teacher."""
     steps: Steps | Auto = 96
-    """Optimizer steps, both streams together. `auto`: as many as learn from the tokens that the fine-tune's
-    rows have over all epochs, if all answers reach their maximum length; at least 32, at most 512. Without a
-    fine-tune, 96."""
+    """Optimizer steps, both streams together. 0: the start alone is recovered, without training. `auto`: as
+    many as learn from the tokens that the fine-tune's rows have over all epochs, if all answers reach their
+    maximum length; at least 32, at most 512. Without a fine-tune, 96."""
     rollouts: BatchSize | Auto = "auto"
     """Completions per optimizer step. `auto`: 8 below hidden size 1536, 16 below 3072, 32 from there. For the
     same number of completions in all, many small steps recover more than few large ones."""
@@ -162,7 +162,8 @@ class RecoverConfig(Section):
     """Share of the general steps, the last ones, in which the student writes the answers; at least one step,
     if it is above 0 and there are two. In those before, their teacher writes, as it does in domain steps.
     `auto`: from the first validation on at which the student's own answers are half as long as base's, or as
-    those that are given. 1 is on-policy, 0 off-policy. TRL's GKD draws each step with this chance."""
+    those that are given, and half as many end. 1 is on-policy, 0 off-policy. TRL's GKD draws each step with
+    this chance."""
     on_policy: OnPolicySection = OnPolicySection()
     """What is different where the student writes."""
     sample_ahead: Positive = 3

@@ -30,7 +30,7 @@ Count = Annotated[int, Field(ge=0, le=LARGEST, strict=True)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 2, strict=True)]
 # Optimizer steps of a stage, and rows or completions of a step: all of them are planned beforehand.
 MOST_STEPS = 100_000
-Steps = Annotated[int, Field(gt=0, le=MOST_STEPS, strict=True)]
+Steps = Annotated[int, Field(ge=0, le=MOST_STEPS, strict=True)]
 BatchSize = Annotated[int, Field(gt=0, le=10_000, strict=True)]
 # A factor on a loss.
 Weight = Annotated[float, Field(ge=0, le=1000)]

@@ -208,7 +208,7 @@ def _check_tuned_model(job: Job) -> None:
         "a trust_region around base": (any(t.kind == "trust_region" for t in teachers), "use kind base"),
     }
     if recover:
-        used["recover.method interpolate"] = (recover.method == "interpolate", "use alternating")
+        used["recover.steps 0"] = (recover.steps == 0, "train some steps")
         used["recover.start"] = (recover.start not in ("auto", 1), "leave it out")
     if has_more:
         used |= _needing_the_same_tokens(workflow)

@@ -156,13 +156,13 @@ def memory_words(sizes: dict[str, Any]) -> str:
 
 
 def steps_of(job: Job, tasks: Sequence[Task]) -> dict[str, int]:
-    """Return the optimizer steps of the stages that will run; `interpolate` only scales the adapter."""
+    """Return the optimizer steps of the stages that will run."""
     steps: dict[str, int] = {}
     for task in tasks:
         if task.unfinished and task.name == "finetune" and job.workflow.finetune:
             rows = len(job.examples.encoded or job.examples.rows)
             steps["finetune"] = sum(planned_steps(job.workflow.finetune, rows))
-        if task.unfinished and task.name == "recover" and job.workflow.recover.method != "interpolate":
+        if task.unfinished and task.name == "recover" and job.workflow.recover.steps:
             steps["recover"] = job.workflow.recover.steps
     return steps
 

@@ -90,7 +90,7 @@ def _tokens_to_train(job: Job, task: Task) -> float:
         replayed = finetune.replayed(len(job.examples.rows)) * REPLAYED_TOKENS
         return job.learned_tokens + replayed * (finetune.epochs + 1)
     sizes = len(prompts["general"].train), len(prompts["domain"].train)
-    steps = [] if recover.method == "interpolate" else plan_steps(recover, *sizes)
+    steps = plan_steps(recover, *sizes)
     # Base, tuned, the start and then the student write answers, and grade as many of the teachers'.
     measured = 2 * (3 + len(steps) // recover.validate_every)
     held_out = sum(len(of_stream.held_out) * recover.limit(name) for name, of_stream in prompts.items())

@@ -189,7 +189,8 @@ def of_the_student(row: dict[str, Any]) -> dict[str, Any]:
 
 def started_elsewhere(row: dict[str, Any]) -> bool:
     """Return whether a row says that the student did not start as tuned."""
-    return bool(row.get("start", {}).get("alpha", 1) != 1)
+    start = row.get("start", {})
+    return start.get("alpha", 1) != 1 or start.get("mu") is not None
 
 
 def _validation_notes(rows: Rows) -> list[str]:
@@ -216,16 +217,18 @@ def start_notes(rows: Rows) -> list[str]:
     chosen = next((row["start"] for row in rows if "start" in row), None)
     validations, kept, _ = validations_of(rows)
     elsewhere = any(map(started_elsewhere, rows))
-    scaled = f"the tuned adapter times {chosen['alpha']:g}" if elsewhere else "the tuned adapter"
+    place = "the tuned adapter"
+    if elsewhere:  # earlier versions could only scale, and did not name the place
+        place = chosen.get("place") or f"the tuned adapter times {chosen['alpha']:g}"
     if kept == 0:
-        return [f"Recovered is {scaled}: no training step came nearer to the teachers on held-out prompts."]
+        return [f"Recovered is {place}: no training step came nearer to the teachers on held-out prompts."]
     if chosen is None or kept is None:
         return []
     if not any("loss" in row for row in rows):
-        return [f"Recovered is {scaled}: no training was done."]
+        return [f"Recovered is {place}: no training was done."]
     if not elsewhere:
         return []
-    notes = [f"The recovery started from {scaled}."]
+    notes = [f"The recovery started from {place}."]
     # Earlier versions called this share `domain_kept`.
     share = validations[kept].get("domain_gap_closed", validations[kept].get("domain_kept", 1.0))
     if share < DOMAIN_BACK:
@@ -236,7 +239,7 @@ def start_notes(rows: Rows) -> list[str]:
         )
     elif chosen["score"] <= NO_WORSE * validations[kept]["score"]:
         notes.append(
-            f"On held-out prompts the start alone, {scaled}, is about as near to the teachers: "
-            "`--set recover.method=interpolate` gives it without training."
+            f"On held-out prompts the start alone, {place}, is about as near to the teachers: "
+            "`--set recover.steps=0` gives it without training."
         )
     return notes

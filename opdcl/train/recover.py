@@ -25,12 +25,12 @@ from opdcl.rundir.hashes import SEAL, damage, seal
 from opdcl.rundir.layout import StageDir
 from opdcl.rundir.records import read_metrics
 from opdcl.sampling.sample import pick_engine
-from opdcl.train.alpha_search import choose_start
 from opdcl.train.checkpoints import Checkpoints, StudentOptimizer
-from opdcl.train.health import check_kl, check_responses
+from opdcl.train.health import ResponseStats, check_kl, check_responses
 from opdcl.train.learner import Learner, Sums, kl_by_teacher, mean_loss
 from opdcl.train.rollout_queue import RolloutQueue
 from opdcl.train.schedule import plan_steps
+from opdcl.train.start import Start, put_at_start
 from opdcl.train.teachers import SAMPLED, Completions, EmaTeacher, Teacher, Teachers, teacher_here
 from opdcl.train.validation import HeldOut, Measurement, Milestones, describe_kl, is_kept, teacher_name
 from opdcl.training import Interruption, StageLog, StageReport, last_checkpoint, save_adapter, step_of
@@ -38,9 +38,9 @@ from opdcl.types import Batch, Judge, Prompts, Stream, StreamName
 
 SAMPLES_PER_MEASUREMENT = 8
 
-# Share of the length of base's answers from which the student's are no stubs, and worth grading. In the
-# quickstart it is .16 at the start and .62 at half of the steps, where a pilot let the student take over.
-LONG_ENOUGH = 0.5
+# Share of base's answers, in length and in how many end, from which the student's are worth grading: below,
+# they are stubs, or run on.
+LIKE_BASE = 0.5
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,15 @@ def recover(
     learner = Learner(backbone, teachers, "recover.max_new_tokens", int(config.micro_batch_tokens))
     held_out = HeldOut(learner, queue, prompts, report)
     recovery = Recovery(queue, learner, held_out, StageLog(report, out, config.steps))
-    if config.method == "interpolate":
-        keep_start(recovery)
-    else:
+    if config.steps:
         learn(recovery)
+    else:
+        keep_start(recovery)
     queue.completions.log_hits(report.note)
+    if config.steps and config.hands_over("general") and not queue.handed_over:
+        writer = "the rows gave" if config.given_answers else f"{teacher_name(config, 'general')} wrote"
+        hint = "--set recover.lmbda=0.5 lets the student write the last half"
+        report.note(f"{writer} all general answers: at no validation were the student's like base's; {hint}")
     if problem := damage(out.best):
         hint = f"remove {out.trainer}: the same command then repeats the stage"
         raise OpdclError(f"{out.best}, the adapter to end with, is damaged: {problem}", hint)
@@ -158,21 +162,15 @@ def begin(recovery: Recovery, is_new: bool) -> Milestones:
     queue, held_out, log = recovery.queue, recovery.held_out, recovery.log
     config = queue.config
     held_out.let_teachers_answer()
-    if config.hands_over("general") and queue.prompts["general"] and not held_out.prompts["general"]:
-        log.report.note(
-            "no general prompt is held out, so nothing tells when the student can write: base writes all "
-            "answers; --set recover.lmbda=0.5 lets the student write the last half"
-        )
     if is_new:
-        alpha, curve, found = find_start(recovery)
-        place = "tuned" if alpha == 1 else f"the tuned adapter times {alpha:g}"
-        before = None if alpha == 1 else found.tuned
-        log.report.note(f"start: {place}, {describe_kl(config, found.start, found.base, before)}")
+        start, found = find_start(recovery)
+        before = None if start.is_tuned else found.tuned
+        log.report.note(f"start: {start}, {describe_kl(config, found.start, found.base, before)}")
         held_out.show_answers()
         score = found.start.score(config.method)
         keep_adapter(recovery, 0, score)
         tuned, base = {**found.tuned.row(), "best": True}, found.base.row()
-        chosen = {"alpha": alpha, "validation": found.start.row(), "score": score, "curve": curve}
+        chosen = start.row() | {"validation": found.start.row(), "score": score}
         log.write({"step": 0, "validation": tuned, "base": base, "start": chosen})
     rows = read_metrics(log.out.metrics)
     milestones = Milestones.restore(rows, config.method)
@@ -183,26 +181,22 @@ def begin(recovery: Recovery, is_new: bool) -> Milestones:
     return milestones
 
 
-def find_start(recovery: Recovery) -> tuple[float, list[dict[str, float]], Milestones]:
-    """Measure base and tuned, and put the student where it starts: at tuned, or between the two.
-
-    Return the scale of the adapter there, the curve that it was chosen from, and what was measured.
-    """
-    held_out, learner = recovery.held_out, recovery.learner
+def find_start(recovery: Recovery) -> tuple[Start, Milestones]:
+    """Measure base and tuned, and put the student where it starts; return that place and what it measures."""
+    held_out, learner, config = recovery.held_out, recovery.learner, recovery.queue.config
     base, tuned = held_out.measure_base(), held_out.measure_tuned()
 
     def measure_kl(doing: str) -> dict[StreamName, float]:
         return held_out.on_teachers_answers(doing).kl
 
-    config, prompts = recovery.queue.config, held_out.prompts
-    alpha, points = choose_start(config, learner, prompts, measure_kl, tuned.kl, base.kl)
-    curve = [point._asdict() for point in points]
-    if alpha == 1:
-        return alpha, curve, Milestones(tuned, base, tuned)
-    averages = [t.state for t in learner.all_teachers if isinstance(t, EmaTeacher)]
-    for state in ["student", *averages]:  # an average begins where the student does
-        learner.backbone.shrink(alpha, state)
-    return alpha, curve, Milestones(tuned, base, held_out.measure_student())
+    texts, note = recovery.queue.first_texts, recovery.log.report.note
+    start = put_at_start(config, learner, measure_kl, tuned.kl, base.kl, texts, note)
+    if start.is_tuned:
+        return start, Milestones(tuned, base, tuned)
+    for teacher in learner.all_teachers:  # an average begins where the student does
+        if isinstance(teacher, EmaTeacher):
+            learner.backbone.shrink(start.alpha, teacher.state)
+    return start, Milestones(tuned, base, held_out.measure_student())
 
 
 def take_step(recovery: Recovery, optimizer: StudentOptimizer, step: int) -> tuple[dict[str, Any], int]:
@@ -276,19 +270,24 @@ def validate_step(recovery: Recovery, milestones: Milestones, step: int, optimiz
 
 
 def hand_over(recovery: Recovery, milestones: Milestones, step: int, now: Measurement) -> None:
-    """Let the student write from here on if its answers are at least half as long as base's."""
+    """Let the student write from here on if its answers are like base's."""
     queue, own, base = recovery.queue, now.own, milestones.base.own
     config = queue.config
     if not config.hands_over("general") or queue.handed_over or step >= config.steps:
         return
-    if not own or not base or own.length < LONG_ENOUGH * base.length:
+    if not own or not base or not writes_like(own, base):
         return
     queue.hand_over(step)
     writer = "those given" if config.given_answers else f"{teacher_name(config, 'general')}'s"
     recovery.log.report.note(
-        f"step {step}: the student's answers have {own.length:.0f} tokens ({writer}: {base.length:.0f}); "
-        "from here on the student writes the general answers"
+        f"step {step}: the student's answers have {own.length:.0f} tokens, and {own.ended:.0%} end "
+        f"({writer}: {base.length:.0f}, {base.ended:.0%}); from here on it writes the general answers"
     )
+
+
+def writes_like(own: ResponseStats, base: ResponseStats) -> bool:
+    """Return whether answers are no stubs beside base's, and do not run on."""
+    return own.length >= LIKE_BASE * base.length and own.ended >= LIKE_BASE * base.ended
 
 
 def keep_adapter(recovery: Recovery, step: int, score: float) -> None:
@@ -311,21 +310,19 @@ def keep_samples(recovery: Recovery, step: int) -> None:
 
 
 def keep_start(recovery: Recovery) -> None:
-    """Keep the start as the recovered adapter, without training: the rival that costs nothing."""
+    """Keep the start as the recovered adapter, without training: the rival that costs next to nothing."""
     log = recovery.log
     recovery.held_out.let_teachers_answer()
-    alpha, curve, found = find_start(recovery)
+    start, found = find_start(recovery)
     save_adapter(recovery.learner.backbone, log.out.best)
     seal(log.out.best)
     tuned, kept = Measurement(found.tuned.kl).row(), Measurement(found.start.kl).row()
-    chosen = {"alpha": alpha, "validation": found.start.row(), "curve": curve}
     rows = [
-        {"step": 0, "validation": tuned, "start": chosen},
+        {"step": 0, "validation": tuned, "start": start.row() | {"validation": found.start.row()}},
         {"step": 1, "validation": {**kept, "best": True}},
     ]
     write_atomic(log.out.metrics, "".join(json.dumps(row) + "\n" for row in rows))
-    described = describe_kl(recovery.queue.config, found.start, found.base, found.tuned)
-    log.report.note(f"the adapter times {alpha:g}: {described}")
+    log.report.note(f"{start}: {describe_kl(recovery.queue.config, found.start, found.base, found.tuned)}")
 
 
 def student_here(backbone: Backbone, report: StageReport) -> Teacher:

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from opdcl import parallel
 from opdcl.config.recover import RecoverConfig
 from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
-from opdcl.train.schedule import sampled_together
+from opdcl.train.schedule import prompt_order, sampled_together
 from opdcl.train.teachers import SAMPLED, Completions, OnFinished, Teacher, Teachers, by_teacher
 from opdcl.training import StageReport, counted
 from opdcl.types import STREAMS, Author, Batch, Judge, Prompt, Rollout, Step, StreamName
@@ -50,8 +51,8 @@ class RolloutQueue:
         self.report, self.completions = report, completions
         self.latest: dict[StreamName, list[Rollout]] = {}
         """The completions handed out last, by stream."""
-        self.drawn: dict[StreamName, dict[int, Rollout]] = {s: {} for s in STREAMS if self._recurs(s)}
-        """What frozen teachers wrote, by stream and number of the prompt, where prompts come again."""
+        self.drawn: dict[StreamName, dict[int, Rollout]] = {s: {} for s in STREAMS if not self._is_dynamic(s)}
+        """What frozen teachers wrote and steps will learn from, by stream and number of the prompt."""
         self.handed_over = False
         self._ahead: dict[int, list[Rollout]] = {}
         self._unfinished: dict[StreamName, list[Rollout]] = {}
@@ -88,30 +89,34 @@ class RolloutQueue:
     def _is_dynamic(self, stream: StreamName) -> bool:
         return any(teacher.is_dynamic for teacher in self.teachers[stream].values())
 
-    def _recurs(self, stream: StreamName) -> bool:
-        """Return whether frozen teachers answer a prompt of the stream in more than one step."""
-        if self._is_dynamic(stream):
-            return False
-        steps = [step for step in self.steps if step.stream == stream and not step.on_policy]
-        asked = [prompt for step in steps for prompt in step.prompts]
-        return len(set(asked)) < len(asked)
+    def first_texts(self, stream: StreamName, count: int) -> list[Rollout]:
+        """Return what frozen teachers write to the prompts of a stream's first steps, at most `count`."""
+        order = prompt_order(self.config, stream, len(self.prompts[stream]))
+        numbers = list(islice(order, min(count, len(self.prompts[stream]))))
+        return self._write_once(stream, numbers, 0, self.config.seed + 9)
 
     def _draw_once(self, index: int) -> list[Rollout]:
         """Return the texts of step `index`; those not written yet are written first."""
         step = self.steps[index]
-        drawn = self.drawn[step.stream]
-        if any(number not in drawn for number in step.prompts):
+        if any(number not in self.drawn[step.stream] for number in step.prompts):
             batch = sampled_together(self.config, self.steps, index, dynamic=False)
             asked = [number for i in batch for number in self.steps[i].prompts]
-            missing = [number for number in dict.fromkeys(asked) if number not in drawn]
-            prompts = [self.prompts[step.stream][number] for number in missing]
-            texts = self._write_by_teacher(step.stream, prompts, self._seed(index))
-            left = [s for s in self.steps[index:] if s.stream == step.stream and not s.on_policy]
+            self._write_once(step.stream, asked, index, self._seed(index))
+        drawn = self.drawn[step.stream]
+        return [drawn[number] if drawn[number].recurs else drawn.pop(number) for number in step.prompts]
+
+    def _write_once(self, stream: StreamName, numbers: list[int], index: int, seed: int) -> list[Rollout]:
+        """Return the texts of these prompts; before step `index`, those not written yet are written."""
+        drawn = self.drawn[stream]
+        missing = [number for number in dict.fromkeys(numbers) if number not in drawn]
+        if missing:
+            texts = self._write_by_teacher(stream, [self.prompts[stream][n] for n in missing], seed)
+            left = [s for s in self.steps[index:] if s.stream == stream and not s.on_policy]
             times = Counter(number for s in left for number in s.prompts)
             for number, text in zip(missing, texts, strict=True):
                 text.recurs = times[number] > 1
                 drawn[number] = text
-        return [drawn[number] for number in step.prompts]
+        return [drawn[number] for number in numbers]
 
     def _seed(self, index: int) -> int:
         return self.config.seed * 1_000_003 + index
@@ -124,7 +129,7 @@ class RolloutQueue:
         resumed: list[Rollout] = []
         if step.on_policy:
             resumed, new = self._write_by_student(step.stream, batch, seed)
-        else:
+        else:  # by a teacher that changes
             new = self._write_by_teacher(step.stream, self._prompts(batch), seed)
         self._hand_out(batch, new, resumed)
         # Earlier weights began what was resumed; the last step of the batch gets it.

@@ -9,7 +9,7 @@ gradients counteract in one batch (CaMOPD, arXiv 2605.27115).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.training import endless
@@ -21,7 +21,8 @@ FULL_BATCH = 96
 
 def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
     """Return all steps of a recovery, given how many prompts each stream has."""
-    draws = {"general": endless(general, config.seed), "domain": endless(domain, config.seed + 1)}
+    sizes: dict[StreamName, int] = {"general": general, "domain": domain}
+    draws = {stream: prompt_order(config, stream, size) for stream, size in sizes.items()}
     period = config.general_per_domain + 1
     streams: list[StreamName] = []
     for index in range(config.steps):
@@ -37,6 +38,11 @@ def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
         prompts = tuple(prompt for prompt in drawn for _ in range(group))
         steps.append(Step(stream, prompts, next(by_student[stream])))
     return steps
+
+
+def prompt_order(config: RecoverConfig, stream: StreamName, count: int) -> Iterator[int]:
+    """Yield the numbers of a stream's prompts without end, each epoch in an order of its own."""
+    return endless(count, config.seed + STREAMS.index(stream))
 
 
 def on_policy_steps(steps: int, share: float) -> list[bool]:

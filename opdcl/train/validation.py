@@ -15,10 +15,10 @@ from typing import Any
 from opdcl.config.recover import NO_WORSE, RecoverConfig
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import State
-from opdcl.train.alpha_search import KL_NOISE
 from opdcl.train.health import CHECK_BASE, TEACHER_ENTROPY, ResponseStats
 from opdcl.train.learner import Graded, Learner, kl_by_teacher
 from opdcl.train.rollout_queue import RolloutQueue
+from opdcl.train.start import KL_NOISE
 from opdcl.train.teachers import Teacher, Teachers
 from opdcl.training import StageReport, counted
 from opdcl.types import STREAMS, Prompts, Rollout, StreamName
@@ -134,7 +134,7 @@ class HeldOut:
         self.learner, self.queue, self.report, self.config = learner, queue, report, queue.config
         self.prompts = {stream: of_stream.held_out for stream, of_stream in prompts.items()}
         self.questions = itertools.cycle(enumerate(prompts["general"].questions))
-        self.asked = self.prompts["general"] if self.config.method != "interpolate" else []
+        self.asked = self.prompts["general"] if self.config.steps else []
         """The prompts that each model answers itself: none where none is trained."""
         self.answers: dict[StreamName, Graded] = {}
         self._written: dict[str, list[Rollout]] = {}

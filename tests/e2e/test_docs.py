@@ -198,7 +198,7 @@ def small(words: list[str]) -> list[str]:
         f"{min(float(word), FLAGS[flag]):g}" if flag in FLAGS else word
         for flag, word in pairwise(["", *words])
     ]
-    without_effect = {"recover.steps"} if "recover.method=interpolate" in words else set()
+    without_effect = {"recover.steps"} if "recover.steps=0" in words else set()
     sizes = {k: v for k, v in SMALL.get(words[1], {}).items() if k not in without_effect}
     return [*flagged, *(word for key, value in sizes.items() for word in ("--set", f"{key}={value}"))]
 

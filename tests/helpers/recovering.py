@@ -54,10 +54,7 @@ class Notes(Silent):
 def short_recovery(folder, **settings):
     """Return the settings of a few small steps on the prompts in `folder`."""
     streams = {"general": [str(folder / "general.jsonl")], "domain": str(folder / "domain.jsonl")}
-    short = dict(SHORT)
-    if settings.get("method") == "interpolate":
-        del short["steps"]  # it has none
-    return RecoverConfig(**streams | short | settings)
+    return RecoverConfig(**streams | SHORT | settings)
 
 
 def recover_rows(config, backbone, tuned, out, report):
@@ -117,7 +114,7 @@ def resumed_like(whole, backbone, folder, name, config, stop, meanwhile=lambda s
 
 def run(backbone, folder, **settings):
     """Recover the adapter in `folder / "tuned"` in a few small steps; return the rows of its metrics."""
-    trained = settings.get("method") not in ("interpolate", "replay")
+    trained = settings.get("steps") != 0 and settings.get("method") != "replay"
     on_policy = {"lmbda": 1.0} if trained and settings.get("lmbda") != 0 else {}
     config = short_recovery(folder, **on_policy | settings)
     out = StageDir(folder / "out")

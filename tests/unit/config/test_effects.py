@@ -65,9 +65,8 @@ REWARD = {"reward": {"suite": "instructions_train"}, "keep": "last", "lmbda": 1.
 @pytest.mark.parametrize(
     ("tree", "key"),
     [
-        ({"recover": {"method": "interpolate", "loss": {"kind": "reverse_kl"}}}, "recover.loss"),
-        ({"recover": {"method": "interpolate", "lmbda": 0.25}}, "recover.lmbda"),
-        ({"recover": {"method": "interpolate", "steps": 5}}, "recover.steps"),
+        ({"recover": {"steps": 0, "loss": {"kind": "reverse_kl"}}}, "recover.loss"),
+        ({"recover": {"steps": 0, "lmbda": 0.25}}, "recover.lmbda"),
         ({"recover": {"method": "replay", "loss": {"kind": "reverse_kl"}}}, "recover.loss.kind"),
         ({"recover": {"method": "replay", "lmbda": 0.25}}, "recover.lmbda"),
         ({"recover": {"general": None, "general_per_domain": 0, "lmbda": 0.3}}, "recover.lmbda"),
@@ -102,7 +101,7 @@ def test_a_setting_without_an_effect_is_refused_by_name(tree, key):
 
 def test_defaults_that_a_stored_run_names_are_accepted():
     for recover in (
-        {"method": "interpolate"},
+        {"steps": 0},
         {"method": "replay"},
         {"method": "general"},
         {"server": SERVER, "lmbda": 1.0},
@@ -117,32 +116,31 @@ def test_defaults_that_a_stored_run_names_are_accepted():
         assert validate(workflow.model_dump()) == workflow
 
 
-def test_interpolation_with_a_remote_teacher_may_name_the_loss_that_the_server_can_serve():
+def test_a_start_alone_with_a_remote_teacher_may_name_the_loss_that_the_server_can_serve():
     loss = {"kind": "top_k", "k": 5}
     teacher = {"general_teacher": "far", "teachers": {"far": REMOTE}}
-    assert validate({"recover": {"method": "interpolate", "loss": loss, **teacher}})
+    assert validate({"recover": {"steps": 0, "loss": loss, **teacher}})
 
 
 def test_an_override_leaves_out_what_it_makes_meaningless_and_says_so(tmp_path):
     (tmp_path / "trained.yaml").write_text("recover: {steps: 5, lmbda: 0.25}\n")
     said = []
-    flow, origins = load([str(tmp_path / "trained.yaml")], ["recover.method=interpolate"], note=said.append)
-    assert flow == validate({"recover": {"method": "interpolate"}})
-    assert not {"recover.steps", "recover.lmbda"} & {*origins}
-    lmbda, steps = said
-    assert lmbda.startswith("recover.lmbda is left out: it has no effect with method interpolate")
-    assert steps.startswith("recover.steps is left out")
-    with pytest.raises(UsageError, match=r"recover\.steps has no effect with method interpolate.*--set"):
-        load(["quickstart"], ["recover.method=interpolate", "recover.steps=5"])
+    flow, origins = load([str(tmp_path / "trained.yaml")], ["recover.steps=0"], note=said.append)
+    assert flow == validate({"recover": {"steps": 0}})
+    assert "recover.lmbda" not in origins
+    (lmbda,) = said
+    assert lmbda.startswith("recover.lmbda is left out: it has no effect with steps 0")
+    with pytest.raises(UsageError, match=r"recover\.lmbda has no effect with steps 0.*--set"):
+        load(["quickstart"], ["recover.steps=0", "recover.lmbda=0.5"])
     (tmp_path / "taught.yaml").write_text("recover: {teachers: {a: {kind: adapter, adapter: runs/x}}}\n")
     flow, _ = load([str(tmp_path / "taught.yaml")], ["recover.teachers.a.kind=base"])
     assert flow.recover.teachers["a"].adapter is None
 
 
 def test_an_override_excuses_no_setting_that_had_no_effect_before_it(tmp_path):
-    (tmp_path / "flow.yaml").write_text("recover: {method: interpolate, steps: 5}\n")
-    for override in ("name=other", "recover.method=interpolate"):
-        with pytest.raises(UsageError, match=r"recover\.steps has no effect"):
+    (tmp_path / "flow.yaml").write_text("recover: {steps: 0, lmbda: 0.5}\n")
+    for override in ("name=other", "recover.steps=0"):
+        with pytest.raises(UsageError, match=r"recover\.lmbda has no effect"):
             load([str(tmp_path / "flow.yaml")], [override])
 
 
@@ -164,8 +162,9 @@ INHERITED = [
     SERVED | {"loss": {"kind": "policy_gradient"}},
 ]
 OVERRIDES = [
-    *(f"recover.method={method}" for method in ("alternating", "general", "replay", "interpolate")),
+    *(f"recover.method={method}" for method in ("alternating", "general", "replay")),
     *(
+        "recover.steps=0",
         "recover.lmbda=0",
         "recover.lmbda=1",
         "recover.loss.kind=cross_entropy",
@@ -192,12 +191,12 @@ def test_one_pass_leaves_out_all_that_an_override_makes_meaningless(inherited, o
 
 
 def test_a_stage_added_to_a_stored_run_leaves_out_what_it_makes_meaningless():
-    stored = validate({"finetune": {"data": "d"}, "recover": {"steps": 5}}).model_dump()
-    for origins, count in (({}, 0), ({"recover.steps": "flow.yaml:3"}, 1)):
+    stored = validate({"finetune": {"data": "d"}, "recover": {"lmbda": 0.25}}).model_dump()
+    for origins, count in (({}, 0), ({"recover.lmbda": "flow.yaml:3"}, 1)):
         said = []
-        override = ["recover.method=interpolate"]
+        override = ["recover.steps=0"]
         flow, _ = load_tree(stored, origins, override, {}, "recover", said.append)
-        assert flow.recover.steps == 96
+        assert flow.recover.lmbda == "auto"
         assert len(said) == count, "what nobody has set is no news"
 
 
@@ -217,7 +216,7 @@ def test_an_arm_leaves_out_what_it_makes_meaningless_and_may_not_set_it(tmp_path
         expand(validate(common | {"arms": wrong}), tmp_path)
 
 
-@pytest.mark.parametrize("recover", [{"method": "replay"}, {"method": "interpolate"}])
+@pytest.mark.parametrize("recover", [{"method": "replay"}, {"steps": 0}])
 def test_a_former_default_without_effect_is_no_fault_of_a_stored_run(recover):
     """Runs of earlier versions hold `lmbda: 0.5`, which nobody had set, beside methods that do not use it."""
     stored = {"model": {}, "finetune": {"data": "rows"}, "recover": recover | {"lmbda": 0.5}}

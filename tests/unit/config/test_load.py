@@ -175,7 +175,7 @@ def test_a_single_name_is_a_list_of_one(write, key, name):
     [
         ("recover:\n  steps: many\n", "recover.steps", 2, "'many'"),
         ("recover:\n  steps: 2.5\n", "recover.steps", 2, "2.5"),
-        ("recover:\n  steps: 0\n", "recover.steps", 2, "0"),
+        ("recover:\n  steps: -1\n", "recover.steps", 2, "-1"),
         ("recover:\n  learning_rate: -1e-4\n", "recover.learning_rate", 2, "-0.0001"),
         ("name: x\nrecover: 5\n", "recover", 2, "5"),
         ("eval:\n  retention: {a: b}\n", "eval.retention", 2, "{'a': 'b'}"),

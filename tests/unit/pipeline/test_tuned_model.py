@@ -158,7 +158,7 @@ def test_a_model_that_does_not_fit_its_base_is_refused_with_the_reason(project):
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (("--set", "recover.method=interpolate"), "recover.method interpolate"),
+        (("--set", "recover.steps=0"), "recover.steps 0"),
         (("--set", "eval.server.url=http://127.0.0.1:1/v1"), "a server"),
         (("--set", "finetune.data=rows.jsonl"), "finetune"),
         (("--set", "recover.teachers.a={kind: adapter, adapter: other}"), "a teacher of kind adapter"),

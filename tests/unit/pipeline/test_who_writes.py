@@ -9,6 +9,8 @@ from helpers.recovering import run
 from opdcl.config.load import load
 from opdcl.config.shipped import package_folder
 from opdcl.pipeline.sweep import expand
+from opdcl.train.health import ResponseStats
+from opdcl.train.recover import writes_like
 from opdcl.train.schedule import plan_steps
 from opdcl.train.self_distill import as_distillation
 
@@ -61,9 +63,7 @@ def counted(config, general=50, domain=50):
 
 def test_teachers_and_student_write_as_many_steps_as_every_recipe_says(tmp_path):
     written = {
-        name: counted(one.recover)
-        for name, one in recipes(tmp_path)
-        if one.recover and one.recover.method != "interpolate"
+        name: counted(one.recover) for name, one in recipes(tmp_path) if one.recover and one.recover.steps
     }
     assert written == WRITTEN
 
@@ -100,7 +100,7 @@ def test_every_row_of_the_metrics_names_the_author(backbone, tuned, settings, au
 def test_the_student_writes_once_its_own_answers_are_long_enough(
     backbone, tuned, monkeypatch, nearly, authors
 ):
-    monkeypatch.setattr("opdcl.train.recover.LONG_ENOUGH", nearly)
+    monkeypatch.setattr("opdcl.train.recover.LIKE_BASE", nearly)
     rows = [row for row in run(backbone, tuned, lmbda="auto") if "loss" in row]
     assert " ".join(row["author"][0] for row in rows) == authors
 
@@ -110,12 +110,12 @@ def test_the_student_takes_over_at_the_first_validation_with_long_enough_answers
 ):
     """As told by the metrics alone, so that a resumed run decides alike."""
     settings = {"lmbda": "auto", "validate_every": 2}
-    monkeypatch.setattr("opdcl.train.recover.LONG_ENOUGH", 10.0)
+    monkeypatch.setattr("opdcl.train.recover.LIKE_BASE", 10.0)
     first = run(backbone, tuned, **settings)[0]
     length, base = first["start"]["validation"]["own_length"], first["base"]["own_length"]
     # A little more than the start has: a later validation may reach it, and decides by its own answers.
     nearly = (length + 0.25) / base
-    monkeypatch.setattr("opdcl.train.recover.LONG_ENOUGH", nearly)
+    monkeypatch.setattr("opdcl.train.recover.LIKE_BASE", nearly)
     rows = run(backbone, tuned, **settings)
     taken_over = False
     for row in rows:
@@ -123,3 +123,19 @@ def test_the_student_takes_over_at_the_first_validation_with_long_enough_answers
             taken_over = taken_over or row["validation"]["own_length"] >= nearly * base
         elif row.get("stream") == "general":
             assert row["author"] == ("student" if taken_over else "teacher")
+
+
+@pytest.mark.parametrize(
+    ("length", "ended", "expected"),
+    [
+        (80, 0.3, True),
+        (45, 0.2, True),
+        (12, 1.0, False),
+        (128, 0.0, False),
+        (39, 0.3, False),
+        (90, 0.14, False),
+    ],
+)
+def test_neither_stubs_nor_answers_that_run_on_are_graded(length, ended, expected):
+    base = ResponseStats(80, 0.3, 0.02)
+    assert writes_like(ResponseStats(length, ended, 0.02), base) == expected

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from helpers.recovering import Silent, recover_rows, run, short_recovery, whole_and_resumed
+from helpers.recovering import Notes, Silent, recover_rows, run, short_recovery, whole_and_resumed
 from safetensors.torch import load_file, save_file
 
 from opdcl.config.recover import RecoverConfig
@@ -13,7 +13,7 @@ from opdcl.data.prompts import read_recovery_source
 from opdcl.data.rows import load_rows
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.train.alpha_search import BETWEEN, Point, distance_left
+from opdcl.train.start import SCALES, WEIGHTS_OF_BASE, Point, distance_left
 from opdcl.train.validation import NO_WORSE, Measurement, Milestones
 
 
@@ -23,6 +23,13 @@ def held_out(rows):
 
 def points(start):
     return [Point(**point) for point in start["curve"]]
+
+
+def left(point, rows):
+    """Return what a point has lost of both streams."""
+    kl = {"general": point.general_kl, "domain": point.domain_kl}
+    ends = rows[0]["validation"], rows[0]["base"]
+    return distance_left(kl, *({s: end[f"{s}_kl"] for s in ("general", "domain")} for end in ends))
 
 
 @pytest.mark.parametrize("engine", ["slab", "graph", "generate"])
@@ -48,23 +55,16 @@ def test_replay_imitates_the_teachers(backbone, tuned):
     assert [r["loss"] for r in rows] == [r["loss"] for r in imitation if "loss" in r]
 
 
-def test_interpolation_keeps_the_scale_with_the_least_held_out_kl(backbone, tuned):
-    rows = run(backbone, tuned, method="interpolate", start="auto")
-    start = rows[0]["start"]
-    *curve, base = points(start)
-    best = min(curve, key=lambda point: distance_left(point, curve[0], base))
-    assert start["alpha"] == best.alpha > 0
-    assert held_out(rows)[1] == pytest.approx(best.general_kl + best.domain_kl)
-    assert_scaled(tuned, "out/adapter", best.alpha)
+def test_without_steps_the_start_is_recovered(backbone, tuned):
+    rows = run(backbone, tuned, start="auto", steps=0)
+    assert held_out(rows)[1] == pytest.approx(sum(rows[0]["start"]["validation"].values()))
+    assert not any("loss" in row for row in rows)
 
 
-def test_a_given_scale_is_taken_whatever_its_held_out_kl(backbone, tuned):
-    rows = run(backbone, tuned, method="interpolate", start="auto")
-    for alpha in [point["alpha"] for point in rows[0]["start"]["curve"][1:-1]]:
-        given = run(backbone, tuned, method="interpolate", start=alpha)
-        assert (given[0]["start"]["alpha"], given[0]["start"]["curve"]) == (alpha, [])
-        point = next(p for p in rows[0]["start"]["curve"] if p["alpha"] == alpha)
-        assert given[1]["validation"]["general_kl"] == pytest.approx(point["general_kl"], rel=1e-4)
+def test_a_given_scale_is_taken(backbone, tuned):
+    given = run(backbone, tuned, start=0.5, steps=0)
+    assert (given[0]["start"]["alpha"], given[0]["start"]["curve"]) == (0.5, [])
+    assert_scaled(tuned, "out/adapter", 0.5)
 
 
 def assert_scaled(folder, recovered, alpha):
@@ -74,25 +74,36 @@ def assert_scaled(folder, recovered, alpha):
         torch.testing.assert_close(after[name], before[name] * (alpha if "lora_B" in name else 1))
 
 
-def test_the_curve_goes_from_tuned_almost_to_base(backbone, tuned):
+def test_the_start_is_the_place_with_the_least_held_out_kl(backbone, tuned):
     rows = run(backbone, tuned, start="auto")
     curve = points(rows[0]["start"])
-    measured, general, domain = zip(*curve, strict=True)
-    assert measured == (1.0, *BETWEEN[: len(measured) - 2], 0.0)
-    distances = [distance_left(point, curve[0], curve[-1]) for point in curve[:-1]]
-    *falling, first_rise = distances
-    assert falling == sorted(falling, reverse=True)
-    assert first_rise > falling[-1] or measured[-2] == BETWEEN[-1]
-    assert rows[0]["start"]["alpha"] == measured[distances.index(min(distances))]
-    assert (domain[0], general[-1]) == (pytest.approx(0, abs=1e-5), pytest.approx(0, abs=1e-5))
-    assert general[0] == rows[0]["validation"]["general_kl"]
-    assert domain[-1] == rows[0]["base"]["domain_kl"]
+    assert [point.place for point in curve] == [*WEIGHTS_OF_BASE]
+    tuned_point = Point(None, rows[0]["validation"]["general_kl"], rows[0]["validation"]["domain_kl"])
+    best = min([tuned_point, *curve], key=lambda point: left(point, rows))
+    assert rows[0]["start"]["mu"] == best.place
+    general, domain = [point.general_kl for point in curve], [point.domain_kl for point in curve]
+    assert general == sorted(general, reverse=True)
+    assert domain == sorted(domain)
 
 
-def test_the_start_is_where_least_is_lost_of_both_streams_whatever_their_units():
-    tuned, base, halfway = Point(1.0, 3.0, 0.0), Point(0.0, 0.0, 12.0), Point(0.4, 0.6, 1.2)
-    assert distance_left(tuned, tuned, base) == distance_left(base, tuned, base) == 1
-    assert distance_left(halfway, tuned, base) == pytest.approx(0.3)
+def test_an_adapter_that_cannot_be_projected_is_scaled_and_that_is_said(backbone, tuned):
+    file = tuned / "tuned" / "adapter_config.json"
+    settings = json.loads(file.read_text())
+    weights = load_file(tuned / "tuned" / "adapter_model.safetensors")
+    layers = dict(backbone.causal_lm.named_modules())
+    for name in [name for name in weights if "lora_A" in name]:
+        place = name.removeprefix("base_model.model.").split(".lora_A")[0]
+        norms = layers[place].weight.float().norm(dim=1)
+        weights[f"base_model.model.{place}.lora_magnitude_vector"] = norms
+    save_file(weights, tuned / "tuned" / "adapter_model.safetensors")
+    file.write_text(json.dumps(settings | {"use_dora": True}))
+    report, out = Notes(), StageDir(tuned / "out")
+    recover_rows(short_recovery(tuned, lmbda=1.0), backbone, tuned / "tuned", out, report)
+    backbone.drop_adapters()
+    start = read_jsonl(out.metrics)[0]["start"]
+    assert start["alpha"] in SCALES
+    assert start["mu"] is None
+    assert any("DoRA" in line for line in report.lines)
 
 
 def test_the_student_starts_as_the_scaled_adapter_and_every_share_counts_from_tuned(backbone, tuned):
@@ -119,7 +130,7 @@ def test_the_student_starts_as_the_scaled_adapter_and_every_share_counts_from_tu
 )
 def test_without_base_and_tuned_as_teachers_the_student_starts_as_tuned(backbone, tuned, settings):
     rows = run(backbone, tuned, start="auto", steps=2, **settings)
-    assert rows[0]["start"]["alpha"] == 1
+    assert (rows[0]["start"]["alpha"], rows[0]["start"]["mu"]) == (1, None)
     assert rows[0]["start"]["curve"] == []
 
 

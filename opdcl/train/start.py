@@ -1,0 +1,328 @@
+"""Where the student starts: the tuned adapter, without what it does to the inputs that base's answers excite.
+
+A LoRA layer adds s B A x to its output. Let C_d be the second moments of its inputs x where tuned answers
+domain prompts, and C_g those where base answers general prompts. Then
+
+    A' = A C_d (C_d + mu C_g)^-1
+
+is the least-squares compromise between "as tuned on the domain's inputs" and "as base on general inputs".
+It is RegMean's merge of base and tuned (arXiv 2212.09849), kept as an adapter of the same rank. It takes one
+forward pass over some texts and one solve a layer, and no gradient.
+
+An adapter that this cannot change is scaled down towards base instead (arXiv 2109.01903, 2212.04089). From
+tuned itself, most steps of a short recovery only leave the place where every answer is a domain answer; from
+base, the domain has to be learned anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from peft.tuners.lora.layer import Linear
+from peft.tuners.tuners_utils import BaseTunerLayer
+
+from opdcl import parallel
+from opdcl.config.recover import RecoverConfig
+from opdcl.model.backbone import Backbone, State
+from opdcl.model.forward import common_prefix
+from opdcl.model.lora import adapter_weights
+from opdcl.train.learner import Learner, micro_batches
+from opdcl.types import Rollout, StreamName
+
+# Weights of base's answers, mu, that are measured for a start, from tuned towards base.
+WEIGHTS_OF_BASE = (0.03, 0.1, 0.3, 1.0, 3.0)
+
+# Scales of an adapter that cannot be projected; closer together where answers change most.
+SCALES = (0.65, 0.5, 0.4, 0.3, 0.2, 0.1)
+
+# Texts of each stream whose inputs are measured, at most.
+GENERAL_TEXTS, DOMAIN_TEXTS = 64, 256
+
+# Bytes of moments that are held at once; where a model has more, the texts are read once for each part of it.
+MOMENTS = 2**32
+
+# Share of the domain's mean moment added in each direction: those that no text excites stay as base has them.
+RIDGE = 1e-4
+
+# Nats per token below which a KL is noise and a share of it says nothing.
+KL_NOISE = 1e-3
+
+# Held-out KL of each stream in nats per token.
+StreamKl = Mapping[StreamName, float]
+
+
+class Point(NamedTuple):
+    """A place that was measured for a start, and the held-out KL of both streams there in nats per token."""
+
+    place: float
+    """The weight of base's answers, mu, or the adapter's scale."""
+    general_kl: float
+    domain_kl: float
+
+
+class Start(NamedTuple):
+    """Where the student starts, and the places that were measured for it, between tuned and base."""
+
+    alpha: float = 1.0
+    """The scale of the tuned adapter."""
+    mu: float | None = None
+    """The weight of base's answers, if the adapter was projected."""
+    curve: Sequence[Point] = ()
+
+    @property
+    def is_tuned(self) -> bool:
+        return self.alpha == 1 and self.mu is None
+
+    def row(self) -> dict[str, Any]:
+        """Return the place and its curve for metrics.jsonl."""
+        return {
+            "place": str(self),
+            "alpha": self.alpha,
+            "mu": self.mu,
+            "curve": [p._asdict() for p in self.curve],
+        }
+
+    def __str__(self) -> str:
+        if self.mu is not None:
+            return f"the tuned adapter, projected (mu {self.mu:g})"
+        return "tuned" if self.alpha == 1 else f"the tuned adapter times {self.alpha:g}"
+
+
+def put_at_start(
+    config: RecoverConfig,
+    learner: Learner,
+    measure: Callable[[str], StreamKl],
+    tuned: StreamKl,
+    base: StreamKl,
+    texts: Callable[[StreamName, int], list[Rollout]],
+    note: Callable[[str], None],
+) -> Start:
+    """Put the student where it starts, at tuned or between tuned and base; return that place.
+
+    Args:
+        config: Its `start` names the place, or lets it be chosen.
+        learner: The student, which is as tuned left it.
+        measure: Returns the student's held-out KL; it takes the name of what is measured.
+        tuned: The held-out KL of tuned; without a stream that has no held-out prompts.
+        base: That of base.
+        texts: Returns what a stream's teacher writes to at most so many of its prompts.
+        note: Receives why the adapter is scaled where it would be projected.
+    """
+    backbone = learner.backbone
+    if config.start != "auto":
+        backbone.shrink(config.start)
+        return Start(config.start)
+    if len(tuned) < 2 or not lies_between(config, learner):
+        return Start()
+    if min(tuned["general"], base["domain"]) < KL_NOISE:  # nothing was forgotten, or learned
+        return Start()
+
+    if reason := unfit_for_projection(backbone):
+        note(f"the start scales the adapter in place of projecting it: {reason}")
+
+        def measure_scaled(alpha: float) -> StreamKl:
+            with backbone.scaled(alpha):
+                return measure(f"try start {alpha:g}")
+
+        scale, curve = choose(SCALES, measure_scaled, tuned, base)
+        backbone.shrink(scale or 1.0)
+        return Start(scale or 1.0, None, curve)
+
+    general, domain = texts("general", GENERAL_TEXTS), texts("domain", DOMAIN_TEXTS)
+    tokens = int(config.micro_batch_tokens)
+    # One worker computes: others would differ by rounding, and each would train an adapter of its own.
+    projected = parallel.on_first_worker(lambda: project(backbone, general, domain, tokens))
+    factors = [adapter_weights(layer, "student")[0] for layer in backbone.adapted_layers("student")]
+    projected[0.0] = [factor.detach().clone() for factor in factors]
+
+    def put(mu: float) -> None:
+        for factor, new in zip(factors, projected[mu], strict=True):
+            factor.data.copy_(new)
+
+    def measure_projected(mu: float) -> StreamKl:
+        put(mu)
+        return measure(f"try start {mu:g}")
+
+    weight, curve = choose(WEIGHTS_OF_BASE, measure_projected, tuned, base)
+    put(weight or 0.0)
+    return Start(1.0, weight, curve)
+
+
+def lies_between(config: RecoverConfig, learner: Learner) -> bool:
+    """Return whether the student's place lies between the two teachers, so that a start can be chosen.
+
+    It does if base grades the general stream and tuned the domain, no row names another teacher than these
+    two, both streams have steps, there are no contexts and no reward, and the adapter stands on base itself.
+    """
+    if learner.backbone.base_lm is not None or config.reward or config.method == "general":
+        return False
+    if not set().union(*learner.teachers.values()) <= {"", "base", "tuned"}:
+        return False
+    general, domain = config.teacher_of("general"), config.teacher_of("domain")
+    bare = general.context is None and domain.context is None
+    return bare and general.kind == "base" and domain.kind == "tuned"
+
+
+def unfit_for_projection(backbone: Backbone) -> str:
+    """Return why the student's adapter cannot be projected, or ""."""
+    if parallel.sharded():
+        return "the base is sharded"
+    for layer in backbone.adapted_layers("student"):
+        if not isinstance(layer, Linear):
+            return "it adapts the stacked weights of experts, or embeddings"
+        if len(adapter_weights(layer, "student")) > 2:
+            return "DoRA's norms belong to the adapter as it is"
+    return ""
+
+
+def choose(
+    places: Sequence[float], measure: Callable[[float], StreamKl], tuned: StreamKl, base: StreamKl
+) -> tuple[float | None, list[Point]]:
+    """Return the place at which least is lost of both streams, None for tuned itself, and all places.
+
+    `measure` returns the held-out KL at one of them; `tuned` and `base` are that KL at the ends.
+    """
+    kl = {place: measure(place) for place in places}
+    lost: dict[float | None, float] = {place: distance_left(kl[place], tuned, base) for place in places}
+    lost[None] = distance_left(tuned, tuned, base)
+    best = min(lost, key=lost.__getitem__)
+    return best, [Point(place, kl[place]["general"], kl[place]["domain"]) for place in places]
+
+
+def distance_left(kl: StreamKl, tuned: StreamKl, base: StreamKl) -> float:
+    """Return the share of what was forgotten that is still lost, plus the share of the domain that is.
+
+    Tuned and base have 1 each, unless rows of a stream name the other's teacher. Shares, because a fact is
+    lost in one token and costs many nats there, while a habit costs a little in each of a hundred tokens.
+    """
+    return kl["general"] / tuned["general"] + kl["domain"] / base["domain"]
+
+
+# For each adapted layer the A of a LoRA adapter, `(R, K)`.
+Factors = list[torch.Tensor]
+
+
+@torch.no_grad()
+def project(
+    backbone: Backbone, general: Sequence[Rollout], domain: Sequence[Rollout], tokens: int
+) -> dict[float, Factors]:
+    """Return the student's A without what base's answers excite, by the weight of these, mu.
+
+    Args:
+        backbone: The base with the adapters `student` and `tuned`, which are equal.
+        general: Base's answers to general prompts.
+        domain: Tuned's answers to domain prompts.
+        tokens: The most tokens of a forward pass, padding included.
+    """
+    known = sorted(text.example.ids for text in general)
+    projected: dict[float, Factors] = {mu: [] for mu in WEIGHTS_OF_BASE}
+    for layers in parts(backbone.adapted_layers("student")):
+        of_general = input_moments(backbone, "base", layers, general, [0] * len(general), tokens)
+        # What opens both kinds of text, above all the chat template, must stay as base has it: a layer that
+        # treats it as tuned does treats general requests as tuned does.
+        skipped = [shared_opening(text.example.ids, known) for text in domain]
+        of_domain = input_moments(backbone, "tuned", layers, domain, skipped, tokens)
+        for layer, general_KK, domain_KK in zip(layers, of_general, of_domain, strict=True):
+            a_RK = adapter_weights(layer, "student")[0]
+            for mu, new_RK in project_factor(a_RK, domain_KK, general_KK).items():
+                projected[mu].append(new_RK)
+    return projected
+
+
+def project_factor(
+    a_RK: torch.Tensor, domain_KK: torch.Tensor, general_KK: torch.Tensor
+) -> dict[float, torch.Tensor]:
+    """Return A C_d (C_d + mu C_g)^-1 for each weight mu, in A's precision; see the head of this file."""
+    domain_KK, general_KK = domain_KK.double(), general_KK.double()
+    wanted_KR = domain_KK @ a_RK.double().T
+    ridge = RIDGE * domain_KK.diagonal().mean()
+    found = {}
+    for mu in WEIGHTS_OF_BASE:
+        both_KK = domain_KK + mu * general_KK
+        both_KK.diagonal().add_(ridge)
+        solved_KR = torch.cholesky_solve(wanted_KR, torch.linalg.cholesky(both_KK))
+        found[mu] = solved_KR.T.to(a_RK.dtype).contiguous()
+    return found
+
+
+def shared_opening(ids: list[int], known: list[list[int]]) -> int:
+    """Return how many of the first ids also open one of the `known` texts, which are sorted.
+
+    Of a text that is known as a whole, the last token that predicts something is left.
+    """
+    at = bisect(known, ids)  # no other text shares more than its neighbours in the order
+    shared = [len(common_prefix([ids, other])) for other in known[max(at - 1, 0) : at + 1]]
+    return min(max(shared, default=0), len(ids) - 2)
+
+
+def parts(layers: list[BaseTunerLayer]) -> Iterator[list[BaseTunerLayer]]:
+    """Yield the layers in parts whose moments, those of both streams, take at most `MOMENTS` bytes."""
+    part: list[BaseTunerLayer] = []
+    size = 0
+    for layer in layers:
+        own = 2 * 4 * layer.in_features**2
+        if part and size + own > MOMENTS:
+            yield part
+            part, size = [], 0
+        part.append(layer)
+        size += own
+    if part:
+        yield part
+
+
+def input_moments(
+    backbone: Backbone,
+    state: State,
+    layers: Sequence[BaseTunerLayer],
+    texts: Sequence[Rollout],
+    skipped: Sequence[int],
+    tokens: int,
+) -> list[torch.Tensor]:
+    """Return the second moments of each layer's inputs, `(K, K)` in float32: the mean over texts of x x^T.
+
+    Every text counts the same, and within it every token after the first `skipped` ones but the last, which
+    predicts nothing. `tokens` bounds a forward pass, padding included.
+    """
+    moments = [torch.zeros(layer.in_features, layer.in_features, device=backbone.device) for layer in layers]
+    seen: list[torch.Tensor | None] = [None, None]  # the latest input and its moments
+    weight_M = torch.empty(0)
+
+    def add(place: int) -> Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], None]:
+        def hook(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            if inputs[0] is seen[0]:  # the projections of one attention, or of one feed-forward, share theirs
+                moments[place] = seen[1]
+                return
+            x_MK = inputs[0].flatten(0, -2).float() * weight_M[:, None]
+            moments[place].addmm_(x_MK.T, x_MK)
+            seen[:] = inputs[0], moments[place]
+
+        return hook
+
+    with contextlib.ExitStack() as stack:
+        model = stack.enter_context(backbone.state(state))
+        for place, layer in enumerate(layers):
+            stack.callback(layer.register_forward_pre_hook(add(place)).remove)
+        lengths = {i: text.length - 1 for i, text in enumerate(texts)}
+        for batch in micro_batches(lengths, tokens):
+            width = max(lengths[i] for i in batch)
+            ids_BT, weight_BT = (
+                torch.zeros(len(batch), width, dtype=torch.long),
+                torch.zeros(len(batch), width),
+            )
+            for row, i in enumerate(batch):
+                ids_BT[row, : lengths[i]] = torch.tensor(texts[i].example.ids[:-1])
+                counted = lengths[i] - skipped[i]
+                weight_BT[row, skipped[i] : lengths[i]] = (counted * len(texts)) ** -0.5
+            weight_M = weight_BT.flatten().to(backbone.device)
+            mask_BT = torch.arange(width)[None] < torch.tensor([[lengths[i]] for i in batch])
+            model.base_model(
+                input_ids=ids_BT.to(backbone.device),
+                attention_mask=mask_BT.to(backbone.device),
+                use_cache=False,
+            )
+            seen[:] = None, None
+    return moments
