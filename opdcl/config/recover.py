@@ -59,6 +59,9 @@ class RewardSection(Section):
 # answers to a dozen prompts each time, so scores are noisy; of two equals, the later one has trained longer.
 NO_WORSE = 1.25
 
+# Prompts of each stream, at most, that a start is computed from. Tuned answers those of the domain.
+PROMPTS_OF_START: dict[StreamName, int] = {"general": 64, "domain": 256}
+
 # Completions of a recovery: far more than any adapter needs, and seconds to plan.
 MOST_COMPLETIONS = 2_000_000
 

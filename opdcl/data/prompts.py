@@ -14,7 +14,7 @@ from functools import partial
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from opdcl.config.recover import RecoverConfig
+from opdcl.config.recover import PROMPTS_OF_START, RecoverConfig
 from opdcl.config.teacher import BUILT_IN
 from opdcl.data.chat import encode_prompt
 from opdcl.data.examples import learned_turns
@@ -125,7 +125,9 @@ def read_mixture(
 
 
 def prompts_drawn(config: RecoverConfig, has_domain: bool) -> int:
-    """Return how many general prompts the schedule of a recovery draws."""
+    """Return how many general prompts the schedule of a recovery draws, or its start if that is all."""
+    if not config.steps:
+        return PROMPTS_OF_START["general"]
     alternates = has_domain and config.method != "general"
     of_domain = config.steps // (config.general_per_domain + 1) if alternates else 0
     return (config.steps - of_domain) * config.completions("general")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from opdcl.config.recover import RecoverConfig
+from opdcl.config.recover import PROMPTS_OF_START, RecoverConfig
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.repetition import repetition
@@ -189,8 +189,9 @@ def find_start(recovery: Recovery) -> tuple[Start, Milestones]:
     def measure_kl(doing: str) -> dict[StreamName, float]:
         return held_out.on_teachers_answers(doing).kl
 
-    texts, note = recovery.queue.first_texts, recovery.log.report.note
-    start = put_at_start(config, learner, measure_kl, tuned.kl, base.kl, texts, note)
+    queue, note = recovery.queue, recovery.log.report.note
+    general, domain = queue.prompts["general"][: PROMPTS_OF_START["general"]], queue.first_domain_texts
+    start = put_at_start(config, learner, measure_kl, tuned.kl, base.kl, general, domain, note)
     if start.is_tuned:
         return start, Milestones(tuned, base, tuned)
     for teacher in learner.all_teachers:  # an average begins where the student does

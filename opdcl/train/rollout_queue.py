@@ -13,7 +13,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from opdcl import parallel
-from opdcl.config.recover import RecoverConfig
+from opdcl.config.recover import PROMPTS_OF_START, RecoverConfig
 from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
 from opdcl.train.schedule import prompt_order, sampled_together
@@ -89,11 +89,12 @@ class RolloutQueue:
     def _is_dynamic(self, stream: StreamName) -> bool:
         return any(teacher.is_dynamic for teacher in self.teachers[stream].values())
 
-    def first_texts(self, stream: StreamName, count: int) -> list[Rollout]:
-        """Return what frozen teachers write to the prompts of a stream's first steps, at most `count`."""
-        order = prompt_order(self.config, stream, len(self.prompts[stream]))
-        numbers = list(islice(order, min(count, len(self.prompts[stream]))))
-        return self._write_once(stream, numbers, 0, self.config.seed + 9)
+    def first_domain_texts(self) -> list[Rollout]:
+        """Return what the domain's frozen teacher writes to the prompts of the first domain steps."""
+        size = len(self.prompts["domain"])
+        order = prompt_order(self.config, "domain", size)
+        numbers = list(islice(order, min(PROMPTS_OF_START["domain"], size)))
+        return self._write_once("domain", numbers, 0, self.config.seed + 9)
 
     def _draw_once(self, index: int) -> list[Rollout]:
         """Return the texts of step `index`; those not written yet are written first."""

@@ -1,7 +1,7 @@
-"""Where the student starts: the tuned adapter, without what it does to the inputs that base's answers excite.
+"""Where the student starts: the tuned adapter, without what it does to inputs that general prompts excite.
 
 A LoRA layer adds s B A x to its output. Let C_d be the second moments of its inputs x where tuned answers
-domain prompts, and C_g those where base answers general prompts. Then
+domain prompts, and C_g those where base reads general prompts. Then
 
     A' = A C_d (C_d + mu C_g)^-1
 
@@ -31,22 +31,23 @@ from opdcl.model.backbone import Backbone, State
 from opdcl.model.forward import common_prefix
 from opdcl.model.lora import adapter_weights
 from opdcl.train.learner import Learner, micro_batches
-from opdcl.types import Rollout, StreamName
+from opdcl.types import Prompt, Rollout, StreamName
 
-# Weights of base's answers, mu, that are measured for a start, from tuned towards base.
-WEIGHTS_OF_BASE = (0.03, 0.1, 0.3, 1.0, 3.0)
+# Weights of the general prompts, mu, that are measured for a start, from tuned towards base.
+WEIGHTS_OF_GENERAL = (0.03, 0.1, 0.3, 1.0, 3.0)
 
 # Scales of an adapter that cannot be projected; closer together where answers change most.
 SCALES = (0.65, 0.5, 0.4, 0.3, 0.2, 0.1)
 
-# Texts of each stream whose inputs are measured, at most.
-GENERAL_TEXTS, DOMAIN_TEXTS = 64, 256
-
 # Bytes of moments that are held at once; where a model has more, the texts are read once for each part of it.
 MOMENTS = 2**32
 
-# Share of the domain's mean moment added in each direction: those that no text excites stay as base has them.
-RIDGE = 1e-4
+# How much smaller the mixed moments of two different inputs are taken than measured, as in RegMean: some
+# hundred texts excite few directions. It also keeps the solve exact where a few inputs are huge.
+SHRUNK = 1e-3
+
+# Share of the mean moment that an input counts with at least.
+TINY = 1e-9
 
 # Nats per token below which a KL is noise and a share of it says nothing.
 KL_NOISE = 1e-3
@@ -59,7 +60,7 @@ class Point(NamedTuple):
     """A place that was measured for a start, and the held-out KL of both streams there in nats per token."""
 
     place: float
-    """The weight of base's answers, mu, or the adapter's scale."""
+    """The weight of the general prompts, mu, or the adapter's scale."""
     general_kl: float
     domain_kl: float
 
@@ -70,7 +71,7 @@ class Start(NamedTuple):
     alpha: float = 1.0
     """The scale of the tuned adapter."""
     mu: float | None = None
-    """The weight of base's answers, if the adapter was projected."""
+    """The weight of the general prompts, if the adapter was projected."""
     curve: Sequence[Point] = ()
 
     @property
@@ -98,7 +99,8 @@ def put_at_start(
     measure: Callable[[str], StreamKl],
     tuned: StreamKl,
     base: StreamKl,
-    texts: Callable[[StreamName, int], list[Rollout]],
+    general: Sequence[Prompt],
+    domain: Callable[[], Sequence[Rollout]],
     note: Callable[[str], None],
 ) -> Start:
     """Put the student where it starts, at tuned or between tuned and base; return that place.
@@ -109,7 +111,8 @@ def put_at_start(
         measure: Returns the student's held-out KL; it takes the name of what is measured.
         tuned: The held-out KL of tuned; without a stream that has no held-out prompts.
         base: That of base.
-        texts: Returns what a stream's teacher writes to at most so many of its prompts.
+        general: Some general prompts.
+        domain: Returns what tuned writes to some domain prompts.
         note: Receives why the adapter is scaled where it would be projected.
     """
     backbone = learner.backbone
@@ -132,10 +135,10 @@ def put_at_start(
         backbone.shrink(scale or 1.0)
         return Start(scale or 1.0, None, curve)
 
-    general, domain = texts("general", GENERAL_TEXTS), texts("domain", DOMAIN_TEXTS)
+    prompts, texts = [prompt.ids for prompt in general], [text.example.ids[:-1] for text in domain()]
     tokens = int(config.micro_batch_tokens)
     # One worker computes: others would differ by rounding, and each would train an adapter of its own.
-    projected = parallel.on_first_worker(lambda: project(backbone, general, domain, tokens))
+    projected = parallel.on_first_worker(lambda: project(backbone, prompts, texts, tokens))
     factors = [adapter_weights(layer, "student")[0] for layer in backbone.adapted_layers("student")]
     projected[0.0] = [factor.detach().clone() for factor in factors]
 
@@ -147,7 +150,7 @@ def put_at_start(
         put(mu)
         return measure(f"try start {mu:g}")
 
-    weight, curve = choose(WEIGHTS_OF_BASE, measure_projected, tuned, base)
+    weight, curve = choose(WEIGHTS_OF_GENERAL, measure_projected, tuned, base)
     put(weight or 0.0)
     return Start(1.0, weight, curve)
 
@@ -208,24 +211,24 @@ Factors = list[torch.Tensor]
 
 @torch.no_grad()
 def project(
-    backbone: Backbone, general: Sequence[Rollout], domain: Sequence[Rollout], tokens: int
+    backbone: Backbone, general: list[list[int]], domain: list[list[int]], tokens: int
 ) -> dict[float, Factors]:
-    """Return the student's A without what base's answers excite, by the weight of these, mu.
+    """Return the student's A without what general prompts excite, by the weight of these, mu.
 
     Args:
         backbone: The base with the adapters `student` and `tuned`, which are equal.
-        general: Base's answers to general prompts.
-        domain: Tuned's answers to domain prompts.
+        general: The ids of general prompts.
+        domain: The ids of domain prompts with tuned's answers.
         tokens: The most tokens of a forward pass, padding included.
     """
-    known = sorted(text.example.ids for text in general)
-    projected: dict[float, Factors] = {mu: [] for mu in WEIGHTS_OF_BASE}
+    # What opens both kinds of text, above all the chat template, must stay as base has it: a layer that
+    # treats it as tuned does treats general requests as tuned does.
+    known = sorted(general)
+    shared = [shared_opening(ids, known) for ids in domain]
+    projected: dict[float, Factors] = {mu: [] for mu in WEIGHTS_OF_GENERAL}
     for layers in parts(backbone.adapted_layers("student")):
         of_general = input_moments(backbone, "base", layers, general, [0] * len(general), tokens)
-        # What opens both kinds of text, above all the chat template, must stay as base has it: a layer that
-        # treats it as tuned does treats general requests as tuned does.
-        skipped = [shared_opening(text.example.ids, known) for text in domain]
-        of_domain = input_moments(backbone, "tuned", layers, domain, skipped, tokens)
+        of_domain = input_moments(backbone, "tuned", layers, domain, shared, tokens)
         for layer, general_KK, domain_KK in zip(layers, of_general, of_domain, strict=True):
             a_RK = adapter_weights(layer, "student")[0]
             for mu, new_RK in project_factor(a_RK, domain_KK, general_KK).items():
@@ -237,26 +240,29 @@ def project_factor(
     a_RK: torch.Tensor, domain_KK: torch.Tensor, general_KK: torch.Tensor
 ) -> dict[float, torch.Tensor]:
     """Return A C_d (C_d + mu C_g)^-1 for each weight mu, in A's precision; see the head of this file."""
-    domain_KK, general_KK = domain_KK.double(), general_KK.double()
+    domain_KK, general_KK = shrunk(domain_KK), shrunk(general_KK)
     wanted_KR = domain_KK @ a_RK.double().T
-    ridge = RIDGE * domain_KK.diagonal().mean()
     found = {}
-    for mu in WEIGHTS_OF_BASE:
+    for mu in WEIGHTS_OF_GENERAL:
         both_KK = domain_KK + mu * general_KK
-        both_KK.diagonal().add_(ridge)
+        both_KK.diagonal().clamp_(min=TINY * float(both_KK.diagonal().mean()))  # inputs that are always 0
         solved_KR = torch.cholesky_solve(wanted_KR, torch.linalg.cholesky(both_KK))
         found[mu] = solved_KR.T.to(a_RK.dtype).contiguous()
     return found
 
 
-def shared_opening(ids: list[int], known: list[list[int]]) -> int:
-    """Return how many of the first ids also open one of the `known` texts, which are sorted.
+def shrunk(moments_KK: torch.Tensor) -> torch.Tensor:
+    """Return moments in double precision, with those of two different inputs made smaller by `SHRUNK`."""
+    shrunk_KK = (1 - SHRUNK) * moments_KK.double()
+    shrunk_KK.diagonal().copy_(moments_KK.diagonal())
+    return shrunk_KK
 
-    Of a text that is known as a whole, the last token that predicts something is left.
-    """
+
+def shared_opening(ids: list[int], known: list[list[int]]) -> int:
+    """Return how many of the first ids, all but one at most, also open one of the `known` texts, sorted."""
     at = bisect(known, ids)  # no other text shares more than its neighbours in the order
     shared = [len(common_prefix([ids, other])) for other in known[max(at - 1, 0) : at + 1]]
-    return min(max(shared, default=0), len(ids) - 2)
+    return min(max(shared, default=0), len(ids) - 1)
 
 
 def parts(layers: list[BaseTunerLayer]) -> Iterator[list[BaseTunerLayer]]:
@@ -278,14 +284,14 @@ def input_moments(
     backbone: Backbone,
     state: State,
     layers: Sequence[BaseTunerLayer],
-    texts: Sequence[Rollout],
-    skipped: Sequence[int],
+    texts: list[list[int]],
+    skipped: list[int],
     tokens: int,
 ) -> list[torch.Tensor]:
     """Return the second moments of each layer's inputs, `(K, K)` in float32: the mean over texts of x x^T.
 
-    Every text counts the same, and within it every token after the first `skipped` ones but the last, which
-    predicts nothing. `tokens` bounds a forward pass, padding included.
+    Every text counts the same, and within it every id after the first `skipped` ones. `tokens` bounds a
+    forward pass, padding included.
     """
     moments = [torch.zeros(layer.in_features, layer.in_features, device=backbone.device) for layer in layers]
     seen: list[torch.Tensor | None] = [None, None]  # the latest input and its moments
@@ -306,7 +312,7 @@ def input_moments(
         model = stack.enter_context(backbone.state(state))
         for place, layer in enumerate(layers):
             stack.callback(layer.register_forward_pre_hook(add(place)).remove)
-        lengths = {i: text.length - 1 for i, text in enumerate(texts)}
+        lengths = {i: len(ids) for i, ids in enumerate(texts)}
         for batch in micro_batches(lengths, tokens):
             width = max(lengths[i] for i in batch)
             ids_BT, weight_BT = (
@@ -314,7 +320,7 @@ def input_moments(
                 torch.zeros(len(batch), width),
             )
             for row, i in enumerate(batch):
-                ids_BT[row, : lengths[i]] = torch.tensor(texts[i].example.ids[:-1])
+                ids_BT[row, : lengths[i]] = torch.tensor(texts[i])
                 counted = lengths[i] - skipped[i]
                 weight_BT[row, skipped[i] : lengths[i]] = (counted * len(texts)) ** -0.5
             weight_M = weight_BT.flatten().to(backbone.device)

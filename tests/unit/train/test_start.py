@@ -9,7 +9,7 @@ from opdcl.model.lora import adapter_weights
 from opdcl.train import start
 from opdcl.train.learner import Learner
 from opdcl.train.start import (
-    WEIGHTS_OF_BASE,
+    WEIGHTS_OF_GENERAL,
     choose,
     distance_left,
     input_moments,
@@ -24,7 +24,7 @@ def texts(seed, count=5, opening=PROMPT):
     """Return texts of several lengths that begin with the same ids."""
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(5, 400, (3 + 2 * i,), generator=generator).tolist() for i in range(count)]
-    return [Rollout(Prompt(opening + row[:2]), row[2:], finished=True) for row in rows]
+    return [opening + row for row in rows]
 
 
 def inputs_of(backbone, state, layer, ids):
@@ -37,8 +37,9 @@ def inputs_of(backbone, state, layer, ids):
     return found[0].double()
 
 
-@pytest.mark.parametrize("mu", WEIGHTS_OF_BASE)
-def test_a_projected_factor_is_the_least_squares_compromise(mu):
+@pytest.mark.parametrize("mu", WEIGHTS_OF_GENERAL)
+def test_a_projected_factor_is_the_least_squares_compromise(mu, monkeypatch):
+    monkeypatch.setattr(start, "SHRUNK", 0.0)
     generator = torch.Generator().manual_seed(0)
     a_RK, b_NR = torch.randn(3, 8, generator=generator), torch.randn(6, 3, generator=generator)
     domain_MK, general_MK = torch.randn(40, 8, generator=generator), torch.randn(50, 8, generator=generator)
@@ -62,15 +63,15 @@ def test_what_only_one_kind_of_text_excites_is_kept_or_left_out():
 def test_moments_are_those_of_a_plain_pass_of_each_text(backbone, tuned, tokens):
     backbone.load_adapter(tuned / "tuned", "student", trainable=True)
     backbone.load_adapter(tuned / "tuned", "tuned")
-    rollouts, skipped = texts(0), [0, 1, 2, 3, 4]
+    read, skipped = texts(0), [0, 1, 2, 3, 4]
     layers = backbone.adapted_layers("student")
     for state in ("base", "tuned"):
-        moments = input_moments(backbone, state, layers, rollouts, skipped, tokens)
+        moments = input_moments(backbone, state, layers, read, skipped, tokens)
         for layer, found_KK in zip(layers, moments, strict=True):
             expected_KK = torch.zeros_like(found_KK, dtype=torch.float64)
-            for rollout, skip in zip(rollouts, skipped, strict=True):
-                x_TK = inputs_of(backbone, state, layer, rollout.example.ids)[skip:-1]
-                expected_KK += x_TK.T @ x_TK / len(x_TK) / len(rollouts)
+            for ids, skip in zip(read, skipped, strict=True):
+                x_TK = inputs_of(backbone, state, layer, ids)[skip:]
+                expected_KK += x_TK.T @ x_TK / len(x_TK) / len(read)
             torch.testing.assert_close(found_KK.double(), expected_KK, rtol=1e-3, atol=1e-4)
     backbone.drop_adapters()
 
@@ -100,7 +101,7 @@ def test_a_model_larger_than_the_room_for_moments_is_projected_alike(backbone, t
 
 def test_the_shared_opening_is_the_longest_with_any_text():
     known = [[1, 2, 3, 9], [1, 2, 4, 4, 4, 4], [7, 7]]
-    cases = {(1, 2, 4, 4, 5, 5): 4, (1, 2, 3, 8, 8): 3, (5, 5, 5): 0, (1, 2, 3, 9): 2, (7, 8, 9): 1}
+    cases = {(1, 2, 4, 4, 5, 5): 4, (1, 2, 3, 8, 8): 3, (5, 5, 5): 0, (1, 2, 3, 9): 3, (7, 8, 9): 1}
     for ids, expected in cases.items():
         assert start.shared_opening(list(ids), sorted(known)) == expected
 
@@ -120,21 +121,22 @@ def test_where_every_place_loses_more_than_tuned_the_student_stays_there():
     assert choose([0.1, 0.3], lambda _: {"general": 0.9, "domain": 0.9}, tuned, base)[0] is None
 
 
-@pytest.mark.parametrize("best", [None, *WEIGHTS_OF_BASE])
+@pytest.mark.parametrize("best", [None, *WEIGHTS_OF_GENERAL])
 def test_the_student_is_put_at_the_place_that_is_chosen(backbone, tuned, best):
     backbone.load_adapter(tuned / "tuned", "student", trainable=True)
     backbone.load_adapter(tuned / "tuned", "tuned")
     config = RecoverConfig(general="general.jsonl", domain="domain.jsonl", micro_batch_tokens=2048)
     teachers = {s: {"": Teacher(backbone, t)} for s, t in (("general", "base"), ("domain", "tuned"))}
     learner = Learner(backbone, teachers, "recover.max_new_tokens")
-    of_stream = {"general": texts(0), "domain": texts(1)}
+    general = [Prompt(ids) for ids in texts(0)]
+    domain = [Rollout(Prompt(ids[:5]), ids[5:], finished=True) for ids in texts(1)]
 
     def measure(doing):
         kl = 0.1 if best and doing.endswith(f" {best:g}") else 0.9
         return {"general": kl, "domain": kl}
 
     ends = {"general": 1.0, "domain": 0.0}, {"general": 0.0, "domain": 1.0}
-    found = put_at_start(config, learner, measure, *ends, lambda stream, _: of_stream[stream], print)
+    found = put_at_start(config, learner, measure, *ends, general, lambda: domain, print)
     assert found.mu == best
     for layer in backbone.adapted_layers("student"):
         a_RK, b_NR = adapter_weights(layer, "student")
