@@ -210,6 +210,19 @@ def test_every_validation_grades_what_the_student_writes_itself(backbone, tuned)
     assert "own_kl" not in first["base"]
 
 
+@pytest.mark.parametrize(("context", "compared"), [(None, 2), ("{prompt} ({answer})", 4)])
+def test_no_model_is_compared_with_itself_on_the_same_prompts(backbone, answered, context, compared):
+    class Parts(dict, Silent):
+        def part(self, what, done, total):
+            self[what] = total
+
+    teachers = {"told": {"kind": "base", "context": context}}
+    config = short_recovery(answered, steps=2, health=False, teachers=teachers, domain_teacher="told")
+    recover_rows(config, backbone, answered / "tuned", StageDir(answered / "out"), parts := Parts())
+    assert (parts["measure base"], parts["validate"]) == (compared - 2, 4)
+    assert read_jsonl(answered / "out" / "metrics.jsonl")[0]["base"]["general_kl"] == 0
+
+
 def test_a_student_equal_to_base_is_at_no_distance_on_its_own_answers(backbone, tuned):
     # Recovery of an adapter without effect: base, tuned and student are one model.
     file = tuned / "tuned" / "adapter_model.safetensors"
