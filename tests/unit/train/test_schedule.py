@@ -105,6 +105,15 @@ def test_what_base_writes_ahead_ends_where_the_student_may_take_over():
 
 
 @pytest.mark.parametrize(
+    ("rows", "asked", "steps"), [(8, "auto", 8), (24, "auto", 2), (99, "auto", 1), (8, 3, 3)]
+)
+def test_the_students_rows_fill_a_batch_unless_a_number_of_steps_is_asked_for(rows, asked, steps):
+    config = RecoverConfig(rollouts=rows, steps=40, lmbda=1.0, sample_ahead=asked)
+    together = sampled_together(config, plan_steps(config, 20, 20), 2, dynamic=False)
+    assert together == [*range(2, 2 + 2 * steps, 2)]
+
+
+@pytest.mark.parametrize(
     ("steps", "lmbda", "students"), [(1, 0.15, 0), (2, 0.15, 1), (6, 0.01, 1), (6, 0, 0)]
 )
 def test_a_share_above_zero_is_at_least_one_of_two_steps(steps, lmbda, students):
