@@ -10,7 +10,7 @@ from opdcl.config.finetune import LoraSection
 from opdcl.model.forward import answer_states
 from opdcl.model.llama import decodes_as_llama
 from opdcl.sampling import decode
-from opdcl.sampling.decoder import DRAW_BLOCK, PREFILL_ROWS, draw
+from opdcl.sampling.decoder import DRAW_BLOCK, PREFILL, draw
 from opdcl.sampling.rollout import cheapest_batches
 from opdcl.sampling.sample import pick_engine, sample
 from opdcl.types import Example, Prompt
@@ -28,11 +28,21 @@ def test_greedy_equals_generate(backbone):
         assert rollout.completion_ids == expected[0, len(rollout.prompt_ids) :].tolist()
 
 
-def test_prompts_of_many_lengths_in_several_prefill_batches(backbone):
-    model = backbone.causal_lm.double()
-    tails = [range(300, 300 + 1 + (7 * i) % 23) for i in range(PREFILL_ROWS + 9)]
-    prompts = [Prompt([1, 520, 3690, 198, *tail]) for tail in tails]
-    for rollout in sample(model, prompts, max_new_tokens=3, eos_ids=[2], temperature=0):
+def test_prompts_of_many_lengths_in_several_prefill_batches_of_little_padding(backbone):
+    model, tails = (
+        backbone.causal_lm.double(),
+        [range(300, 301 + (7 * i) % 23) for i in range(PREFILL[0] + 9)],
+    )
+    tails[0] = range(300, 420)
+    prompts, sizes = [Prompt([1, 520, 3690, 198, *tail]) for tail in tails], []
+    hook = model.register_forward_pre_hook(
+        lambda *call: sizes.append(call[2]["input_ids"].numel()), with_kwargs=True
+    )
+    rollouts = sample(model, prompts, max_new_tokens=3, eos_ids=[2], temperature=0)
+    hook.remove()
+    assert len(sizes) > 2
+    assert sum(sizes) < 1.5 * sum(map(len, tails))
+    for rollout in rollouts:
         expected = model.generate(torch.tensor([rollout.prompt_ids]), max_new_tokens=3, do_sample=False)
         assert rollout.completion_ids == expected[0, len(rollout.prompt_ids) :].tolist()
 
