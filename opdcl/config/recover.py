@@ -169,9 +169,10 @@ class RecoverConfig(Section):
     this chance."""
     on_policy: OnPolicySection = OnPolicySection()
     """What is different where the student writes."""
-    sample_ahead: Positive = 3
-    """Steps of a stream sampled at once. 1 is strictly on-policy; more use the hardware better, and let long
-    completions continue beside the next ones."""
+    sample_ahead: Positive | Auto = "auto"
+    """Steps of a stream sampled at once, where the student writes. 1 is strictly on-policy; more use the
+    hardware better, and let long completions continue beside the next ones. `auto`: as many as have 64 rows.
+    Frozen teachers write 96 rows at once."""
     max_new_tokens: Positive = 384
     """Maximum length of general completions, in tokens. Most end before; a truncated answer never
     shows an end."""

@@ -205,7 +205,8 @@ def _recovery_need(job: Job, config: RecoverConfig, prompts: dict[StreamName, Pr
     for of_stream in prompts.values():
         longest = max([longest, *(len(prompt.shown) for prompt in of_stream.train)])
     answer = max(config.max_new_tokens, config.domain_max_new_tokens or 0)
-    rows = max(config.completions("general") * config.sample_ahead, FULL_BATCH)
+    ahead = 1 if config.sample_ahead == "auto" else config.sample_ahead
+    rows = max(config.completions("general") * ahead, FULL_BATCH)
     cache = rows * (answer + 128) * size.cached_token
     # A micro-batch holds one sequence at least, and no more than a step has.
     sequence = longest + answer

@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from opdcl.model.architecture import architecture
 from opdcl.model.llama import LlamaStep, decodes_as_llama
 from opdcl.sampling.layout import PADDING, Layout, attention_mask
+from opdcl.sampling.rollout import cheapest_batches
 
 # With graphs, steps between two looks at the tokens: each look waits for the device.
 STEPS = 8
@@ -36,8 +37,9 @@ COLUMNS = 128
 # decoding the finished ones.
 COMPACT_BELOW = 0.8
 
-# Prompts that run through the model together: enough to use the hardware, few enough to have similar lengths.
-PREFILL_ROWS, GRAPH_PREFILL_ROWS = 32, 128
+# Most prompts that run through the model together, and how many tokens of padding cost as much as another
+# pass: on a CPU it reads the weights again, on a GPU it is launched, which takes longer than computing.
+PREFILL, GRAPH_PREFILL = (32, 32), (128, 4096)
 
 # Tokens per block of the cumulative sum from which a draw is made.
 DRAW_BLOCK = 256
@@ -146,8 +148,7 @@ class Decoder:
             if layer.is_initialized:
                 layer.keys.zero_()
                 layer.values.zero_()
-        prefill_rows = GRAPH_PREFILL_ROWS if self.in_buckets else PREFILL_ROWS
-        logits_BV = prefill(model, self.cache, layout, prefill_rows)
+        logits_BV = prefill(model, self.cache, layout, *(GRAPH_PREFILL if self.in_buckets else PREFILL))
         # A bucket's spare rows see column 0: over no column at all, attention is NaN.
         self.key_RC.zero_()
         self.position_R.zero_()
@@ -243,17 +244,17 @@ def plain_step(model, token_B, position_B, key_BS, cache) -> torch.Tensor:
     ).logits[:, -1]
 
 
-def prefill(model, slabs: Cache, layout: Layout, batch_rows: int) -> torch.Tensor:
+def prefill(model, slabs: Cache, layout: Layout, most_rows: int, pass_tokens: int) -> torch.Tensor:
     """Fill the slabs with all prompts, which end at `layout.end`; return next-token logits `(B, V)`.
 
-    The prefix runs once. Tails run a few rows at a time, and each of these batches is only as wide as its
-    longest tail: one long prompt would otherwise pad all the others.
+    The prefix runs once. Tails, the shortest first, run a few rows at a time, and each of these batches is
+    only as wide as its longest tail: one long prompt would otherwise pad all the others.
     """
     device, prefix = model.device, len(layout.prefix)
     shared = _prefix_cache(model, layout.prefix)
     logits = []
-    for start in range(0, len(layout.tails), batch_rows):
-        batch = Layout(layout.prefix, layout.tails[start : start + batch_rows])
+    for part in cheapest_batches([len(tail) for tail in layout.tails], most_rows, pass_tokens):
+        batch = Layout(layout.prefix, layout.tails[part])
         rows = len(batch.tails)
         ids_BW = torch.zeros(rows, batch.width, dtype=torch.long)
         for row, tail in enumerate(batch.tails):
@@ -272,7 +273,7 @@ def prefill(model, slabs: Cache, layout: Layout, batch_rows: int) -> torch.Tenso
         )
         logits.append(output.logits[:, -1])
         for slab, layer in zip(slabs.layers, cache.layers, strict=True):
-            slab.fill(layer.keys, layer.values, slice(start, start + rows), prefix, layout.end)
+            slab.fill(layer.keys, layer.values, part, prefix, layout.end)
     return torch.cat(logits)
 
 

@@ -41,10 +41,10 @@ class Request:
 
 
 def cheapest_batches(widths: Sequence[int], max_rows: int, weights: float) -> list[slice]:
-    """Cut sequences, sorted by width, into the batches that read the least per decoding step.
+    """Cut sequences, sorted by width, into the batches that cost least, of a decoding step or a pass.
 
-    Each batch reads the weights once, and for each sequence as many keys and values as its widest has. So a
-    few long prompts run separately as soon as padding the others costs more than reading the weights again.
+    Each batch reads the weights once, which costs `weights` tokens, and for each sequence as many tokens as
+    its widest has. So a few long prompts run separately as soon as padding the others costs more than that.
     """
     # By number of sequences: the least cost of cutting them, and the start of their last batch.
     costs, starts = [0.0], [0]

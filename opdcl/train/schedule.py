@@ -15,8 +15,8 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.training import endless
 from opdcl.types import STREAMS, Step, StreamName
 
-# A batch of this many sequences leaves little of the hardware idle.
-FULL_BATCH = 96
+# A batch of this many sequences leaves little of the hardware idle; the student's go stale as it learns.
+FULL_BATCH, STUDENT_BATCH = 96, 64
 
 
 def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
@@ -62,10 +62,11 @@ def sampled_together(config: RecoverConfig, steps: Sequence[Step], index: int, d
     `dynamic` says whether their teacher changes as the student learns. Where the student may take over at the
     next validation, nothing beyond that is sampled.
     """
-    step, ahead = steps[index], config.sample_ahead
-    if not step.on_policy and not dynamic:
-        ahead = max(ahead, FULL_BATCH // len(step.prompts))
-    end = len(steps)
+    step, end = steps[index], len(steps)
+    is_stale = step.on_policy or dynamic
+    ahead = max((STUDENT_BATCH if is_stale else FULL_BATCH) // len(step.prompts), 1)
+    if is_stale and config.sample_ahead != "auto":
+        ahead = config.sample_ahead
     if not step.on_policy and config.hands_over(step.stream):
         end = (index // config.validate_every + 1) * config.validate_every
     together: list[int] = []

@@ -19,7 +19,7 @@ from opdcl.train.health import CHECK_BASE, TEACHER_ENTROPY, ResponseStats
 from opdcl.train.learner import Graded, Learner, kl_by_teacher
 from opdcl.train.rollout_queue import RolloutQueue
 from opdcl.train.start import KL_NOISE
-from opdcl.train.teachers import Teacher, Teachers
+from opdcl.train.teachers import Teachers
 from opdcl.training import StageReport, counted
 from opdcl.types import STREAMS, Prompts, Rollout, StreamName
 
@@ -44,8 +44,6 @@ class Measurement:
     short, and hardly counts in `own_kl`."""
     own: ResponseStats | None = None
     """How it answers the general prompts at temperature 1."""
-    greedy: ResponseStats | None = None
-    """How it answers them greedily, where answers that loop show."""
 
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> Measurement:
@@ -64,9 +62,8 @@ class Measurement:
             for teacher, kl_to_it in self.kl_by_teacher.get(stream, {}).items():
                 values[f"{stream}_kl/{teacher}"] = kl_to_it
         values |= {"own_kl": self.own_kl, "own_distance": self.own_distance}
-        for name, writing in (("own", self.own), ("greedy", self.greedy)):
-            if writing:
-                values |= {f"{name}_{key}": value for key, value in asdict(writing).items()}
+        if self.own:
+            values |= {f"own_{key}": value for key, value in asdict(self.own).items()}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
@@ -162,35 +159,28 @@ class HeldOut:
     def measure_base(self) -> Measurement:
         """Measure base, whose answers are those of the general teacher."""
         with self.learner.backbone.scaled(0.0):
-            base = self.on_teachers_answers("measure base")
-        if not self.asked:
-            return base
-        own = ResponseStats.of(self.answers["general"].rollouts)
-        return replace(base, own=own, greedy=self._greedy(Teacher(self.learner.backbone, "base")))
+            base = self.on_teachers_answers("measure base", model="base")
+        return replace(base, own=ResponseStats.of(self.answers["general"].rollouts)) if self.asked else base
 
     def measure_tuned(self) -> Measurement:
         """Measure the student while it is as tuned left it."""
-        return self._with_own_answers("tuned", "measure tuned")
+        return self.measure_student("tuned", "measure tuned")
 
-    def measure_student(self) -> Measurement:
-        """Measure all that there is to measure."""
-        found = self._with_own_answers("student", "validate")
-        return replace(found, greedy=self._greedy(self.queue.student)) if self.asked else found
-
-    def on_teachers_answers(self, doing: str, endings: bool = False) -> Measurement:
+    def on_teachers_answers(self, doing: str, endings: bool = False, model: State = "student") -> Measurement:
         """Measure the student on what the teachers wrote; the progress line says `doing`.
 
-        With `endings`, also how many of the general teacher's endings it would miss.
+        With `endings`, also how many of the general teacher's endings it would miss. While the student is as
+        `model`, that state's KL to itself is 0, and is not computed.
 
         Raises:
             OpdclError: A KL is not finite, or a teacher's distributions are close to uniform.
         """
-        kl: dict[StreamName, float] = {}
+        kl = dict.fromkeys(self.answers, 0.0)
         by_teacher: dict[StreamName, dict[str, float]] = {}
         missed_ends = None
-        total = sum(len(graded.rollouts) for graded in self.answers.values())
-        count = counted(self.report, doing, total)
-        for stream, graded in self.answers.items():
+        unknown = {s: graded for s, graded in self.answers.items() if not self._is_its_teacher(model, s)}
+        count = counted(self.report, doing, sum(len(graded.rollouts) for graded in unknown.values()))
+        for stream, graded in unknown.items():
             sums = self.learner.measure(graded, endings and stream == "general", count)
             if sums["ends"]:
                 missed_ends = sums["missed_ends"] / sums["ends"]
@@ -203,9 +193,14 @@ class HeldOut:
                 raise OpdclError(f"the {stream} teacher is close to uniform ({entropy:.1f} nats)", CHECK_BASE)
         return Measurement(kl, by_teacher, missed_ends)
 
-    def _with_own_answers(self, name: str, doing: str) -> Measurement:
+    def _is_its_teacher(self, model: State, stream: StreamName) -> bool:
+        """Return whether a state grades a stream alone, and sees the prompts as they are asked."""
+        shown = all(prompt.context is None for prompt in self.prompts[stream])
+        return shown and {t.frozen_state for t in self._frozen_teachers(stream).values()} == {model}
+
+    def measure_student(self, name: State = "student", doing: str = "validate") -> Measurement:
         """Measure the student on the teachers' answers and on its own, which are called `name`."""
-        found, prompts = self.on_teachers_answers(doing, endings=bool(self.asked)), self.asked
+        found, prompts = self.on_teachers_answers(doing, bool(self.asked), name), self.asked
         if not prompts:
             return found
         # As a teacher does: at temperature 1, and up to the length of base's answers.
@@ -222,13 +217,6 @@ class HeldOut:
             own_distance=sums["answer_kl"] / len(rollouts),
             own=ResponseStats.of(rollouts),
         )
-
-    def _greedy(self, writer: Teacher) -> ResponseStats:
-        count = counted(self.report, "greedy answers", len(self.asked))
-        limit = self.config.limit("general")
-        options = {"max_new_tokens": limit, "seed": self.config.seed, "temperature": 0.0}
-        rollouts = self.queue.completions.complete(writer, self.asked, on_finished=count, **options)
-        return ResponseStats.of(rollouts)
 
     def show_answers(self) -> None:
         """Show what each model answers to a general prompt, to the next one each time."""

@@ -10,7 +10,7 @@ from opdcl.config.finetune import LoraSection
 from opdcl.model.forward import answer_states
 from opdcl.model.llama import decodes_as_llama
 from opdcl.sampling import decode
-from opdcl.sampling.decoder import DRAW_BLOCK, PREFILL_ROWS, draw
+from opdcl.sampling.decoder import DRAW_BLOCK, PREFILL, draw
 from opdcl.sampling.rollout import cheapest_batches
 from opdcl.sampling.sample import pick_engine, sample
 from opdcl.types import Example, Prompt
@@ -28,11 +28,17 @@ def test_greedy_equals_generate(backbone):
         assert rollout.completion_ids == expected[0, len(rollout.prompt_ids) :].tolist()
 
 
-def test_prompts_of_many_lengths_in_several_prefill_batches(backbone):
+def test_prompts_of_many_lengths_in_several_prefill_batches_of_little_padding(backbone):
     model = backbone.causal_lm.double()
-    tails = [range(300, 300 + 1 + (7 * i) % 23) for i in range(PREFILL_ROWS + 9)]
-    prompts = [Prompt([1, 520, 3690, 198, *tail]) for tail in tails]
-    for rollout in sample(model, prompts, max_new_tokens=3, eos_ids=[2], temperature=0):
+    tails = [range(300, 301 + (7 * i) % 23) for i in range(PREFILL[0] + 9)]
+    tails[0] = range(300, 420)
+    prompts, sizes = [Prompt([1, 520, 3690, 198, *tail]) for tail in tails], []
+    model.register_forward_pre_hook(
+        lambda m, a, named: sizes.append(named["input_ids"].numel()), with_kwargs=True
+    )
+    rollouts = sample(model, prompts, max_new_tokens=3, eos_ids=[2], temperature=0)
+    assert sum(sizes) < 1.5 * sum(map(len, tails))
+    for rollout in rollouts:
         expected = model.generate(torch.tensor([rollout.prompt_ids]), max_new_tokens=3, do_sample=False)
         assert rollout.completion_ids == expected[0, len(rollout.prompt_ids) :].tolist()
 
@@ -43,18 +49,10 @@ def test_the_llama_step_equals_transformers_forward(family):
 
     odd_heads = {"head_dim": 24, "attention_bias": True} if family == "Qwen3" else {}
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=600,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        sliding_window=None,
-        **odd_heads,
-    )
+    sizes = {"vocab_size": 600, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, **odd_heads}
+    others = {"initializer_range": 0.3, "sliding_window": None}
+    config = getattr(transformers, f"{family}Config")(**sizes, **heads, **others)
     model = getattr(transformers, f"{family}ForCausalLM")(config).double().eval()
     for parameter in model.parameters():
         if parameter.dim() == 1:  # norms and biases start at one and zero, which would hide errors

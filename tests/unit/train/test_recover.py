@@ -182,9 +182,8 @@ def test_without_a_distance_between_base_and_teacher_there_is_no_share(backbone,
 
 def test_method_general_is_measured_by_the_general_stream_alone(backbone, tuned):
     """It leaves the domain by design; that must neither halt it nor choose its adapter."""
-    rows = run(
-        backbone, tuned, method="general", steps=24, validate_every=4, learning_rate=5e-3, sample_ahead=1
-    )
+    settings = {"steps": 24, "validate_every": 4, "learning_rate": 5e-3, "sample_ahead": 1}
+    rows = run(backbone, tuned, method="general", **settings)
     measured = [r["validation"] for r in rows if "validation" in r]
     assert measured[-1]["domain_kl"] > measured[0]["domain_kl"] + 0.05
     from_base = [max(m["general_kl"], m["own_kl"]) for m in measured]  # by base's text or the student's
@@ -214,10 +213,20 @@ def test_every_validation_grades_what_the_student_writes_itself(backbone, tuned)
         own = row["validation"]
         assert own["own_kl"] > 0
         assert 1 <= own["own_length"] <= 6
-        assert 0 <= own["own_ended"] <= 1
-        assert 0 <= own["own_repetition"] <= 1
+        assert all(0 <= own[key] <= 1 for key in ("own_ended", "own_repetition"))
     assert {"own_length", "own_ended", "own_repetition"} <= set(first["base"])
     assert "own_kl" not in first["base"]
+
+
+@pytest.mark.parametrize(("context", "compared"), [(None, 2), ("{prompt} ({answer})", 4)])
+def test_no_model_is_compared_with_itself_on_the_same_prompts(backbone, answered, context, compared):
+    parts, report = {}, Silent()
+    report.part = lambda what, done, total: parts.update({what: total})
+    teachers = {"told": {"kind": "base", "context": context}}
+    config = short_recovery(answered, steps=2, health=False, teachers=teachers, domain_teacher="told")
+    recover_rows(config, backbone, answered / "tuned", StageDir(answered / "out"), report)
+    assert (parts["measure base"], parts["validate"]) == (compared - 2, 4)
+    assert read_jsonl(answered / "out" / "metrics.jsonl")[0]["base"]["general_kl"] == 0
 
 
 def test_a_student_equal_to_base_is_at_no_distance_on_its_own_answers(backbone, tuned):
@@ -240,13 +249,9 @@ def test_a_resumed_validation_remembers_the_lowest_score():
     def kl(general, domain):
         return {"general_kl": general, "domain_kl": domain}
 
+    start = {"alpha": 0.3, "validation": kl(2, 1)}
     rows = [
-        {
-            "step": 0,
-            "validation": kl(4, 0),
-            "base": kl(0, 3),
-            "start": {"alpha": 0.3, "validation": kl(2, 1)},
-        },
+        {"step": 0, "validation": kl(4, 0), "base": kl(0, 3), "start": start},
         {"step": 1, "loss": 1.0},
         {"step": 4, "validation": {**kl(1, 1), "best": True}},
         {"step": 8, "validation": {**kl(1, 2), "best": False}},

@@ -104,6 +104,13 @@ def test_what_base_writes_ahead_ends_where_the_student_may_take_over():
     assert sampled_together(config, plan_steps(config, 20, 20), 1, dynamic=False) == [1, 3, 5, 7, 9, 11]
 
 
+def test_the_students_rows_fill_a_batch_unless_a_number_of_steps_is_asked_for():
+    for rows, asked, steps in ((8, "auto", 8), (24, "auto", 2), (99, "auto", 1), (8, 3, 3)):
+        config = RecoverConfig(rollouts=rows, steps=40, lmbda=1.0, sample_ahead=asked)
+        together = sampled_together(config, plan_steps(config, 20, 20), 2, dynamic=False)
+        assert together == [*range(2, 2 + 2 * steps, 2)]
+
+
 @pytest.mark.parametrize(
     ("steps", "lmbda", "students"), [(1, 0.15, 0), (2, 0.15, 1), (6, 0.01, 1), (6, 0, 0)]
 )
@@ -111,12 +118,9 @@ def test_a_share_above_zero_is_at_least_one_of_two_steps(steps, lmbda, students)
     assert turns(steps=steps, domain=0, lmbda=lmbda).count("s") == students
 
 
-def test_the_student_writes_domain_answers_only_if_asked_to():
+def test_the_student_writes_no_domain_answers_unasked_and_none_in_imitation():
     assert turns("domain", steps=8, lmbda=0.5) == "tttt"
     assert turns("domain", steps=8, lmbda=0.5, on_policy={"domain": True}) == "ttss"
-
-
-def test_in_imitation_the_teachers_write():
     assert turns(steps=8, method="replay") == "tttt"
 
 

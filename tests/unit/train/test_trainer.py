@@ -117,14 +117,8 @@ def test_unfinished_completions_resume_and_each_is_learned_from_once(backbone, t
     monkeypatch.setattr(decode, "WORTH_LEAVING", 2)
     backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
     backbone.eos_ids = list(range(0, backbone.causal_lm.config.vocab_size, 6))
-    settings = {
-        "steps": 12,
-        "rollouts": 24,
-        "sample_ahead": 2,
-        "max_new_tokens": 30,
-        "general_per_domain": 2,
-        "domain_rollouts": 2,
-    }
+    settings = {"steps": 12, "rollouts": 24, "sample_ahead": 2, "max_new_tokens": 30}
+    settings |= {"general_per_domain": 2, "domain_rollouts": 2}
     trainer = make_trainer(backbone, tmp_path, **settings)
     seen, sizes = [], []
     queue = trainer.queue
