@@ -78,11 +78,18 @@ BUILT_IN = {kind: TeacherSection(kind=kind) for kind in ("base", "tuned")}
 class LossSection(Section):
     """The loss of a graded token."""
 
-    unused = (("k", lambda s: s.kind != "top_k", "unless kind is top_k"),)
+    unused = (
+        ("k", lambda s: s.kind != "top_k", "unless kind is top_k"),
+        ("beta", lambda s: s.kind != "jsd", "unless kind is jsd"),
+    )
 
     kind: LossKind = "forward_kl"
-    """Divergence between student and teacher. `forward_kl` and `reverse_kl` compare whole distributions,
-    `top_k` the teacher's likeliest tokens; `policy_gradient` and `cross_entropy` use only the sampled
-    token. Reverse KL hardly moves a token that the student has given up, such as the end of an answer."""
+    """Divergence between student and teacher. `forward_kl`, `reverse_kl` and `jsd` compare whole
+    distributions, `top_k` the teacher's likeliest tokens; `policy_gradient` and `cross_entropy` use only the
+    sampled token. Reverse KL hardly moves a token that the student has given up, such as the end of an
+    answer."""
+    beta: Share = 0.5
+    """`jsd`, generalised Jensen-Shannon divergence: the teacher's share of the mixture from which both are
+    measured. As in TRL's GKD, 0 is forward KL and 1 reverse KL. Not measured yet."""
     k: Positive = 100
     """`top_k`: number of the teacher's likeliest tokens that are compared one by one."""

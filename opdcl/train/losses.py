@@ -4,12 +4,14 @@
 | --- | --- | --- |
 | `reverse_kl` | KL(p, q): penalizes text that the teacher would not write | arXiv 2306.08543, 2306.13649 |
 | `forward_kl` | KL(q, p): asks the student to cover everything the teacher might say | arXiv 2306.13649 |
+| `jsd` | generalised Jensen-Shannon divergence: of both from their mixture | arXiv 2306.13649, eq. 1 |
 | `top_k` | reverse KL over the teacher's top k tokens and one bucket for the rest | arXiv 2601.20802 |
 | `policy_gradient` | -(p / p_sampler) (log q - log p) of the sampled token | REINFORCE, importance-sampled |
 | `clipped_gradient` | -min(r A, clip(r) A), r = p / p_sampler, A: advantage | arXiv 1707.06347, 2402.03300 |
 | `cross_entropy` | -log p of the token itself: imitation of text that a teacher wrote | arXiv 1606.07947 |
 
-Near equality every divergence is half a squared distance, so one learning rate suits all of them.
+Near equality every divergence is half a squared distance, so one learning rate suits all of them. That of
+`jsd` is beta (1 - beta) times as large, which Adam's steps do not depend on.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch
 
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, rows_at_once, shared_rows
 from opdcl.model.thread_parallel import run_in_threads
-from opdcl.types import Loss
+from opdcl.types import WHOLE, Loss
 
 # How far a token's probability ratio may move before the reward stops pushing it (PPO, arXiv 1707.06347).
 CLIP = 0.2
@@ -59,6 +61,21 @@ def forward_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
 def reverse_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     """Return KL(p, q) per row of `(N, V)`."""
     return forward_kl(log_q, log_p)
+
+
+def jsd(log_p: torch.Tensor, log_q: torch.Tensor, beta: float) -> torch.Tensor:
+    """Return beta KL(q, m) + (1 - beta) KL(p, m) per row, where m is the mixture (1 - beta) p + beta q.
+
+    As in TRL's GKD, beta 0 is KL(q, p) and beta 1 is KL(p, q): the limits of this over beta and 1 - beta.
+    """
+    if beta in (0, 1):
+        return reverse_kl(log_p, log_q) if beta else forward_kl(log_p, log_q)
+    log_m = _mixture(log_p, log_q, beta)
+    return beta * reverse_kl(log_q, log_m) + (1 - beta) * reverse_kl(log_p, log_m)
+
+
+def _mixture(log_p: torch.Tensor, log_q: torch.Tensor, beta: float) -> torch.Tensor:
+    return torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
 
 
 def top_k(log_p: torch.Tensor, log_q: torch.Tensor, k: int) -> torch.Tensor:
@@ -148,6 +165,18 @@ def _divergence(
     return loss, kl, slope.add_(p.sub_(q), alpha=1 - reverse)
 
 
+def _jsd(
+    p: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor, beta: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what `_divergence` does for `jsd`, whose gradient is 1 - beta times that of KL(p, m)."""
+    if beta in (0, 1):
+        return _divergence(p, log_p, log_q, reverse=beta)
+    log_m = _mixture(log_p, log_q, beta)
+    _, kl_to_m, slope = _divergence(p, log_p, log_m, reverse=1)
+    loss = beta * reverse_kl(log_q, log_m) + (1 - beta) * kl_to_m
+    return loss, reverse_kl(log_p, log_q), slope.mul_(1 - beta)
+
+
 def _differentiated(
     cost: Cost, p: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor, at: slice
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,7 +214,7 @@ class _TokenLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, student_NH, weight_VH, teacher, token_N, reverse, cost):
+    def forward(ctx, student_NH, weight_VH, teacher, token_N, divergence, cost):
         student = HiddenStates(student_NH, weight_VH)
         grad_NH = torch.empty_like(student_NH)
         count = len(student_NH)
@@ -218,7 +247,7 @@ class _TokenLoss(torch.autograd.Function):
                 loss, slope = _differentiated(cost, p, log_p, log_q, at)
                 kl = teacher.kl(at, log_p, log_q)
             else:
-                loss, kl, slope = _divergence(p, log_p, log_q, reverse)
+                loss, kl, slope = divergence(p, log_p, log_q)
             found.loss[at], found.kl[at] = loss, kl
             return slope
 
@@ -258,6 +287,8 @@ def token_losses(
         match loss.kind:
             case "reverse_kl":
                 return reverse_kl(log_p, log_q)
+            case "jsd":
+                return jsd(log_p, log_q, loss.beta)
             case "top_k":
                 return top_k(log_p, log_q, loss.k)
             case "cross_entropy":
@@ -272,8 +303,11 @@ def token_losses(
         return loss.reward_weight * surrogate_N + loss.teacher_weight * teacher_cost(log_p, log_q, part)
 
     reverse = 1.0 if loss.kind == "reverse_kl" else loss.reverse
-    # The two divergences over whole vocabularies need no autograd.
-    cost = None if loss.kind in ("forward_kl", "reverse_kl") else teacher_cost
+    divergence = partial(_divergence, reverse=reverse)
+    if loss.kind == "jsd":
+        divergence = partial(_jsd, beta=loss.beta)
+    # The divergences over whole vocabularies need no autograd.
+    cost = None if loss.kind in WHOLE else teacher_cost
     if advantage_N is not None:
         cost = rewarded_cost
     with torch.autocast(student_NH.device.type, enabled=False):
@@ -281,7 +315,7 @@ def token_losses(
         if teacher:
             weight_VH = weight_VH[: shared_rows(weight_VH, teacher)]
         student_NH = student_NH.to(weight_VH.dtype)
-        inputs = student_NH, weight_VH, teacher, token_N, reverse, cost
+        inputs = student_NH, weight_VH, teacher, token_N, divergence, cost
         return TokenLosses(*_TokenLoss.apply(*inputs))
 
 

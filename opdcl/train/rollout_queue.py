@@ -128,7 +128,8 @@ class RolloutQueue:
             new = self._write_by_teacher(step.stream, self._prompts(batch), seed)
         self._hand_out(batch, new, resumed)
         # Earlier weights began what was resumed; the last step of the batch gets it.
-        return step.on_policy and not (resumed and batch == [index])
+        is_new = step.on_policy and not (resumed and batch == [index])
+        return is_new and self.config.on_policy.temperature == 1
 
     def _write_by_teacher(self, stream: StreamName, prompts: list[Prompt], seed: int) -> list[Rollout]:
         finished = self._when_finished("teacher", stream, len(prompts))
@@ -147,6 +148,7 @@ class RolloutQueue:
         rollouts = self.student.complete(
             prompts,
             max_new_tokens=self.config.limit(stream),
+            temperature=self.config.on_policy.temperature,
             seed=seed,
             on_finished=self._when_finished("student", stream, len(resumed) + len(prompts)),
             **partial,

@@ -117,7 +117,7 @@ def resumed_like(whole, backbone, folder, name, config, stop, meanwhile=lambda s
 
 def run(backbone, folder, **settings):
     """Recover the adapter in `folder / "tuned"` in a few small steps; return the rows of its metrics."""
-    trained = settings.get("method") not in ("interpolate", "replay")
+    trained = settings.get("method") != "interpolate"
     on_policy = {"lmbda": 1.0} if trained and settings.get("lmbda") != 0 else {}
     config = short_recovery(folder, **on_policy | settings)
     out = StageDir(folder / "out")

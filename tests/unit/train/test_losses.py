@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from trl.experimental.gkd import GKDTrainer
 
 from opdcl.model.distributions import HiddenStates
 from opdcl.train import losses
@@ -11,7 +12,8 @@ from opdcl.train.losses import CHUNK, missed_ends, token_losses
 from opdcl.types import Loss
 
 V, H = 37, 8
-DIVERGENCES = ["reverse_kl", "forward_kl", "top_k"]
+DIVERGENCES = ["reverse_kl", "forward_kl", "jsd", "top_k"]
+BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
 
 
 def reverse_kl(student, teacher, weight):
@@ -52,6 +54,9 @@ def naive_loss(kind, p, q, k=5):
         return naive_kl(p, q)
     if kind == "forward_kl":
         return naive_kl(q, p)
+    if kind == "jsd":
+        middle = [0.5 * a + 0.5 * b for a, b in zip(p, q, strict=True)]
+        return 0.5 * naive_kl(q, middle) + 0.5 * naive_kl(p, middle)
     top = sorted(range(len(q)), key=lambda i: -q[i])[:k]
     return naive_kl(*([*(x[i] for i in top), 1 - sum(x[i] for i in top)] for x in (p, q)))
 
@@ -68,6 +73,9 @@ def reference(kind, student, teacher, weight, tokens, sampler, advantage):
             return (q * (log_q - log_p)).sum(-1)
         case "mixed":
             return (0.7 * q * (log_q - log_p) + 0.3 * p * (log_p - log_q)).sum(-1)
+        case "jsd":
+            mixed = (0.7 * p + 0.3 * q).log()
+            return (0.3 * q * (log_q - mixed) + 0.7 * p * (log_p - mixed)).sum(-1)
         case "top_k":
             named = torch.zeros_like(q).scatter(1, q.topk(5, -1).indices, 1.0)
             rest_p, rest_q = ((x * (1 - named)).sum(-1) for x in (p, q))
@@ -88,7 +96,8 @@ def tensors(n, seed=0):
 
 
 @pytest.mark.parametrize(
-    "kind", ["reverse_kl", "forward_kl", "mixed", "top_k", "policy_gradient", "cross_entropy", "reward"]
+    "kind",
+    ["reverse_kl", "forward_kl", "mixed", "jsd", "top_k", "policy_gradient", "cross_entropy", "reward"],
 )
 def test_loss_gradient_and_kl_equal_an_independent_reference(kind):
     student, teacher, weight = (x.double() for x in tensors(CHUNK + 9))
@@ -99,6 +108,7 @@ def test_loss_gradient_and_kl_equal_an_independent_reference(kind):
     advantage = torch.tensor([1.0, -1.0, 0.4]).double().repeat(len(student))[: len(student)]
     chosen = {
         "mixed": {"reverse": 0.3},
+        "jsd": {"kind": "jsd", "beta": 0.3},
         "reward": {"kind": "reverse_kl", "reward_weight": 0.5, "teacher_weight": 0.3},
     }
     loss = Loss(**chosen.get(kind) or of_kind(kind))
@@ -125,6 +135,44 @@ def test_every_divergence_equals_its_definition(kind):
     pairs = naive_distributions(student, teacher, weight)
     expected = torch.tensor([naive_loss(kind, p, q) for p, q in pairs])
     torch.testing.assert_close(loss, expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("count", [9, CHUNK + 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_jsd_has_loss_and_gradient_of_trls_gkd(beta, count, dtype):
+    """In chunks and whole: beta 0 is KL(teacher, student) there, 1 is KL(student, teacher)."""
+    student, teacher, weight = (x.to(dtype) for x in tensors(count))
+    ours, whole, trls = (student.clone().requires_grad_() for _ in range(3))
+    in_chunks = graded(ours, teacher, weight, kind="jsd", beta=beta).loss
+    log_p, log_q = (whole @ weight.T).log_softmax(-1), (teacher @ weight.T).log_softmax(-1)
+    at_once = losses.jsd(log_p, log_q, beta)
+    logits = (x @ weight.T for x in (trls, teacher))
+    expected = GKDTrainer.generalized_jsd_loss(*logits, beta=beta, reduction="none").sum(-1)
+    for loss in (in_chunks, at_once, expected):
+        loss.sum().backward()
+    assert trls.grad.abs().max() > 0.1
+    # The chunks are in float32 whatever the model is in.
+    exact = 1e-12 if dtype == torch.float64 else 2e-5
+    for loss, state, atol in ((in_chunks, ours, 2e-5), (at_once, whole, exact)):
+        torch.testing.assert_close(loss.to(dtype), expected, atol=atol, rtol=atol)
+        torch.testing.assert_close(state.grad, trls.grad, atol=atol, rtol=atol)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_a_reward_beside_jsd_adds_its_gradient_to_that_of_jsd(beta):
+    student, teacher, weight = tensors(9)
+    grads = []
+    for teacher_weight in (0.0, 0.3):
+        x = student.clone().requires_grad_()
+        q = HiddenStates(teacher, weight)
+        loss = Loss("jsd", beta=beta, reward_weight=1.0, teacher_weight=teacher_weight)
+        tokens = torch.arange(9)
+        token_losses(x, weight, q, tokens, torch.zeros(9), loss, torch.ones(9)).loss.sum().backward()
+        grads.append(x.grad)
+    alone = student.clone().requires_grad_()
+    graded(alone, teacher, weight, kind="jsd", beta=beta).loss.sum().backward()
+    torch.testing.assert_close(grads[1] - grads[0], 0.3 * alone.grad, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)

@@ -39,13 +39,19 @@ def test_general_has_no_domain_steps(backbone, tuned):
     assert {r["stream"] for r in rows if "stream" in r} == {"general"}
 
 
-def test_replay_imitates_the_teachers(backbone, tuned):
-    rows = [r for r in run(backbone, tuned, method="replay") if "loss" in r]
-    assert all("mismatch" not in r for r in rows)  # the student samples nothing
-    assert {r["stream"] for r in rows} == {"general", "domain"}
-    shutil.rmtree(tuned / "out")
-    imitation = run(backbone, tuned, lmbda=0, loss={"kind": "cross_entropy"})
-    assert [r["loss"] for r in rows] == [r["loss"] for r in imitation if "loss" in r]
+def test_imitation_learns_from_the_teachers_texts_and_the_student_samples_nothing(backbone, tuned):
+    rows = [r for r in run(backbone, tuned, lmbda=0, loss={"kind": "cross_entropy"}) if "loss" in r]
+    assert all("mismatch" not in r for r in rows)
+    assert {(r["stream"], r["author"]) for r in rows} == {("general", "teacher"), ("domain", "teacher")}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.4])
+def test_a_recovery_whose_student_writes_at_another_temperature_resumes(backbone, tuned, temperature):
+    settings = {"lmbda": 1.0, "on_policy": {"temperature": temperature}, "loss": {"kind": "jsd", "beta": 0.1}}
+    whole, _ = whole_and_resumed(backbone, tuned, short_recovery(tuned, **settings), stop=2)
+    rows = [row for row in read_jsonl(whole.metrics) if "loss" in row]
+    assert {row["author"] for row in rows if row["stream"] == "general"} == {"student"}
+    assert all("mismatch" not in row for row in rows)  # the probabilities are of another distribution
 
 
 def test_interpolation_keeps_the_scale_with_the_least_held_out_kl(backbone, tuned):

@@ -116,10 +116,6 @@ def test_the_student_writes_domain_answers_only_if_asked_to():
     assert turns("domain", steps=8, lmbda=0.5, on_policy={"domain": True}) == "ttss"
 
 
-def test_in_imitation_the_teachers_write():
-    assert turns(steps=8, method="replay") == "tttt"
-
-
 def test_a_rewarded_prompt_is_completed_by_a_whole_group():
     reward = {"suite": "instructions_train", "group": 4}
     steps = schedule(steps=4, general_per_domain=1, rollouts=8, lmbda=1.0, reward=reward, keep="last")
