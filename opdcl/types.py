@@ -19,7 +19,7 @@ STREAMS: tuple[StreamName, ...] = ("general", "domain")
 Author = Literal["rows", "base", "teacher", "student"]
 
 LossKind = Literal["reverse_kl", "forward_kl", "jsd", "top_k", "policy_gradient", "cross_entropy"]
-# The losses that compare the whole vocabulary.
+# Those that compare the whole vocabulary.
 WHOLE = ("reverse_kl", "forward_kl", "jsd")
 Weighting = Literal["edges", "answers", "tokens"]
 

@@ -20,7 +20,7 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.repetition import repetition
-from opdcl.rundir.files import folder_appears_whole, read_jsonl, write_atomic, write_json
+from opdcl.rundir.files import folder_appears_whole, write_atomic, write_json
 from opdcl.rundir.hashes import SEAL, damage, seal
 from opdcl.rundir.layout import StageDir
 from opdcl.rundir.records import read_metrics
@@ -35,8 +35,6 @@ from opdcl.train.teachers import SAMPLED, Completions, EmaTeacher, Teacher, Teac
 from opdcl.train.validation import HeldOut, Measurement, Milestones, describe_kl, is_kept, teacher_name
 from opdcl.training import Interruption, StageLog, StageReport, last_checkpoint, save_adapter, step_of
 from opdcl.types import Batch, Judge, Prompts, Stream, StreamName
-
-SAMPLES_PER_MEASUREMENT = 8
 
 # Share of the length of base's answers from which the student's are no stubs, and worth grading. In the
 # quickstart it is .16 at the start and .62 at half of the steps, where a pilot let the student take over.
@@ -272,7 +270,6 @@ def validate_step(recovery: Recovery, milestones: Milestones, step: int, optimiz
         check_kl(log, step, before, after)
         if now.own:
             check_responses(log, step, now.own, [milestones.base.own, milestones.tuned.own], optimizer)
-    keep_samples(recovery, step)
 
 
 def hand_over(recovery: Recovery, milestones: Milestones, step: int, now: Measurement) -> None:
@@ -297,17 +294,6 @@ def keep_adapter(recovery: Recovery, step: int, score: float) -> None:
     save_adapter(recovery.learner.backbone, best)
     write_json(best / "validation.json", {"step": step, "score": score})
     seal(best)
-
-
-def keep_samples(recovery: Recovery, step: int) -> None:
-    """Append a few of the latest training completions, to show how the student changes."""
-    latest, samples = recovery.queue.latest, recovery.log.out.samples
-    decode = recovery.learner.backbone.tokenizer.decode
-    rows = read_jsonl(samples)
-    for rollout in (latest.get("general") or latest["domain"])[:SAMPLES_PER_MEASUREMENT]:
-        completion = decode(rollout.completion_ids, skip_special_tokens=True)
-        rows.append({"step": step, "prompt": decode(rollout.prompt_ids), "completion": completion})
-    write_atomic(samples, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def keep_start(recovery: Recovery) -> None:

@@ -48,8 +48,6 @@ class RolloutQueue:
         self.config, self.steps, self.prompts, self.streams = config, steps, prompts, config.streams()
         self.student, self.teachers, self.reward = student, teachers, reward
         self.report, self.completions = report, completions
-        self.latest: dict[StreamName, list[Rollout]] = {}
-        """The completions handed out last, by stream."""
         self.drawn: dict[StreamName, dict[int, Rollout]] = {s: {} for s in STREAMS if self._recurs(s)}
         """What frozen teachers wrote, by stream and number of the prompt, where prompts come again."""
         self.handed_over = False
@@ -66,7 +64,6 @@ class RolloutQueue:
             if index not in self._ahead:
                 fresh = self._sample_from(index)
             rollouts = self._ahead.pop(index)
-        self.latest[step.stream] = rollouts
         author: Author = "student" if step.on_policy else "teacher"
         if author == "teacher" and rollouts[0].prompt.answer is not None:
             author = "rows"
@@ -255,13 +252,8 @@ class RolloutQueue:
         return rollouts
 
     def save(self, folder: Path) -> None:
-        """Write into a checkpoint the completions that are still needed, and those handed out last."""
-        content = {
-            "ahead": self._ahead,
-            "unfinished": self._unfinished,
-            "latest": self.latest,
-            "drawn": self.drawn,
-        }
+        """Write into a checkpoint the completions that are still needed."""
+        content = {"ahead": self._ahead, "unfinished": self._unfinished, "drawn": self.drawn}
         write_atomic(folder / "rollouts.json", json.dumps(content, default=_row))
         states = {}
         for stream, texts in self.drawn.items():
@@ -280,7 +272,6 @@ class RolloutQueue:
         try:
             self._ahead = {int(i): _rollouts(rows) for i, rows in content["ahead"].items()}
             self._unfinished = {stream: _rollouts(rows) for stream, rows in content["unfinished"].items()}
-            self.latest = {stream: _rollouts(rows) for stream, rows in content["latest"].items()}
             self.drawn = {
                 stream: dict(zip(map(int, rows), _rollouts(list(rows.values())), strict=True))
                 for stream, rows in content["drawn"].items()

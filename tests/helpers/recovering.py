@@ -110,8 +110,6 @@ def resumed_like(whole, backbone, folder, name, config, stop, meanwhile=lambda s
         for s in (whole, resumed)
     )
     assert of_resumed == of_whole
-    if whole.samples.exists():
-        assert resumed.samples.read_bytes() == whole.samples.read_bytes()
     return resumed
 
 

@@ -31,36 +31,6 @@ def graded(student, teacher, weight, tokens=None, sampler=None, **loss):
     return token_losses(student, weight, HiddenStates(teacher, weight), tokens, sampler, Loss(**loss))
 
 
-def naive_distributions(student, teacher, weight):
-    """Return p and q, position by position, in Python floats."""
-    pairs = []
-    for states in zip(student.tolist(), teacher.tolist(), strict=True):
-        rows = []
-        for state in states:
-            logits = [sum(a * b for a, b in zip(state, w, strict=True)) for w in weight.tolist()]
-            unscaled = [math.exp(x - max(logits)) for x in logits]
-            rows.append([x / sum(unscaled) for x in unscaled])
-        pairs.append(rows)
-    return pairs
-
-
-def naive_kl(a, b):
-    return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True))
-
-
-def naive_loss(kind, p, q, k=5):
-    """Return the loss of one position, in Python floats, from its definition."""
-    if kind == "reverse_kl":
-        return naive_kl(p, q)
-    if kind == "forward_kl":
-        return naive_kl(q, p)
-    if kind == "jsd":
-        middle = [0.5 * a + 0.5 * b for a, b in zip(p, q, strict=True)]
-        return 0.5 * naive_kl(q, middle) + 0.5 * naive_kl(p, middle)
-    top = sorted(range(len(q)), key=lambda i: -q[i])[:k]
-    return naive_kl(*([*(x[i] for i in top), 1 - sum(x[i] for i in top)] for x in (p, q)))
-
-
 def reference(kind, student, teacher, weight, tokens, sampler, advantage):
     """Return a loss of plain float64 torch whose gradient autograd computes through the softmax itself."""
     log_p, log_q = ((x @ weight.T).log_softmax(-1) for x in (student, teacher))
@@ -118,8 +88,9 @@ def test_loss_gradient_and_kl_equal_an_independent_reference(kind):
     result = token_losses(ours, weight, q, tokens, sampler, loss, rewarded)
     expected = reference(kind, plain, teacher, weight, tokens, sampler, advantage)
     torch.testing.assert_close(result.loss.detach().double(), expected.detach(), atol=1e-5, rtol=1e-4)
-    kl = reference("reverse_kl", student, teacher, weight, tokens, sampler, advantage)
-    torch.testing.assert_close(result.kl.double(), kl, atol=1e-5, rtol=1e-4)
+    for found, name in ((result.kl, "reverse_kl"), (-result.logprob, "cross_entropy")):
+        known = reference(name, student, teacher, weight, tokens, sampler, advantage)
+        torch.testing.assert_close(found.double(), known, atol=1e-5, rtol=1e-4)
     # Unequal weights, as truncated completions have.
     scale = torch.linspace(0.5, 1.5, len(student)).double()
     (result.loss * scale).sum().backward()
@@ -128,35 +99,25 @@ def test_loss_gradient_and_kl_equal_an_independent_reference(kind):
     torch.testing.assert_close(ours.grad, plain.grad, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("kind", DIVERGENCES)
-def test_every_divergence_equals_its_definition(kind):
-    student, teacher, weight = tensors(9)
-    loss = graded(student, teacher, weight, **of_kind(kind)).loss
-    pairs = naive_distributions(student, teacher, weight)
-    expected = torch.tensor([naive_loss(kind, p, q) for p, q in pairs])
-    torch.testing.assert_close(loss, expected, atol=2e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("count", [9, CHUNK + 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_jsd_has_loss_and_gradient_of_trls_gkd(beta, count, dtype):
     """In chunks and whole: beta 0 is KL(teacher, student) there, 1 is KL(student, teacher)."""
     student, teacher, weight = (x.to(dtype) for x in tensors(count))
-    ours, whole, trls = (student.clone().requires_grad_() for _ in range(3))
+    ours, trls = student.clone().requires_grad_(), (student @ weight.T).requires_grad_()
     in_chunks = graded(ours, teacher, weight, kind="jsd", beta=beta).loss
-    log_p, log_q = (whole @ weight.T).log_softmax(-1), (teacher @ weight.T).log_softmax(-1)
-    at_once = losses.jsd(log_p, log_q, beta)
-    logits = (x @ weight.T for x in (trls, teacher))
-    expected = GKDTrainer.generalized_jsd_loss(*logits, beta=beta, reduction="none").sum(-1)
-    for loss in (in_chunks, at_once, expected):
-        loss.sum().backward()
-    assert trls.grad.abs().max() > 0.1
+    log_p, log_q = (trls.detach().log_softmax(-1), (teacher @ weight.T).log_softmax(-1))
+    at_once, _, slope = losses.jsd(log_p.exp(), log_p, log_q, beta)
+    expected = GKDTrainer.generalized_jsd_loss(trls, teacher @ weight.T, beta=beta, reduction="none").sum(-1)
+    in_chunks.sum().backward()
+    expected.sum().backward()
+    assert trls.grad.abs().max() > 0.01
     # The chunks are in float32 whatever the model is in.
     exact = 1e-12 if dtype == torch.float64 else 2e-5
-    for loss, state, atol in ((in_chunks, ours, 2e-5), (at_once, whole, exact)):
+    for loss, gradient, atol in ((in_chunks, ours.grad, 2e-5), (at_once, slope @ weight, exact)):
         torch.testing.assert_close(loss.to(dtype), expected, atol=atol, rtol=atol)
-        torch.testing.assert_close(state.grad, trls.grad, atol=atol, rtol=atol)
+        torch.testing.assert_close(gradient, trls.grad @ weight, atol=atol, rtol=atol)
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -186,43 +147,12 @@ def test_every_divergence_is_zero_with_zero_gradient_at_equality_and_positive_el
     assert student.grad.abs().max() < 1e-4
 
 
-def test_reverse_kl_is_not_symmetric():
-    student, teacher, weight = tensors(64)
-    forth, back = reverse_kl(student, teacher, weight), reverse_kl(teacher, student, weight)
-    assert float((forth - back).abs().max()) > 0.1
-
-
-def test_a_teacher_without_mass_where_the_student_has_it_costs_more():
-    weight = torch.eye(4)
-    student = torch.tensor([[2.0, 0.0, 0.0, 0.0]])
-    mild, harsh = torch.tensor([[1.0, 0.0, 0.0, 0.0]]), torch.tensor([[-9.0, 0.0, 0.0, 0.0]])
-    assert reverse_kl(student, harsh, weight) > 5 * reverse_kl(student, mild, weight)
-
-
 def test_entropies_are_those_of_both_models():
     student, teacher, weight = tensors(3)
     result = graded(student, teacher, weight)
     for entropy, hidden in ((result.student_entropy, student), (result.teacher_entropy, teacher)):
         expected = torch.distributions.Categorical(logits=hidden @ weight.T).entropy()
         torch.testing.assert_close(entropy, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_chunks_do_not_change_the_result():
-    student, teacher, weight = tensors(2 * CHUNK + 3)
-    whole = reverse_kl(student, teacher, weight)
-    parts = torch.cat(
-        [reverse_kl(s, t, weight) for s, t in zip(student.split(100), teacher.split(100), strict=True)]
-    )
-    torch.testing.assert_close(whole, parts)
-
-
-def test_logprob_is_that_of_the_token():
-    student, teacher, weight = tensors(CHUNK + 5)
-    tokens = torch.arange(len(student)) % V
-    expected = torch.log_softmax(student @ weight.T, -1)[torch.arange(len(student)), tokens]
-    torch.testing.assert_close(
-        graded(student, teacher, weight, tokens).logprob, expected, atol=1e-5, rtol=1e-5
-    )
 
 
 def distributions(n=40, seed=3):
