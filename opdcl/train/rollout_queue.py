@@ -170,11 +170,8 @@ class RolloutQueue:
             self._ahead[i] = of_step
 
     def _prompts(self, batch: list[int]) -> list[Prompt]:
-        prompts: list[Prompt] = []
-        for i in batch:
-            step = self.steps[i]
-            prompts += [self.prompts[step.stream][p] for p in step.prompts]
-        return prompts
+        steps = [self.steps[i] for i in batch]
+        return [self.prompts[step.stream][number] for step in steps for number in step.prompts]
 
     def _is_rewarded(self, stream: StreamName) -> bool:
         return self.reward is not None and stream == "general"

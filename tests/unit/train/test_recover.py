@@ -212,7 +212,8 @@ def test_every_validation_grades_what_the_student_writes_itself(backbone, tuned)
         assert 1 <= own["own_length"] <= 6
         assert 0 <= own["own_ended"] <= 1
         assert 0 <= own["own_repetition"] <= 1
-    assert {"own_length", "own_ended", "own_repetition"} <= set(first["base"])
+        assert 0 < own["own_distinct"] <= 1
+    assert {"own_length", "own_ended", "own_repetition", "own_distinct"} <= set(first["base"])
     assert "own_kl" not in first["base"]
 
 
