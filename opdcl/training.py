@@ -269,11 +269,9 @@ def _take_back_records(out: StageDir, checkpoint: Path | None) -> None:
     if records and not records.exists():
         hint = "remove that folder: the run resumes from the checkpoint before it, or starts over"
         raise UsageError(f"another version of opdcl wrote {checkpoint}", hint)
-    copy = records / out.metrics.name if records else None
-    if copy and copy.exists():
-        write_atomic(out.metrics, copy.read_bytes())
-    else:
-        out.metrics.unlink(missing_ok=True)
+    out.metrics.unlink(missing_ok=True)
+    if records and (records / out.metrics.name).exists():
+        write_atomic(out.metrics, (records / out.metrics.name).read_bytes())
     if records and (records / out.best.name).exists():
         with folder_appears_whole(out.best) as folder:
             shutil.copytree(records / out.best.name, folder, dirs_exist_ok=True)

@@ -100,11 +100,7 @@ class RecoverConfig(Section):
 
     unused = (
         (f"lmbda {ON_POLICY} steps weighting", lambda s: s.method == "interpolate", TRAINS_NOTHING),
-        (
-            "general_per_domain",
-            lambda s: s.method == "general",
-            "with method general, which has no domain steps",
-        ),
+        ("general_per_domain", lambda s: s.method == "general", "with method general: no domain steps"),
         ("loss", _needs_no_loss, TRAINS_NOTHING),
         ("general", lambda s: s.reward is not None, "with reward, whose suite has the general prompts"),
         ("given_answers", lambda s: bool(s.reward) or s.general is None, "without rows of general prompts"),
@@ -231,10 +227,7 @@ class RecoverConfig(Section):
         if self.given_answers and not self.reward and self.loss.kind == "policy_gradient":
             raise ValueError("given_answers needs another loss.kind: nobody sampled these answers")
         if self.on_policy.temperature != 1 and (self.reward or self.loss.kind == "policy_gradient"):
-            raise ValueError(
-                "policy_gradient and reward weigh a token by the probability with which it was drawn: "
-                "on_policy.temperature must be 1"
-            )
+            raise ValueError("on_policy.temperature must be 1 with policy_gradient and with reward")
         if self.reward:
             self._check_reward(self.reward.group)
         return self

@@ -20,7 +20,7 @@ KIND_OF = {"adapter": "adapter", "model": "model", "server": "remote", "mix": "t
 
 
 def _only_of_kind(key: str, kind: str) -> tuple[str, Callable[[Any], bool], str]:
-    return key, lambda teacher: teacher.kind != kind, f"unless kind is {kind}"
+    return key, lambda section: section.kind != kind, f"unless kind is {kind}"
 
 
 class TeacherSection(Section):
@@ -78,10 +78,7 @@ BUILT_IN = {kind: TeacherSection(kind=kind) for kind in ("base", "tuned")}
 class LossSection(Section):
     """The loss of a graded token."""
 
-    unused = (
-        ("k", lambda s: s.kind != "top_k", "unless kind is top_k"),
-        ("beta", lambda s: s.kind != "jsd", "unless kind is jsd"),
-    )
+    unused = (_only_of_kind("k", "top_k"), _only_of_kind("beta", "jsd"))
 
     kind: LossKind = "forward_kl"
     """Divergence between student and teacher. `forward_kl`, `reverse_kl` and `jsd` compare whole

@@ -128,10 +128,8 @@ def _estimates(suites: Sequence[MeasuredSuite], state: str) -> dict[str, Estimat
     found["median"] = median(distances, clusters).rounded()
     found["domain_manner"] = mean((distances > DOMAIN_STYLE).astype(float), clusters).rounded()
     written = response_stats.measures(suites, state)
-    columns = []
-    for suite in suites:
-        columns.append(distinct([WORD.findall(row["response"]) for row in suite.rows[state]]))
-    written["distinct"] = stacked(columns)
+    words = [[WORD.findall(row["response"]) for row in suite.rows[state]] for suite in suites]
+    written["distinct"] = stacked([*map(distinct, words)])
     for name, measure in MEASURES.items():
         if measure in written:
             found[name] = mean(written[measure], clusters).rounded()

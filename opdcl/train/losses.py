@@ -25,7 +25,7 @@ import torch
 
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, rows_at_once, shared_rows
 from opdcl.model.thread_parallel import run_in_threads
-from opdcl.types import Loss
+from opdcl.types import WHOLE, Loss
 
 # How far a token's probability ratio may move before the reward stops pushing it (PPO, arXiv 1707.06347).
 CLIP = 0.2
@@ -274,23 +274,20 @@ def token_losses(
 
     def grade(at: slice, p: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor):
         """Return the losses, KL(p, q), and the losses' gradient by the student's logits."""
-        match loss.kind:
-            # The divergences over whole vocabularies need no autograd.
-            case "reverse_kl":
-                loss_N, kl_N, slope_NV = _divergence(p, log_p, log_q, reverse=1)
-            case "forward_kl":
-                loss_N, kl_N, slope_NV = _divergence(p, log_p, log_q, loss.reverse)
-            case "jsd":
-                loss_N, kl_N, slope_NV = jsd(p, log_p, log_q, loss.beta)
-            case _:
-                loss_N, slope_NV = _differentiated(partial(by_token, log_q=log_q, at=at), log_p)
-                kl_N = teacher.kl(at, log_p, log_q)
+        if loss.kind == "jsd":
+            loss_N, kl_N, slope = jsd(p, log_p, log_q, loss.beta)
+        elif loss.kind in WHOLE:
+            reverse = 1.0 if loss.kind == "reverse_kl" else loss.reverse
+            loss_N, kl_N, slope = _divergence(p, log_p, log_q, reverse)
+        else:  # the others need autograd
+            loss_N, slope = _differentiated(partial(by_token, log_q=log_q, at=at), log_p)
+            kl_N = teacher.kl(at, log_p, log_q)
         if advantage_N is not None:
             sampled = token_N[at], sampler_N[at], advantage_N[at]
-            rewarded_N, rewarded_NV = _differentiated(lambda x: clipped_gradient(x, *sampled), log_p)
+            rewarded_N, rewarded_slope = _differentiated(lambda x: clipped_gradient(x, *sampled), log_p)
             loss_N = loss.reward_weight * rewarded_N + loss.teacher_weight * loss_N
-            slope_NV = loss.reward_weight * rewarded_NV + loss.teacher_weight * slope_NV
-        return loss_N, kl_N, slope_NV
+            slope = loss.reward_weight * rewarded_slope + loss.teacher_weight * slope
+        return loss_N, kl_N, slope
 
     with torch.autocast(student_NH.device.type, enabled=False):
         weight_VH = weight_VH.detach()

@@ -61,9 +61,6 @@ def sampled_together(config: RecoverConfig, steps: Sequence[Step], index: int, d
         ahead = max(ahead, FULL_BATCH // len(step.prompts))
     end = len(steps)
     if not step.on_policy and config.hands_over(step.stream):
-        end = (index // config.validate_every + 1) * config.validate_every
-    together: list[int] = []
-    for i, other in enumerate(steps[index:end], index):
-        if (other.stream, other.on_policy) == (step.stream, step.on_policy):
-            together.append(i)
-    return together[:ahead]
+        end = min(end, (index // config.validate_every + 1) * config.validate_every)
+    kind = step.stream, step.on_policy
+    return [i for i in range(index, end) if (steps[i].stream, steps[i].on_policy) == kind][:ahead]
