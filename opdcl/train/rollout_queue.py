@@ -125,9 +125,8 @@ class RolloutQueue:
             new = self._write_by_teacher(step.stream, self._prompts(batch), seed)
         self._hand_out(batch, new, resumed)
         # Earlier weights began what was resumed; the last step of the batch gets it.
-        return (
-            step.on_policy and not (resumed and batch == [index]) and self.config.on_policy.temperature == 1
-        )
+        is_new = step.on_policy and not (resumed and batch == [index])
+        return is_new and self.config.on_policy.temperature == 1
 
     def _write_by_teacher(self, stream: StreamName, prompts: list[Prompt], seed: int) -> list[Rollout]:
         finished = self._when_finished("teacher", stream, len(prompts))
