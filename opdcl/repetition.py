@@ -1,9 +1,11 @@
-"""How much a text repeats itself, in sampled tokens or in words; and what a word is in every script."""
+"""How much a text repeats itself, or others, in tokens or words; and what a word is in every script."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Hashable, Sequence
+from itertools import pairwise
 
 # The letters of scripts that put no spaces between words, for an expression's brackets: Thai and Lao;
 # Burmese, Khmer, Javanese and their neighbours; Kana; Han.
@@ -23,3 +25,14 @@ def repetition(sequences: Sequence[Sequence[Hashable]], n: int = 4) -> float:
         total += len(grams)
         distinct += len(set(grams))
     return 1 - distinct / total if total else 0.0
+
+
+def distinct(sequences: Sequence[Sequence[Hashable]]) -> list[float]:
+    """Return for each sequence the share of its different 2-grams that no other sequence has.
+
+    Beginning and end are part of them, so that short texts count too: of equal texts it is 0. It falls with
+    the number of sequences, so it is compared on the same prompts only. After distinct-2, arXiv 1510.03055.
+    """
+    pairs = [set(pairwise([None, *items, None])) for items in sequences]
+    holders = Counter(pair for own in pairs for pair in own)
+    return [sum(holders[pair] == 1 for pair in own) / len(own) for own in pairs]

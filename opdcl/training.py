@@ -252,9 +252,8 @@ def seal_with_records(out: StageDir, checkpoint: Path) -> None:
     records = checkpoint / RECORDS
     shutil.rmtree(records, ignore_errors=True)
     records.mkdir()
-    for file in (out.metrics, out.samples):
-        if file.exists():
-            shutil.copy(file, records)
+    if out.metrics.exists():
+        shutil.copy(out.metrics, records)
     if out.best.exists():
         shutil.copytree(out.best, records / out.best.name)
     seal(checkpoint)
@@ -270,12 +269,9 @@ def _take_back_records(out: StageDir, checkpoint: Path | None) -> None:
     if records and not records.exists():
         hint = "remove that folder: the run resumes from the checkpoint before it, or starts over"
         raise UsageError(f"another version of opdcl wrote {checkpoint}", hint)
-    for file in (out.metrics, out.samples):
-        copy = records / file.name if records else None
-        if copy and copy.exists():
-            write_atomic(file, copy.read_bytes())
-        else:
-            file.unlink(missing_ok=True)
+    out.metrics.unlink(missing_ok=True)
+    if records and (records / out.metrics.name).exists():
+        write_atomic(out.metrics, (records / out.metrics.name).read_bytes())
     if records and (records / out.best.name).exists():
         with folder_appears_whole(out.best) as folder:
             shutil.copytree(records / out.best.name, folder, dirs_exist_ok=True)

@@ -18,7 +18,9 @@ STREAMS: tuple[StreamName, ...] = ("general", "domain")
 # Who wrote the answers of a step.
 Author = Literal["rows", "base", "teacher", "student"]
 
-LossKind = Literal["reverse_kl", "forward_kl", "top_k", "policy_gradient", "cross_entropy"]
+LossKind = Literal["reverse_kl", "forward_kl", "jsd", "top_k", "policy_gradient", "cross_entropy"]
+# Those that compare the whole vocabulary.
+WHOLE = ("reverse_kl", "forward_kl", "jsd")
 Weighting = Literal["edges", "answers", "tokens"]
 
 
@@ -29,6 +31,8 @@ class Loss:
     kind: LossKind = "forward_kl"
     k: int = 100
     """`top_k`: number of the teacher's likeliest tokens that are compared one by one."""
+    beta: float = 0.5
+    """`jsd`: the teacher's share of the mixture; 0 is forward KL, 1 reverse KL."""
     reverse: float = 0.0
     """Share of reverse KL in forward KL, where the student wrote the answers."""
     weighting: Weighting = "tokens"
@@ -191,7 +195,7 @@ class Step:
 class Batch:
     """What one optimizer step learns from: rows without a teacher, or completions, all of one stream.
 
-    It is `fresh` if the current weights sampled every token.
+    It is `fresh` if the current weights sampled every token, at temperature 1.
     """
 
     stream: Stream

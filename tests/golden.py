@@ -87,7 +87,7 @@ RECOVERIES = {
     ],
     "given-answers": ["recover.general=[answered.jsonl]", "recover.given_answers=true"],
     "start-alone": ["recover.steps=0", "recover.lmbda=auto"],
-    "imitation": ["recover.method=replay", "recover.lmbda=auto"],
+    "imitation": ["recover.loss.kind=cross_entropy", "recover.lmbda=0"],
     "served": [
         "recover.general_teacher=other",
         "recover.teachers.other={kind: remote, server: {url: URL}}",

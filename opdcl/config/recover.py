@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -25,7 +25,7 @@ from opdcl.config.section import (
 )
 from opdcl.config.teacher import BUILT_IN, LossSection, TeacherName, TeacherSection
 from opdcl.errors import nearest
-from opdcl.types import STREAMS, Loss, Stream, StreamName, Weighting
+from opdcl.types import STREAMS, WHOLE, Loss, Stream, StreamName, Weighting
 
 
 class OnPolicySection(Section):
@@ -37,6 +37,10 @@ class OnPolicySection(Section):
     reverse: Share = 0.25
     """Share of reverse KL in a loss that is forward KL otherwise. It penalizes what the student writes and
     base would not."""
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    """Temperature at which the student writes them; 0 is greedy. The loss, and what teachers write, stay at
+    1. At another one than 1 no step compares the sampler's probabilities with the trainer's. Not measured
+    yet."""
 
 
 class RewardSection(Section):
@@ -68,12 +72,11 @@ MOST_COMPLETIONS = 2_000_000
 # The largest domain step that was measured has this many times the rows of a general one.
 MOST_DOMAIN_ROWS = 6
 
-# The settings of who writes the answers.
-AUTHORS = "lmbda on_policy.domain on_policy.reverse"
+# The settings of what the student writes.
+ON_POLICY = "on_policy.domain on_policy.reverse on_policy.temperature"
 
-# Why some methods have no use for a setting.
+# Why some settings have no use.
 TRAINS_NOTHING = "with steps 0: nothing is trained"
-IMITATES = "with method replay, which imitates the teachers' answers"
 
 
 def split_share(item: str) -> tuple[str, float | None]:
@@ -99,30 +102,20 @@ class RecoverConfig(Section):
     """Recovery by distillation: a teacher grades every token of its own answers, or of the student's."""
 
     unused = (
-        (f"{AUTHORS} weighting", lambda s: s.steps == 0, TRAINS_NOTHING),
-        (f"{AUTHORS} loss.kind loss.k", lambda s: s.method == "replay", IMITATES),
-        (
-            "general_per_domain",
-            lambda s: s.method == "general",
-            "with method general, which has no domain steps",
-        ),
+        (f"lmbda {ON_POLICY} weighting", lambda s: s.steps == 0, TRAINS_NOTHING),
+        ("general_per_domain", lambda s: s.method == "general", "with method general: no domain steps"),
         ("loss", _needs_no_loss, TRAINS_NOTHING),
         ("general", lambda s: s.reward is not None, "with reward, whose suite has the general prompts"),
         ("given_answers", lambda s: bool(s.reward) or s.general is None, "without rows of general prompts"),
-        (
-            "server on_policy.domain on_policy.reverse",
-            lambda s: s.lmbda == 0,
-            "with lmbda 0: the teachers write all answers",
-        ),
-        ("lmbda", _has_no_author, "without general steps, unless on_policy.domain is set"),
+        (f"server {ON_POLICY}", lambda s: s.lmbda == 0, "with lmbda 0: the teachers write all answers"),
+        (f"lmbda {ON_POLICY}", _has_no_author, "without general steps, unless on_policy.domain is set"),
         ("on_policy.reverse", lambda s: s.loss.kind != "forward_kl", "unless loss.kind is forward_kl"),
     )
 
     former = {"save_steps": (12, "a checkpoint is written at each validation: see validate_every")}
 
-    method: Literal["alternating", "general", "replay"] = "alternating"
-    """`alternating` is our method. Baselines: `general`, without domain steps; `replay`, imitation of the
-    teachers' answers."""
+    method: Literal["alternating", "general"] = "alternating"
+    """`alternating` is our method. A baseline: `general`, without domain steps."""
     start: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"
     """Where the student starts. `auto`: the tuned adapter without what it does to the inputs that base's
     answers excite, in closed form; what that spares of both streams is chosen by held-out KL. It is 1 where a
@@ -208,6 +201,24 @@ class RecoverConfig(Section):
     seed: Seed = 0
     """Seed of the prompt order and of all sampling."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_former_methods(cls, settings: Any) -> Any:
+        """Read a former method of a stored run, which names all settings, as the settings that it was."""
+        method = settings.get("method") if isinstance(settings, dict) else None
+        if method == "replay":
+            now, words = (
+                {"loss": {"kind": "cross_entropy"}, "lmbda": 0},
+                "loss.kind cross_entropy and lmbda 0",
+            )
+        elif method == "interpolate":
+            now, words = {"steps": 0}, "steps 0"
+        else:
+            return settings
+        if not {"loss", "lmbda"} <= settings.keys():
+            raise ValueError(f"method {method} is gone: set {words}")
+        return settings | {"method": "alternating"} | now
+
     @model_validator(mode="after")
     def _can_learn(self) -> RecoverConfig:
         self._check_size()
@@ -227,6 +238,8 @@ class RecoverConfig(Section):
             raise ValueError("lmbda auto compares general answers, and there are none: give lmbda a number")
         if self.given_answers and not self.reward and self.loss.kind == "policy_gradient":
             raise ValueError("given_answers needs another loss.kind: nobody sampled these answers")
+        if self.on_policy.temperature != 1 and (self.reward or self.loss.kind == "policy_gradient"):
+            raise ValueError("on_policy.temperature must be 1 with policy_gradient and with reward")
         if self.reward:
             self._check_reward(self.reward.group)
         return self
@@ -262,7 +275,7 @@ class RecoverConfig(Section):
             )
 
     def _check_reward(self, group: int) -> None:
-        if self.method not in ("alternating", "general") or self.loss.kind == "cross_entropy":
+        if self.method == "interpolate" or self.loss.kind == "cross_entropy":
             raise ValueError(
                 "reward needs method alternating or general, and a loss.kind other than cross_entropy"
             )
@@ -315,12 +328,12 @@ class RecoverConfig(Section):
         return self.lmbda == "auto" and self._may_write(stream)
 
     def _may_write(self, stream: StreamName) -> bool:
-        return self.method != "replay" and (stream == "general" or self.on_policy.domain)
+        return stream == "general" or self.on_policy.domain
 
     @property
     def served_tokens(self) -> int:
         """How many of the likeliest tokens of each position a teacher on a server is asked for."""
-        if self.loss.kind in ("forward_kl", "reverse_kl") and self.method != "replay":
+        if self.loss.kind in WHOLE:
             return WHOLE_VOCABULARY
         # Fewer would save nothing, and the logged KL is over those that are named.
         return max(self.loss.k, SERVED_TOKENS) if self.loss.kind == "top_k" else SERVED_TOKENS
@@ -332,7 +345,6 @@ class RecoverConfig(Section):
 
     def streams(self) -> dict[StreamName, Stream]:
         """Return what the recovery learns, by stream."""
-        kind = "cross_entropy" if self.method == "replay" else self.loss.kind
         of_domain = 1 / (self.general_per_domain + 1) if self.domain and self.method != "general" else 0.0
         teachers = {"general": self.general_teacher, "domain": self.domain_teacher}
         prompts = {"general": ", ".join(self.general_sources()), "domain": self.domain or ""}
@@ -344,8 +356,8 @@ class RecoverConfig(Section):
             author = "rows" if name == "general" and self.given_answers else teachers[name]
             if writes:
                 author = "student" if self.lmbda == 1 else f"{author}, then student"
-            reverse = self.on_policy.reverse if writes and kind == "forward_kl" else 0.0
-            loss = Loss(kind, self.loss.k, reverse, self.weighting)
+            reverse = self.on_policy.reverse if writes and self.loss.kind == "forward_kl" else 0.0
+            loss = Loss(self.loss.kind, self.loss.k, self.loss.beta, reverse, self.weighting)
             if self.reward and name == "general":
                 loss = replace(loss, reward_weight=self.reward.weight, teacher_weight=self.reward.teacher)
             share = of_domain if name == "domain" else 1 - of_domain

@@ -20,7 +20,7 @@ KIND_OF = {"adapter": "adapter", "model": "model", "server": "remote", "mix": "t
 
 
 def _only_of_kind(key: str, kind: str) -> tuple[str, Callable[[Any], bool], str]:
-    return key, lambda teacher: teacher.kind != kind, f"unless kind is {kind}"
+    return key, lambda section: section.kind != kind, f"unless kind is {kind}"
 
 
 class TeacherSection(Section):
@@ -78,11 +78,15 @@ BUILT_IN = {kind: TeacherSection(kind=kind) for kind in ("base", "tuned")}
 class LossSection(Section):
     """The loss of a graded token."""
 
-    unused = (("k", lambda s: s.kind != "top_k", "unless kind is top_k"),)
+    unused = (_only_of_kind("k", "top_k"), _only_of_kind("beta", "jsd"))
 
     kind: LossKind = "forward_kl"
-    """Divergence between student and teacher. `forward_kl` and `reverse_kl` compare whole distributions,
-    `top_k` the teacher's likeliest tokens; `policy_gradient` and `cross_entropy` use only the sampled
-    token. Reverse KL hardly moves a token that the student has given up, such as the end of an answer."""
+    """Divergence between student and teacher. `forward_kl`, `reverse_kl` and `jsd` compare whole
+    distributions, `top_k` the teacher's likeliest tokens; `policy_gradient` and `cross_entropy` use only the
+    sampled token. Reverse KL hardly moves a token that the student has given up, such as the end of an
+    answer."""
+    beta: Share = 0.5
+    """`jsd`, generalised Jensen-Shannon divergence: the teacher's share of the mixture from which both are
+    measured. As in TRL's GKD, 0 is forward KL and 1 reverse KL. Not measured yet."""
     k: Positive = 100
     """`top_k`: number of the teacher's likeliest tokens that are compared one by one."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from opdcl.config.evaluate import CLOSENESS
+from opdcl.repetition import WORD, distinct
 from opdcl.results import response_stats
 from opdcl.results.intervals import Clusters, Estimate, mean, median, ratio, total
 from opdcl.results.response_stats import ResponseTests
@@ -20,7 +21,7 @@ from opdcl.results.status import DOMAIN_STYLE, MOST_OF_THE_GAIN, STATES, Retenti
 from opdcl.rundir.layout import RunDir
 
 # The response statistics of a state, and their names in `response_stats`.
-MEASURES = {"length": "tokens", "ended": "ended", "repetition": "repetition"}
+MEASURES = {"length": "tokens", "ended": "ended", "repetition": "repetition", "distinct": "distinct"}
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,8 @@ def _estimates(suites: Sequence[MeasuredSuite], state: str) -> dict[str, Estimat
     found["median"] = median(distances, clusters).rounded()
     found["domain_manner"] = mean((distances > DOMAIN_STYLE).astype(float), clusters).rounded()
     written = response_stats.measures(suites, state)
+    words = [[WORD.findall(row["response"]) for row in suite.rows[state]] for suite in suites]
+    written["distinct"] = stacked([*map(distinct, words)])
     for name, measure in MEASURES.items():
         if measure in written:
             found[name] = mean(written[measure], clusters).rounded()

@@ -22,6 +22,7 @@ WRITING = {
     "ended": ("answers that end", SCORE),
     "tokens": ("tokens per answer", LENGTH),
     "repetition": ("repeated 4-grams", SCORE),
+    "distinct": ("2-grams that no other answer has", SCORE),
     "script": ("in the prompt's script", SCORE),
 }
 

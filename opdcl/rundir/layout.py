@@ -32,7 +32,6 @@ class StageDir:
     def __post_init__(self) -> None:
         self.record = self.path / "stage.json"
         self.metrics = self.path / "metrics.jsonl"
-        self.samples = self.path / "samples.jsonl"
         self.replay = self.path / "replay.jsonl"  # general prompts with their answers
         self.adapter = self.path / "adapter"
         self.trainer = self.path / "trainer"  # holds checkpoint-N/

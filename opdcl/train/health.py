@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from opdcl.errors import OpdclError
-from opdcl.repetition import repetition
+from opdcl.repetition import distinct, repetition
 from opdcl.rundir.records import read_metrics
 from opdcl.training import StageLog
 from opdcl.types import Rollout
@@ -52,6 +52,8 @@ class ResponseStats:
     """Share of answers that end within the maximum length."""
     repetition: float
     """Share of 4-grams that occurred earlier in the same answer."""
+    distinct: float = 1.0
+    """Mean share of an answer's 2-grams that the answers to other prompts lack."""
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout]) -> ResponseStats:
@@ -61,6 +63,7 @@ class ResponseStats:
             length=sum(map(len, texts)) / len(texts),
             ended=sum(r.finished for r in rollouts) / len(texts),
             repetition=repetition(texts),
+            distinct=sum(distinct(texts)) / len(texts),
         )
 
 

@@ -4,12 +4,14 @@
 | --- | --- | --- |
 | `reverse_kl` | KL(p, q): penalizes text that the teacher would not write | arXiv 2306.08543, 2306.13649 |
 | `forward_kl` | KL(q, p): asks the student to cover everything the teacher might say | arXiv 2306.13649 |
+| `jsd` | generalised Jensen-Shannon divergence: of both from their mixture | arXiv 2306.13649, eq. 1 |
 | `top_k` | reverse KL over the teacher's top k tokens and one bucket for the rest | arXiv 2601.20802 |
 | `policy_gradient` | -(p / p_sampler) (log q - log p) of the sampled token | REINFORCE, importance-sampled |
 | `clipped_gradient` | -min(r A, clip(r) A), r = p / p_sampler, A: advantage | arXiv 1707.06347, 2402.03300 |
 | `cross_entropy` | -log p of the token itself: imitation of text that a teacher wrote | arXiv 1606.07947 |
 
-Near equality every divergence is half a squared distance, so one learning rate suits all of them.
+Near equality every divergence is half a squared distance, so one learning rate suits all of them. That of
+`jsd` is beta (1 - beta) times as large, which Adam's steps do not depend on.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch
 
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, rows_at_once, shared_rows
 from opdcl.model.thread_parallel import run_in_threads
-from opdcl.types import Loss
+from opdcl.types import WHOLE, Loss
 
 # How far a token's probability ratio may move before the reward stops pushing it (PPO, arXiv 1707.06347).
 CLIP = 0.2
@@ -35,8 +37,8 @@ CHUNK, CUDA_CHUNK = 256, 512
 # Fewest positions for which a thread of their own pays.
 THREAD_POSITIONS = 32
 
-# Both log-distributions and the slice of positions that they cover -> the losses of these positions.
-Cost = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
+# The student's log-distributions at some positions -> the losses there.
+Cost = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TokenLosses(NamedTuple):
@@ -148,15 +150,29 @@ def _divergence(
     return loss, kl, slope.add_(p.sub_(q), alpha=1 - reverse)
 
 
-def _differentiated(
-    cost: Cost, p: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor, at: slice
-) -> tuple[torch.Tensor, torch.Tensor]:
+def jsd(
+    p: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor, beta: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return beta KL(q, m) + (1 - beta) KL(p, m), KL(p, q), and the loss's gradient by the logits of p.
+
+    m is the mixture (1 - beta) p + beta q. The gradient is 1 - beta times that of KL(p, m) with m held fixed.
+    As in TRL's GKD, beta 0 is KL(q, p) and 1 is KL(p, q), the limits of this over beta and over 1 - beta.
+    """
+    if beta in (0, 1):
+        return _divergence(p, log_p, log_q, reverse=beta)
+    log_m = torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
+    _, kl_to_m, slope = _divergence(p, log_p, log_m, reverse=1)
+    loss = beta * reverse_kl(log_q, log_m) + (1 - beta) * kl_to_m
+    return loss, reverse_kl(log_p, log_q), slope.mul_(1 - beta)
+
+
+def _differentiated(cost: Cost, log_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a cost and its gradient by the logits of p: g - p sum(g), where g is that by log p."""
     with torch.enable_grad():
         leaf = log_p.detach().requires_grad_()
-        loss = cost(leaf, log_q, at)
+        loss = cost(leaf)
         (slope,) = torch.autograd.grad(loss.sum(), leaf)
-    return loss.detach(), slope.sub_(p.mul_(slope.sum(-1, keepdim=True)))
+    return loss.detach(), slope.sub_(log_p.exp().mul_(slope.sum(-1, keepdim=True)))
 
 
 def chunks(x_N: torch.Tensor, threads: int = 1) -> list[slice]:
@@ -185,7 +201,7 @@ class _TokenLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, student_NH, weight_VH, teacher, token_N, reverse, cost):
+    def forward(ctx, student_NH, weight_VH, teacher, token_N, grade):
         student = HiddenStates(student_NH, weight_VH)
         grad_NH = torch.empty_like(student_NH)
         count = len(student_NH)
@@ -214,12 +230,7 @@ class _TokenLoss(torch.autograd.Function):
             found.logprob[at] = gather_logprobs(log_p, token_N[at])
             found.student_entropy[at] = -(p * log_p).sum(-1)
             found.teacher_entropy[at] = teacher.entropy(at, log_q)
-            if cost:
-                loss, slope = _differentiated(cost, p, log_p, log_q, at)
-                kl = teacher.kl(at, log_p, log_q)
-            else:
-                loss, kl, slope = _divergence(p, log_p, log_q, reverse)
-            found.loss[at], found.kl[at] = loss, kl
+            found.loss[at], found.kl[at], slope = grade(at, p, log_p, log_q)
             return slope
 
         for_each_part(student_NH, compare if teacher else imitate)
@@ -230,7 +241,7 @@ class _TokenLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss_N, *_):
         (grad_NH,) = ctx.saved_tensors
-        return grad_NH * grad_loss_N[:, None].to(grad_NH.dtype), *[None] * 5
+        return grad_NH * grad_loss_N[:, None].to(grad_NH.dtype), *[None] * 4
 
 
 def token_losses(
@@ -254,35 +265,36 @@ def token_losses(
         advantage_N: The reward's advantage of each token, where there is one.
     """
 
-    def teacher_cost(log_p: torch.Tensor, log_q: torch.Tensor, part: slice) -> torch.Tensor:
-        match loss.kind:
-            case "reverse_kl":
-                return reverse_kl(log_p, log_q)
-            case "top_k":
-                return top_k(log_p, log_q, loss.k)
-            case "cross_entropy":
-                return -gather_logprobs(log_p, token_N[part])
-            case "policy_gradient":
-                return policy_gradient(log_p, log_q, token_N[part], sampler_N[part])
-            case "forward_kl":
-                return (1 - reverse) * forward_kl(log_p, log_q) + reverse * reverse_kl(log_p, log_q)
+    def by_token(log_p: torch.Tensor, log_q: torch.Tensor, at: slice) -> torch.Tensor:
+        if loss.kind == "top_k":
+            return top_k(log_p, log_q, loss.k)
+        if loss.kind == "cross_entropy":
+            return -gather_logprobs(log_p, token_N[at])
+        return policy_gradient(log_p, log_q, token_N[at], sampler_N[at])
 
-    def rewarded_cost(log_p: torch.Tensor, log_q: torch.Tensor, part: slice) -> torch.Tensor:
-        surrogate_N = clipped_gradient(log_p, token_N[part], sampler_N[part], advantage_N[part])
-        return loss.reward_weight * surrogate_N + loss.teacher_weight * teacher_cost(log_p, log_q, part)
+    def grade(at: slice, p: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor):
+        """Return the losses, KL(p, q), and the losses' gradient by the student's logits."""
+        if loss.kind == "jsd":
+            loss_N, kl_N, slope = jsd(p, log_p, log_q, loss.beta)
+        elif loss.kind in WHOLE:
+            reverse = 1.0 if loss.kind == "reverse_kl" else loss.reverse
+            loss_N, kl_N, slope = _divergence(p, log_p, log_q, reverse)
+        else:  # the others need autograd
+            loss_N, slope = _differentiated(partial(by_token, log_q=log_q, at=at), log_p)
+            kl_N = teacher.kl(at, log_p, log_q)
+        if advantage_N is not None:
+            sampled = token_N[at], sampler_N[at], advantage_N[at]
+            rewarded_N, rewarded_slope = _differentiated(lambda x: clipped_gradient(x, *sampled), log_p)
+            loss_N = loss.reward_weight * rewarded_N + loss.teacher_weight * loss_N
+            slope = loss.reward_weight * rewarded_slope + loss.teacher_weight * slope
+        return loss_N, kl_N, slope
 
-    reverse = 1.0 if loss.kind == "reverse_kl" else loss.reverse
-    # The two divergences over whole vocabularies need no autograd.
-    cost = None if loss.kind in ("forward_kl", "reverse_kl") else teacher_cost
-    if advantage_N is not None:
-        cost = rewarded_cost
     with torch.autocast(student_NH.device.type, enabled=False):
         weight_VH = weight_VH.detach()
         if teacher:
             weight_VH = weight_VH[: shared_rows(weight_VH, teacher)]
         student_NH = student_NH.to(weight_VH.dtype)
-        inputs = student_NH, weight_VH, teacher, token_N, reverse, cost
-        return TokenLosses(*_TokenLoss.apply(*inputs))
+        return TokenLosses(*_TokenLoss.apply(student_NH, weight_VH, teacher, token_N, grade))
 
 
 def gather_logprobs(log_NV: torch.Tensor, token_N: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from opdcl.config.recover import PROMPTS_OF_START, RecoverConfig
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.repetition import repetition
-from opdcl.rundir.files import folder_appears_whole, read_jsonl, write_atomic, write_json
+from opdcl.rundir.files import folder_appears_whole, write_atomic, write_json
 from opdcl.rundir.hashes import SEAL, damage, seal
 from opdcl.rundir.layout import StageDir
 from opdcl.rundir.records import read_metrics
@@ -267,7 +267,6 @@ def validate_step(recovery: Recovery, milestones: Milestones, step: int, optimiz
         check_kl(log, step, before, after)
         if now.own:
             check_responses(log, step, now.own, [milestones.base.own, milestones.tuned.own], optimizer)
-    keep_samples(recovery, step)
 
 
 def hand_over(recovery: Recovery, milestones: Milestones, step: int, now: Measurement) -> None:
@@ -299,17 +298,6 @@ def keep_adapter(recovery: Recovery, step: int, score: float) -> None:
     seal(best)
 
 
-def keep_samples(recovery: Recovery, step: int) -> None:
-    """Append a few of the latest training completions, to show how the student changes."""
-    latest, samples = recovery.queue.latest, recovery.log.out.samples
-    decode = recovery.learner.backbone.tokenizer.decode
-    rows = read_jsonl(samples)
-    for rollout in (latest.get("general") or latest["domain"])[:SAMPLES_PER_MEASUREMENT]:
-        completion = decode(rollout.completion_ids, skip_special_tokens=True)
-        rows.append({"step": step, "prompt": decode(rollout.prompt_ids), "completion": completion})
-    write_atomic(samples, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
 def keep_start(recovery: Recovery) -> None:
     """Keep the start as the recovered adapter, without training: the rival that costs next to nothing."""
     log = recovery.log
@@ -317,9 +305,9 @@ def keep_start(recovery: Recovery) -> None:
     start, found = find_start(recovery)
     save_adapter(recovery.learner.backbone, log.out.best)
     seal(log.out.best)
-    tuned, kept = Measurement(found.tuned.kl).row(), Measurement(found.start.kl).row()
+    kept = found.start.row()
     rows = [
-        {"step": 0, "validation": tuned, "start": start.row() | {"validation": found.start.row()}},
+        {"step": 0, "validation": found.tuned.row(), "start": start.row() | {"validation": kept}},
         {"step": 1, "validation": {**kept, "best": True}},
     ]
     write_atomic(log.out.metrics, "".join(json.dumps(row) + "\n" for row in rows))

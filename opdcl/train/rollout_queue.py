@@ -49,8 +49,6 @@ class RolloutQueue:
         self.config, self.steps, self.prompts, self.streams = config, steps, prompts, config.streams()
         self.student, self.teachers, self.reward = student, teachers, reward
         self.report, self.completions = report, completions
-        self.latest: dict[StreamName, list[Rollout]] = {}
-        """The completions handed out last, by stream."""
         self.drawn: dict[StreamName, dict[int, Rollout]] = {s: {} for s in STREAMS if not self._is_dynamic(s)}
         """What frozen teachers wrote and steps will learn from, by stream and number of the prompt."""
         self.handed_over = False
@@ -67,7 +65,6 @@ class RolloutQueue:
             if index not in self._ahead:
                 fresh = self._sample_from(index)
             rollouts = self._ahead.pop(index)
-        self.latest[step.stream] = rollouts
         author: Author = "student" if step.on_policy else "teacher"
         if author == "teacher" and rollouts[0].prompt.answer is not None:
             author = "rows"
@@ -134,7 +131,8 @@ class RolloutQueue:
             new = self._write_by_teacher(step.stream, self._prompts(batch), seed)
         self._hand_out(batch, new, resumed)
         # Earlier weights began what was resumed; the last step of the batch gets it.
-        return step.on_policy and not (resumed and batch == [index])
+        is_new = step.on_policy and not (resumed and batch == [index])
+        return is_new and self.config.on_policy.temperature == 1
 
     def _write_by_teacher(self, stream: StreamName, prompts: list[Prompt], seed: int) -> list[Rollout]:
         finished = self._when_finished("teacher", stream, len(prompts))
@@ -153,6 +151,7 @@ class RolloutQueue:
         rollouts = self.student.complete(
             prompts,
             max_new_tokens=self.config.limit(stream),
+            temperature=self.config.on_policy.temperature,
             seed=seed,
             on_finished=self._when_finished("student", stream, len(resumed) + len(prompts)),
             **partial,
@@ -177,11 +176,8 @@ class RolloutQueue:
             self._ahead[i] = of_step
 
     def _prompts(self, batch: list[int]) -> list[Prompt]:
-        prompts: list[Prompt] = []
-        for i in batch:
-            step = self.steps[i]
-            prompts += [self.prompts[step.stream][p] for p in step.prompts]
-        return prompts
+        steps = [self.steps[i] for i in batch]
+        return [self.prompts[step.stream][number] for step in steps for number in step.prompts]
 
     def _is_rewarded(self, stream: StreamName) -> bool:
         return self.reward is not None and stream == "general"
@@ -259,13 +255,8 @@ class RolloutQueue:
         return rollouts
 
     def save(self, folder: Path) -> None:
-        """Write into a checkpoint the completions that are still needed, and those handed out last."""
-        content = {
-            "ahead": self._ahead,
-            "unfinished": self._unfinished,
-            "latest": self.latest,
-            "drawn": self.drawn,
-        }
+        """Write into a checkpoint the completions that are still needed."""
+        content = {"ahead": self._ahead, "unfinished": self._unfinished, "drawn": self.drawn}
         write_atomic(folder / "rollouts.json", json.dumps(content, default=_row))
         states = {}
         for stream, texts in self.drawn.items():
@@ -284,7 +275,6 @@ class RolloutQueue:
         try:
             self._ahead = {int(i): _rollouts(rows) for i, rows in content["ahead"].items()}
             self._unfinished = {stream: _rollouts(rows) for stream, rows in content["unfinished"].items()}
-            self.latest = {stream: _rollouts(rows) for stream, rows in content["latest"].items()}
             self.drawn = {
                 stream: dict(zip(map(int, rows), _rollouts(list(rows.values())), strict=True))
                 for stream, rows in content["drawn"].items()

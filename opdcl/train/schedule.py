@@ -68,9 +68,6 @@ def sampled_together(config: RecoverConfig, steps: Sequence[Step], index: int, d
     if is_stale and config.sample_ahead != "auto":
         ahead = config.sample_ahead
     if not step.on_policy and config.hands_over(step.stream):
-        end = (index // config.validate_every + 1) * config.validate_every
-    together: list[int] = []
-    for i, other in enumerate(steps[index:end], index):
-        if (other.stream, other.on_policy) == (step.stream, step.on_policy):
-            together.append(i)
-    return together[:ahead]
+        end = min(end, (index // config.validate_every + 1) * config.validate_every)
+    kind = step.stream, step.on_policy
+    return [i for i in range(index, end) if (steps[i].stream, steps[i].on_policy) == kind][:ahead]

@@ -22,7 +22,6 @@ TRAININGS: dict[str, dict[StreamName, Stream]] = {
     "fine-tune": finetune_streams(FinetuneConfig(data=ROWS)),
     "self-distillation": as_distillation(_distilled, 1).streams(),
     "recovery": RecoverConfig(domain=ROWS).streams(),
-    "its baseline `replay`": RecoverConfig(domain=ROWS, method="replay").streams(),
     "recovery, `given_answers`": _given.streams(),
     "recovery with a reward": _rewarded.streams(),
 }

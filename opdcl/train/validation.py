@@ -131,8 +131,8 @@ class HeldOut:
         self.learner, self.queue, self.report, self.config = learner, queue, report, queue.config
         self.prompts = {stream: of_stream.held_out for stream, of_stream in prompts.items()}
         self.questions = itertools.cycle(enumerate(prompts["general"].questions))
-        self.asked = self.prompts["general"] if self.config.steps else []
-        """The prompts that each model answers itself: none where none is trained."""
+        self.asked = self.prompts["general"]
+        """The prompts that each model answers itself."""
         self.answers: dict[StreamName, Graded] = {}
         self._written: dict[str, list[Rollout]] = {}
         """The latest answers to the general prompts, by who wrote them."""

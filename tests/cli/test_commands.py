@@ -186,9 +186,10 @@ def test_config_schema_is_a_table_or_a_json_schema(opdcl):
 
 def test_config_schema_may_be_asked_for_one_section_or_key(opdcl):
     keys = [field["key"] for field in json.loads(opdcl("config", "schema", "recover.loss", "--json"))]
-    assert keys == ["recover.loss.kind", "recover.loss.k"]
+    assert keys == ["recover.loss.kind", "recover.loss.beta", "recover.loss.k"]
     assert opdcl("config", "schema", "recover.loss.kind").startswith(
-        "recover.loss.kind: forward_kl  (reverse_kl | forward_kl | top_k | policy_gradient | cross_entropy)\n"
+        "recover.loss.kind: forward_kl  (reverse_kl | forward_kl | jsd | top_k | policy_gradient | "
+        "cross_entropy)\n"
     )
     assert "finetune.lora.r: 32  (integer)" in opdcl("config", "schema", "r")
 

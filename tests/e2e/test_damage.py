@@ -23,7 +23,6 @@ KINDS = [
     "seal.json",
     "stages/01-finetune/stage.json",
     "stages/02-recover/metrics.jsonl",
-    "stages/02-recover/samples.jsonl",
     "stages/02-recover/adapter/adapter_config.json",
     "evals/tuned/questions.json",
     "evals/tuned/questions.samples.jsonl",

@@ -67,18 +67,21 @@ REWARD = {"reward": {"suite": "instructions_train"}, "keep": "last", "lmbda": 1.
     [
         ({"recover": {"steps": 0, "loss": {"kind": "reverse_kl"}}}, "recover.loss"),
         ({"recover": {"steps": 0, "lmbda": 0.25}}, "recover.lmbda"),
-        ({"recover": {"method": "replay", "loss": {"kind": "reverse_kl"}}}, "recover.loss.kind"),
-        ({"recover": {"method": "replay", "lmbda": 0.25}}, "recover.lmbda"),
         ({"recover": {"general": None, "general_per_domain": 0, "lmbda": 0.3}}, "recover.lmbda"),
         ({"recover": {"method": "general", "general_per_domain": 3}}, "recover.general_per_domain"),
         ({"recover": {"server": SERVER, "lmbda": 0}}, "recover.server"),
         ({"recover": {"lmbda": 0, "on_policy": {"domain": True}}}, "recover.on_policy.domain"),
-        ({"recover": {"method": "replay", "on_policy": {"reverse": 0.5}}}, "recover.on_policy.reverse"),
+        ({"recover": {"lmbda": 0, "on_policy": {"temperature": 0}}}, "recover.on_policy.temperature"),
+        (
+            {"recover": {"general": None, "general_per_domain": 0, "on_policy": {"temperature": 0}}},
+            "recover.on_policy.temperature",
+        ),
         (
             {"recover": {"loss": {"kind": "reverse_kl"}, "on_policy": {"reverse": 0.5}}},
             "recover.on_policy.reverse",
         ),
         ({"recover": {"loss": {"k": 5}}}, "recover.loss.k"),
+        ({"recover": {"loss": {"beta": 0.1}}}, "recover.loss.beta"),
         ({"recover": {"teachers": {"a": {"kind": "base", "mix": 0.5}}}}, "recover.teachers.a.mix"),
         ({"recover": {"teachers": {"a": {"kind": "base", "adapter": "x"}}}}, "recover.teachers.a.adapter"),
         ({"recover": {"teachers": {"a": {"kind": "ema", "model": {}}}}}, "recover.teachers.a.model"),
@@ -102,7 +105,6 @@ def test_a_setting_without_an_effect_is_refused_by_name(tree, key):
 def test_defaults_that_a_stored_run_names_are_accepted():
     for recover in (
         {"steps": 0},
-        {"method": "replay"},
         {"method": "general"},
         {"server": SERVER, "lmbda": 1.0},
         {"health": False},
@@ -146,9 +148,9 @@ def test_an_override_excuses_no_setting_that_had_no_effect_before_it(tmp_path):
 
 def test_all_settings_without_an_effect_are_named_at_once():
     with pytest.raises(UsageError) as caught:
-        validate({"recover": {"method": "replay", "lmbda": 1.0, "loss": {"kind": "top_k", "k": 5}}})
+        validate({"recover": {"lmbda": 0, "server": SERVER, "loss": {"kind": "jsd", "k": 5}}})
     lines = [line.partition(" has no effect")[0] for line in caught.value.message.splitlines()]
-    assert lines == ["recover.lmbda", "recover.loss.kind", "recover.loss.k"]
+    assert lines == ["recover.server", "recover.loss.k"]
     assert caught.value.hint == "remove these settings"
 
 
@@ -157,12 +159,13 @@ INHERITED = [
     {"steps": 5, "lmbda": 0.5, "weighting": "tokens", "on_policy": {"domain": True, "reverse": 0.5}},
     {"loss": {"kind": "top_k", "k": 5}, "lmbda": 1.0, "server": SERVER},
     {"loss": {"kind": "reverse_kl"}, "general_per_domain": 3, "on_policy": {"domain": True}},
+    {"loss": {"kind": "jsd", "beta": 0.1}, "on_policy": {"temperature": 0.5}},
     {"general": "mine.jsonl", "given_answers": True, "lmbda": 0.5, "keep": "last", "rollouts": 8},
     {"general": None, "general_per_domain": 0, "lmbda": 0.5, "on_policy": {"domain": True}},
     SERVED | {"loss": {"kind": "policy_gradient"}},
 ]
 OVERRIDES = [
-    *(f"recover.method={method}" for method in ("alternating", "general", "replay")),
+    *(f"recover.method={method}" for method in ("alternating", "general")),
     *(
         "recover.steps=0",
         "recover.lmbda=0",
@@ -201,22 +204,22 @@ def test_a_stage_added_to_a_stored_run_leaves_out_what_it_makes_meaningless():
 
 
 def test_an_arm_leaves_out_what_it_makes_meaningless_and_may_not_set_it(tmp_path):
-    common = {"recover": {"steps": 5, "loss": {"kind": "reverse_kl"}}, "seeds": [1, 2]}
-    arms = {"ours": {}, "replay": {"recover": {"method": "replay"}}}
+    common = {"recover": {"steps": 5, "on_policy": {"domain": True}}, "seeds": [1, 2]}
+    arms = {"ours": {}, "off": {"recover": {"lmbda": 0}}}
     said = []
     runs = expand(validate(common | {"arms": arms}), tmp_path, said.append)
-    assert runs["ours-1"].recover.loss.kind == "reverse_kl"
-    assert runs["replay-1"].recover.loss.kind == "forward_kl"
-    assert runs["replay-2"].recover.steps == 5
-    assert validate(runs["replay-1"].model_dump()) == runs["replay-1"]
+    assert runs["ours-1"].recover.on_policy.domain
+    assert not runs["off-1"].recover.on_policy.domain
+    assert runs["off-2"].recover.steps == 5
+    assert validate(runs["off-1"].model_dump()) == runs["off-1"]
     (line,) = said
-    assert line.startswith("arms.replay: recover.loss.kind is left out")
-    wrong = {"replay": {"recover": {"method": "replay", "lmbda": 0.25}}}
-    with pytest.raises(UsageError, match=r"arms\.replay: recover\.lmbda has no effect"):
+    assert line.startswith("arms.off: recover.on_policy.domain is left out")
+    wrong = {"off": {"recover": {"lmbda": 0, "on_policy": {"reverse": 0.5}}}}
+    with pytest.raises(UsageError, match=r"arms\.off: recover\.on_policy\.reverse has no effect"):
         expand(validate(common | {"arms": wrong}), tmp_path)
 
 
-@pytest.mark.parametrize("recover", [{"method": "replay"}, {"steps": 0}])
+@pytest.mark.parametrize("recover", [{"steps": 0}])
 def test_a_former_default_without_effect_is_no_fault_of_a_stored_run(recover):
     """Runs of earlier versions hold `lmbda: 0.5`, which nobody had set, beside methods that do not use it."""
     stored = {"model": {}, "finetune": {"data": "rows"}, "recover": recover | {"lmbda": 0.5}}
@@ -225,3 +228,11 @@ def test_a_former_default_without_effect_is_no_fault_of_a_stored_run(recover):
     stored = {"model": {}, "finetune": {"data": "rows"}, "recover": recover | {"lmbda": 0.5}}
     with pytest.raises(UsageError, match="lmbda has no effect"):
         load_tree(stored, {"recover.lmbda": "flow.yaml:4"}, [], {}, "eval")
+
+
+@pytest.mark.parametrize("loss", [{"kind": "policy_gradient"}, {}])
+def test_what_weighs_tokens_by_their_probability_is_written_at_temperature_1(loss):
+    recover = {"loss": loss, "on_policy": {"temperature": 0.5}} if loss else REWARD
+    with pytest.raises(UsageError, match=r"on_policy\.temperature must be 1"):
+        validate({"recover": recover | {"on_policy": {"temperature": 0.5}}})
+    assert validate({"recover": recover | {"on_policy": {"temperature": 1}}})

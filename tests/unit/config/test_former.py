@@ -101,6 +101,16 @@ def test_a_stored_run_that_was_made_with_another_value_is_refused():
         load_tree(stored, {"finetune.warmup": "old.yaml:3"}, [], {}, "eval")
 
 
+def test_method_replay_of_a_stored_run_is_the_imitation_that_it_was():
+    imitates = {"recover": {"loss": {"kind": "cross_entropy"}, "lmbda": 0}}
+    stored = validate({"recover": {"lmbda": 0.5}}).model_dump()
+    stored["recover"]["method"] = "replay"
+    read, _ = load_tree(stored, {"recover.method": "old.yaml:3"}, [], {}, "eval")
+    assert read.recover == validate(imitates).recover
+    with pytest.raises(UsageError, match="method replay is gone: set loss"):
+        validate({"recover": {"method": "replay"}})
+
+
 def test_the_base_of_a_run_that_named_a_device_is_read(tmp_path):
     run = RunDir(tmp_path)
     write_json(run.config, {"workflow": {"model": {"id": "b", "device": "cuda:1"}}, "origins": {}})

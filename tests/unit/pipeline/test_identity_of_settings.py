@@ -122,6 +122,8 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "recover.domain_max_new_tokens": ("7",),
     "recover.server.url": (f"{URL}1", f"recover.server.url={URL}"),
     "recover.loss.kind": ("reverse_kl", "recover.on_policy.reverse=0.25"),
+    "recover.on_policy.temperature": ("0.5",),
+    "recover.loss.beta": ("0.1", "recover.loss.kind=jsd", "recover.on_policy={}"),
     "recover.loss.k": ("7", "recover.loss.kind=top_k", "recover.on_policy={}"),
     "recover.weighting": ("answers",),
     "recover.learning_rate": ("0.5",),
@@ -274,6 +276,7 @@ def test_a_run_that_was_made_before_a_setting_came_is_of_the_arm_of_today(projec
     found.append(as_key(split_seeds(run)))
     del settings["finetune"]["replay"]["author"], settings["finetune"]["replay"]["most"]
     del settings["recover"]["given_answers"]
+    del settings["recover"]["loss"]["beta"], settings["recover"]["on_policy"]["temperature"]
     write_json(run.config, {"workflow": settings, "origins": {}})
     found.append(as_key(split_seeds(run)))
     assert found[0] == found[1]

@@ -98,6 +98,16 @@ def test_length_and_ends_at_temperature_1_are_tested_as_an_equivalence(tmp_path)
     assert other["ended"]["value"] == -0.5
 
 
+def test_a_model_that_answers_all_prompts_alike_is_seen_beside_base(tmp_path):
+    run = make(tmp_path / "run")
+    store(run, "base", [0.0] * N, response=lambda i: f"{i} is one and {i} is two")
+    store(run, "recovered", spread(0.2, 1), response=lambda i: "It is fine." if i else "No 1")
+    found = summarise(run)["closeness"]
+    assert found["recovered"]["distinct"]["value"] == pytest.approx(1 / N)
+    assert found["base"]["distinct"]["value"] == pytest.approx(3 / 7, abs=1e-5)
+    assert "| 2-grams that no other answer has" in pages(run)["report.md"]
+
+
 @pytest.mark.parametrize(("distance", "c"), [(0.8, 0.0), (0.0, 1.0), (1.6, -1.0)])
 def test_tuned_itself_has_c_0_base_1_and_a_model_further_away_less_than_0(tmp_path, distance, c):
     run = make(tmp_path / "run")

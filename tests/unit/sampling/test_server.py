@@ -32,7 +32,7 @@ from opdcl.train.teachers_elsewhere import (
     reach_own_model,
     reach_server,
 )
-from opdcl.types import Loss, Prompt, Rollout
+from opdcl.types import WHOLE, Loss, Prompt, Rollout
 
 K = SERVED_TOKENS
 ROLLOUTS = [
@@ -76,8 +76,9 @@ def tokens_of(rollouts):
         {"kind": "top_k", "k": 60},
         {"kind": "forward_kl"},
         {"kind": "reverse_kl"},
+        {"kind": "jsd", "beta": 0.1},
     ],
-    ids=["sampled token", "top 20", "top 5", "top 60", "whole forward", "whole reverse"],
+    ids=["sampled token", "top 20", "top 5", "top 60", "whole forward", "whole reverse", "whole jsd"],
 )
 def test_loss_and_gradient_equal_those_of_the_same_model_locally(backbone, elsewhere, impatient, loss):
     impatient(timeout=60)
@@ -101,7 +102,7 @@ def test_loss_and_gradient_equal_those_of_the_same_model_locally(backbone, elsew
             losses = token_losses(states, head, distribution, tokens, sampler, Loss(**loss))
             losses.loss.sum().backward()
             results.append((losses.loss.detach(), states.grad, losses.logprob))
-            if loss["kind"] in ("forward_kl", "reverse_kl"):
+            if loss["kind"] in WHOLE:
                 results[-1] += (losses.kl, losses.teacher_entropy)
         remote.close()
     for one, other in zip(*results, strict=True):
@@ -400,11 +401,12 @@ def test_another_tokenizer_or_an_ambiguous_model_is_refused(backbone, elsewhere)
     [
         {"kind": "forward_kl"},
         {"kind": "reverse_kl"},
+        {"kind": "jsd"},
         {"kind": "top_k", "k": 101},
         {"kind": "top_k", "k": 20},
         {"kind": "policy_gradient"},
     ],
-    ids=["forward", "reverse", "top 101", "top 20", "sampled token"],
+    ids=["forward", "reverse", "jsd", "top 101", "top 20", "sampled token"],
 )
 def test_a_loss_that_needs_more_than_a_server_sends_is_refused_at_the_start(backbone, elsewhere, loss, most):
     with serving(elsewhere) as server:
@@ -565,10 +567,12 @@ def test_a_server_samples_the_student_with_its_current_adapter(backbone, tuned, 
             for layer in backbone.adapted_layers():
                 layer.lora_B["student"].weight.mul_(0.2)
         second = served.complete(prompts, **options)
+        greedy = [writer.complete(prompts, max_new_tokens=6, temperature=0.0) for writer in (served, local)]
         assert server.adapters == {}
         served.close()
     assert sorted(r.prompt_ids for r in ended) == sorted(p.ids for p in prompts)
     assert [r.completion_ids for r in first] != [r.completion_ids for r in second]
+    assert [r.completion_ids for r in greedy[0]] == [r.completion_ids for r in greedy[1]]
     tokens = tokens_of(second)
     local_N = token_logprobs(local.distribution(second), tokens, len(local.head_VH))
     server_N = torch.tensor([x for r in second for x in r.logprobs])

@@ -9,7 +9,7 @@ from helpers.recovering import Silent, run, short_recovery, train
 
 from opdcl.data.chat import check_turn_end
 from opdcl.errors import OpdclError, UsageError
-from opdcl.repetition import repetition
+from opdcl.repetition import distinct, repetition
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.train.health import ResponseStats, check_responses, drift, response_sign
@@ -43,7 +43,19 @@ def test_base_and_tuned_write_well():
 
 def test_writing_is_counted_by_hand():
     answers = [Rollout(Prompt([1]), [5, 6], [], True), Rollout(Prompt([1]), [5, 5, 5, 5, 5, 5], [], False)]
-    assert ResponseStats.of(answers) == ResponseStats(length=4.0, ended=0.5, repetition=pytest.approx(2 / 3))
+    # They share their first token alone: one of three different pairs each.
+    two_thirds = pytest.approx(2 / 3)
+    assert ResponseStats.of(answers) == ResponseStats(4.0, 0.5, repetition=two_thirds, distinct=two_thirds)
+
+
+def test_distinct_is_what_no_other_answer_has():
+    texts = [["yes"], ["yes"], ["a", "b", "a", "b"], ["b", "a", "c"], []]
+    padded = [["<", *text, ">"] for text in texts]
+    pairs = [{(text[i], text[i + 1]) for i in range(len(text) - 1)} for text in padded]
+    others = [set().union(*(p for j, p in enumerate(pairs) if j != i)) for i in range(len(pairs))]
+    assert distinct(texts) == [len(own - other) / len(own) for own, other in zip(pairs, others, strict=True)]
+    assert distinct(texts)[0] == 0 < distinct(texts)[2]
+    assert distinct([["same", "words"]] * 3) == [0, 0, 0]
 
 
 class Rate:

@@ -3,9 +3,7 @@
 import os
 import shutil
 
-from helpers.recovering import resumed_like, short_recovery, train, whole_and_resumed
-
-from opdcl.rundir.files import read_jsonl
+from helpers.recovering import resumed_like, short_recovery, train
 
 
 def empty(stage):
@@ -45,10 +43,3 @@ def test_what_decides_is_in_the_checkpoint(backbone, tuned):
     for lost in (empty, missing, without_validations, cut_off, other_best, no_best):
         resumed = resumed_like(whole, backbone, tuned, lost.__name__, config, 5, lost)
         assert (resumed.best / "adapter_model.safetensors").read_bytes() == best
-
-
-def test_samples_repeat_if_the_stream_changes_at_the_interrupt(backbone, tuned):
-    """The samples of a domain step are the completions of the general step before it."""
-    settings = {"steps": 4, "validate_every": 1, "general_per_domain": 1}
-    whole, _ = whole_and_resumed(backbone, tuned, short_recovery(tuned, lmbda=1.0, **settings), 2)
-    assert read_jsonl(whole.samples)

@@ -367,11 +367,6 @@ def test_settings_that_conflict_with_a_reward_are_refused(settings, said):
         RecoverConfig(**SETTINGS | settings)
 
 
-def test_replay_has_no_completions_to_reward():
-    with pytest.raises(ValueError, match="method alternating or general"):
-        RecoverConfig(method="replay", rollouts=8, keep="last", reward=REWARDED)
-
-
 def test_a_suite_that_recovery_learns_from_cannot_be_measured():
     with pytest.raises(ValueError, match="trains on instructions_train"):
         Workflow(recover=SETTINGS, eval={"control": ["instructions_train"]})

@@ -93,6 +93,29 @@ def test_only_what_the_current_weights_sampled_is_fresh(queue):
     assert [ahead.take(i).fresh for i in range(3)] == [True, False, True]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.4, 1.0, 2.0])
+def test_the_student_alone_writes_at_its_temperature_and_is_compared_with_the_trainer_at_1(
+    queue, backbone, tmp_path, temperature
+):
+    settings = {"lmbda": 0.5, "general_per_domain": 4, "on_policy": {"temperature": temperature}}
+    steps = queue(steps=5, **settings)
+    by_base, *_, by_student = (steps.take(i) for i in range(4))
+    for batch, state, expected in ((by_base, "base", 1.0), (by_student, "student", temperature)):
+        prompts = [rollout.prompt for rollout in batch.examples]
+        seed = steps._seed(0 if state == "base" else 3)
+        again = Teacher(backbone, state).complete(prompts, max_new_tokens=6, seed=seed, temperature=expected)
+        found = batch.examples[: len(again)]
+        assert [r.completion_ids for r in found] == [r.completion_ids for r in again]
+    assert by_student.author == "student"
+    assert by_student.fresh == (temperature == 1)
+    if temperature == 0:
+        assert not by_student.examples[0].logprobs
+    steps.save(tmp_path)
+    resumed = queue(steps=5, **settings)
+    resumed.restore(tmp_path)
+    assert resumed.take(3).examples == by_student.examples
+
+
 def test_a_completion_that_earlier_weights_began_is_not_fresh(backbone, tmp_path, monkeypatch):
     monkeypatch.setattr(decode, "WORTH_LEAVING", 2)
     backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
@@ -124,7 +147,7 @@ def test_a_frozen_teacher_answers_each_prompt_once(queue, backbone, tmp_path):
         assert resumed.take(index).examples == [seen[number][0] for number in steps.steps[index].prompts]
     moving = queue(steps=6, rollouts=2, lmbda=0.0, general_per_domain=6)
     moving.teachers["general"] = {"": TrustRegionTeacher(backbone, 0.5)}
-    assert not moving._recurs("general")
+    assert moving._is_dynamic("general")
 
 
 def test_a_frozen_teacher_samples_a_full_batch_ahead_and_nothing_of_it_is_fresh(queue, monkeypatch):

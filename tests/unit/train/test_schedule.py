@@ -121,7 +121,6 @@ def test_a_share_above_zero_is_at_least_one_of_two_steps(steps, lmbda, students)
 def test_the_student_writes_no_domain_answers_unasked_and_none_in_imitation():
     assert turns("domain", steps=8, lmbda=0.5) == "tttt"
     assert turns("domain", steps=8, lmbda=0.5, on_policy={"domain": True}) == "ttss"
-    assert turns(steps=8, method="replay") == "tttt"
 
 
 def test_a_rewarded_prompt_is_completed_by_a_whole_group():

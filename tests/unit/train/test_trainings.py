@@ -15,7 +15,7 @@ WRITERS = [
     {"lmbda": 1.0},
     {"lmbda": 0.0},
     {"lmbda": 0.5, "on_policy": {"domain": True}},
-    {"method": "replay"},
+    {"lmbda": 0.0, "loss": {"kind": "cross_entropy"}},
 ]
 
 
