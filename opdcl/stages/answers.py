@@ -23,8 +23,10 @@ from opdcl.rundir.files import read_jsonl, write_atomic, write_json
 from opdcl.rundir.hashes import adapter_hash
 from opdcl.rundir.identity import Identity
 from opdcl.rundir.layout import RunDir
+from opdcl.train.completion_cache import CompletionCache
 from opdcl.train.cost import peak_memory
 from opdcl.train.learner import micro_batches
+from opdcl.train.teachers import Teacher
 from opdcl.training import StageReport
 from opdcl.types import Example, Prompt, Rollout
 
@@ -112,6 +114,21 @@ def provenance(backbone: Backbone, adapter: Path | None, decoding: list[Any]) ->
         "decoding": decoding,
     }
     return Identity(parts).key
+
+
+def decode_here(
+    backbone: Backbone, adapter: Path | None, texts: CompletionCache, batch_size: int, temperature: float
+) -> Decode:
+    """Return a function that completes prompts as base, or as the student; what base writes is kept."""
+    writer = Teacher(backbone, "student" if adapter else "base")
+
+    def decode(
+        prompts: list[Prompt], limit: int, seed: int, on_finished: Callable[[list[Rollout]], None]
+    ) -> list[Rollout]:
+        options = {"max_new_tokens": limit, "temperature": temperature, "seed": seed}
+        return texts.complete(writer, prompts, on_finished, batch_size=batch_size, **options)
+
+    return decode
 
 
 def ask(
