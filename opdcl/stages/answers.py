@@ -23,10 +23,8 @@ from opdcl.rundir.files import read_jsonl, write_atomic, write_json
 from opdcl.rundir.hashes import adapter_hash
 from opdcl.rundir.identity import Identity
 from opdcl.rundir.layout import RunDir
-from opdcl.train.completion_cache import CompletionCache
 from opdcl.train.cost import peak_memory
 from opdcl.train.learner import micro_batches
-from opdcl.train.teachers import Teacher
 from opdcl.training import StageReport
 from opdcl.types import Example, Prompt, Rollout
 
@@ -44,8 +42,8 @@ Record = dict[str, Any]
 # States before the tokens of each answer of this worker's share, `(N, H)`, by the answer's number.
 States = dict[int, torch.Tensor]
 
-# Prompts, maximum tokens of each completion, seed, callback for finished completions -> completions.
-Decode = Callable[[list[Prompt], int, int, Callable[[list[Rollout]], None]], list[Rollout]]
+# Prompts, callback for finished completions, `max_new_tokens`, `seed` -> completions.
+Decode = Callable[..., list[Rollout]]
 
 # Numbers of questions, their completions -> what is kept of each in addition to its text.
 Read = Callable[[list[int], list[Rollout]], list[Record]]
@@ -116,21 +114,6 @@ def provenance(backbone: Backbone, adapter: Path | None, decoding: list[Any]) ->
     return Identity(parts).key
 
 
-def decode_here(
-    backbone: Backbone, adapter: Path | None, texts: CompletionCache, batch_size: int, temperature: float
-) -> Decode:
-    """Return a function that completes prompts as base, or as the student; what base writes is kept."""
-    writer = Teacher(backbone, "student" if adapter else "base")
-
-    def decode(
-        prompts: list[Prompt], limit: int, seed: int, on_finished: Callable[[list[Rollout]], None]
-    ) -> list[Rollout]:
-        options = {"max_new_tokens": limit, "temperature": temperature, "seed": seed}
-        return texts.complete(writer, prompts, on_finished, batch_size=batch_size, **options)
-
-    return decode
-
-
 def ask(
     questions: Sequence[Question],
     backbone: Backbone,
@@ -159,7 +142,8 @@ def ask(
     for batch in _batches(questions, kept.rows, batch_size):
         prompts = [Prompt(questions[i].prompt) for i in batch]
         progress = counter(report, len(kept.rows), len(questions))
-        rollouts = decode(prompts, questions[batch[0]].limit, seed + batch[0], progress)
+        limit = questions[batch[0]].limit
+        rollouts = decode(prompts, progress, max_new_tokens=limit, seed=seed + batch[0])
         more = read(batch, rollouts) if read else [{}] * len(batch)
         rows = {}
         for i, rollout, further in zip(batch, rollouts, more, strict=True):

@@ -39,7 +39,6 @@ from opdcl.stages.answers import (
     Record,
     States,
     ask,
-    decode_here,
     partial_file,
     provenance,
     read_states,
@@ -48,6 +47,7 @@ from opdcl.stages.answers import (
 from opdcl.train.completion_cache import CompletionCache
 from opdcl.train.cost import reset_peak_memory
 from opdcl.train.losses import chunks, forward_kl, reverse_kl
+from opdcl.train.teachers import Teacher
 from opdcl.training import StageReport, counted
 from opdcl.types import Prompt, Rollout
 
@@ -85,7 +85,8 @@ def measure_closeness(
         read = partial(_base_rows, backbone, report, prompts)
 
     texts = CompletionCache(backbone)
-    decode = decode_here(backbone, adapter, texts, int(config.batch_size), temperature=1.0)
+    writer = Teacher(backbone, "student" if adapter else "base")
+    decode = partial(texts.complete, writer, batch_size=int(config.batch_size))
     origin = provenance(backbone, adapter, [config.batch_size, limit, prompts, base_answers])
     # By number: a prompt that comes twice has two answers.
     questions = [Question(prompt, limit, f"{origin} {i}") for i, prompt in enumerate(prompts)]

@@ -35,7 +35,6 @@ from opdcl.stages.answers import (
     Question,
     Record,
     ask,
-    decode_here,
     partial_file,
     provenance,
     reuse_samples,
@@ -43,6 +42,7 @@ from opdcl.stages.answers import (
 )
 from opdcl.train.completion_cache import CompletionCache
 from opdcl.train.cost import reset_peak_memory
+from opdcl.train.teachers import Teacher
 from opdcl.train.teachers_elsewhere import reach_own_model
 from opdcl.training import StageReport
 from opdcl.types import Rollout
@@ -114,10 +114,9 @@ def write_answers(asking: Asking, requests: Sequence[Instance], seed: int = SEED
 def _writer(asking: Asking, temperature: float) -> Iterator[Decode]:
     """Yield a function that completes prompts, here or on a server with the adapter."""
     config, backbone = asking.config, asking.backbone
-    eos_ids = backbone.eos_ids
     if not config.server:
-        texts = CompletionCache(backbone)
-        yield decode_here(backbone, asking.adapter, texts, int(config.batch_size), temperature)
+        texts, writer = CompletionCache(backbone), Teacher(backbone, asking.state)
+        yield partial(texts.complete, writer, temperature=temperature, batch_size=int(config.batch_size))
         texts.log_hits(asking.report.note)
         return
     with contextlib.ExitStack() as stack:
@@ -125,12 +124,9 @@ def _writer(asking: Asking, temperature: float) -> Iterator[Decode]:
         stack.callback(server.close)
         name = stack.enter_context(server.adapter(asking.adapter)) if asking.adapter else None
 
-        def decode_there(prompts, max_tokens, seed, on_finished) -> list[Rollout]:
-            return parallel.on_first_worker(
-                lambda: server.complete(
-                    prompts, max_tokens, eos_ids, temperature, seed, model=name, on_finished=on_finished
-                )
-            )
+        def decode_there(prompts, on_finished, max_new_tokens, seed) -> list[Rollout]:
+            complete = partial(server.complete, prompts, max_new_tokens, backbone.eos_ids, temperature, seed)
+            return parallel.on_first_worker(partial(complete, model=name, on_finished=on_finished))
 
         yield decode_there
 

@@ -10,6 +10,7 @@ not an answer.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +44,12 @@ NEAREST = 3
 """How many more of them are those that are most like it."""
 LEAST_RELEVANCE = 0.0
 """An answer is more likely after its own request by more than this, in nats."""
+CLEAR_RELEVANCE = 6.0
+"""An answer that gains more than this over each of the requests most like its own is compared with no others.
+
+Of 109 answers, base's own and those of cheats, 23 had gained so much, and the other requests failed none of
+them. They fail answers that have gained less: four of 29 answers to another prompt, by at most 3.3 nats.
+"""
 LEAST_COHERENCE = 2.0
 """An answer is more likely than its words in random order by more than this, in nats per token.
 
@@ -123,15 +130,16 @@ def grade(reader: Reader, suite: Suite, docs: list[dict], texts: list[str]) -> l
 def relevance_of(reader: Reader, docs: Sequence[dict], requests: list[str], texts: Texts) -> dict[int, float]:
     """Return by how many nats each answer is more likely after its own request, by its document's number.
 
-    Where one request is enough to fail an answer, the others are not tried.
+    Where one request is enough to fail an answer, or the nearest ones to pass it, the others are not tried.
     """
     own = {i: own_text(docs[i]["prompt"], text) for i, text in texts.items()}
     asked = reader.logprobs([(docs[i]["prompt"], text) for i, text in own.items()])
     likelihoods = dict(zip(own, asked, strict=True))
-    found = dict.fromkeys(own, float("inf"))
+    found = dict.fromkeys(own, math.inf)
     others = stand_ins(requests, list(own))
     for number in range(NEAREST + len(OTHERS)):
-        open_ones = [i for i in own if found[i] > LEAST_RELEVANCE]
+        enough = CLEAR_RELEVANCE if number >= NEAREST else math.inf
+        open_ones = [i for i in own if LEAST_RELEVANCE < found[i] <= enough]
         pairs = []
         for i in open_ones:
             other = requests[others[i][number]]
