@@ -1,8 +1,9 @@
 """Whether answers are about their prompts, and say something, as base sees it.
 
 An answer is about its prompt if base finds its own words more likely after the prompt than after the same
-prompt with any of six other requests: the three that are most like it, and three others. Words of the prompt
-do not count: base repeats them after every request, so an empty text would pass.
+prompt with any of six other requests: the three that are most like it, and then, unless these have decided
+it, three others. Words of the prompt do not count: base repeats them after every request, so an empty text
+would pass.
 
 It says something if base finds it more likely than the same words in random order: a bag of topical words is
 not an answer.

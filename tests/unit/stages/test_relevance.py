@@ -89,6 +89,17 @@ def test_the_most_alike_requests_stand_in_first_and_never_the_request_itself():
     assert found[5][relevance.NEAREST :] == [5 + step for step in relevance.OTHERS]
 
 
+class Parts(Silent):
+    """Keeps how many answers each reading has."""
+
+    def __init__(self):
+        self.totals = []
+
+    def part(self, what, done, total):
+        if not done:
+            self.totals.append(total)
+
+
 class Asked:
     """What the check needs of a suite."""
 
@@ -122,6 +133,28 @@ def test_only_answers_that_pass_so_far_are_read_and_the_others_are_failed_by_the
     assert [row["gain"] for row in read if row["passed"]] == pytest.approx(
         [found[i] for i, passed in enumerate(expected) if passed], abs=1e-3
     )
+
+
+def test_an_answer_that_gains_much_over_the_nearest_requests_is_compared_with_no_others(
+    backbone, monkeypatch
+):
+    requests = [*REQUESTS, *(f"Name town number {i}." for i in range(150))]
+
+    def compared(least, clear):
+        monkeypatch.setattr(relevance, "LEAST_RELEVANCE", least)
+        monkeypatch.setattr(relevance, "CLEAR_RELEVANCE", clear)
+        notes = Parts()
+        reader = Reader(backbone, notes)
+        return relevance.relevance_of(reader, DOCS, requests, {3: TEXTS[3]})[3], notes.totals
+
+    every, readings = compared(-100.0, 100.0)
+    near, fewer = compared(-100.0, -100.0)
+    assert (len(readings), len(fewer)) == (
+        1 + relevance.NEAREST + len(relevance.OTHERS),
+        1 + relevance.NEAREST,
+    )
+    assert near >= every
+    assert compared(-100.0, near) == (every, readings)  # no more than `near` is not clear
 
 
 @torch.no_grad()
