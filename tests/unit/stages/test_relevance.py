@@ -89,17 +89,6 @@ def test_the_most_alike_requests_stand_in_first_and_never_the_request_itself():
     assert found[5][relevance.NEAREST :] == [5 + step for step in relevance.OTHERS]
 
 
-class Parts(Silent):
-    """Keeps how many answers each reading has."""
-
-    def __init__(self):
-        self.totals = []
-
-    def part(self, what, done, total):
-        if not done:
-            self.totals.append(total)
-
-
 class Asked:
     """What the check needs of a suite."""
 
@@ -143,16 +132,14 @@ def test_an_answer_that_gains_much_over_the_nearest_requests_is_compared_with_no
     def compared(least, clear):
         monkeypatch.setattr(relevance, "LEAST_RELEVANCE", least)
         monkeypatch.setattr(relevance, "CLEAR_RELEVANCE", clear)
-        notes = Parts()
-        reader = Reader(backbone, notes)
-        return relevance.relevance_of(reader, DOCS, requests, {3: TEXTS[3]})[3], notes.totals
+        notes, begun = Silent(), []
+        notes.part = lambda what, done, total: begun.append(done)
+        found = relevance.relevance_of(Reader(backbone, notes), DOCS, requests, {3: TEXTS[3]})
+        return found[3], begun.count(0)
 
     every, readings = compared(-100.0, 100.0)
     near, fewer = compared(-100.0, -100.0)
-    assert (len(readings), len(fewer)) == (
-        1 + relevance.NEAREST + len(relevance.OTHERS),
-        1 + relevance.NEAREST,
-    )
+    assert (fewer, readings - fewer) == (1 + relevance.NEAREST, len(relevance.OTHERS))
     assert near >= every
     assert compared(-100.0, near) == (every, readings)  # no more than `near` is not clear
 
