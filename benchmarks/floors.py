@@ -60,7 +60,7 @@ def measure(suite: Suite, backbone: Any, answers: list[str]) -> dict[str, Any]:
     played = {}
     for name, texts in all_answers(suite, docs, answers).items():
         rules = suite.scores(docs, texts)
-        read = relevance.grade(backbone, suite, docs, texts)
+        read = relevance.grade(relevance.Reader(backbone), suite, docs, texts)
         played[name] = {"rules": mean(rules, metric), "score": mean(read, metric)}
         print(suite.name, name, played[name], flush=True)
     return {"n": len(docs), "own": played.pop("own"), "cheats": played}

@@ -42,8 +42,8 @@ Record = dict[str, Any]
 # States before the tokens of each answer of this worker's share, `(N, H)`, by the answer's number.
 States = dict[int, torch.Tensor]
 
-# Prompts, maximum tokens of each completion, seed, callback for finished completions -> completions.
-Decode = Callable[[list[Prompt], int, int, Callable[[list[Rollout]], None]], list[Rollout]]
+# Prompts, callback for finished completions, `max_new_tokens`, `seed` -> completions.
+Decode = Callable[..., list[Rollout]]
 
 # Numbers of questions, their completions -> what is kept of each in addition to its text.
 Read = Callable[[list[int], list[Rollout]], list[Record]]
@@ -142,7 +142,8 @@ def ask(
     for batch in _batches(questions, kept.rows, batch_size):
         prompts = [Prompt(questions[i].prompt) for i in batch]
         progress = counter(report, len(kept.rows), len(questions))
-        rollouts = decode(prompts, questions[batch[0]].limit, seed + batch[0], progress)
+        limit = questions[batch[0]].limit
+        rollouts = decode(prompts, progress, max_new_tokens=limit, seed=seed + batch[0])
         more = read(batch, rollouts) if read else [{}] * len(batch)
         rows = {}
         for i, rollout, further in zip(batch, rollouts, more, strict=True):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,15 +86,7 @@ def measure_closeness(
 
     texts = CompletionCache(backbone)
     writer = Teacher(backbone, "student" if adapter else "base")
-
-    def decode(
-        asked: list[Prompt], limit: int, seed: int, on_finished: Callable[[list[Rollout]], None]
-    ) -> list[Rollout]:
-        batch_size = int(config.batch_size)
-        return texts.complete(
-            writer, asked, on_finished, max_new_tokens=limit, seed=seed, batch_size=batch_size
-        )
-
+    decode = partial(texts.complete, writer, batch_size=int(config.batch_size))
     origin = provenance(backbone, adapter, [config.batch_size, limit, prompts, base_answers])
     # By number: a prompt that comes twice has two answers.
     questions = [Question(prompt, limit, f"{origin} {i}") for i, prompt in enumerate(prompts)]
@@ -119,9 +111,11 @@ def _base_rows(
         states_after_others = read_states(model, after_others, count)
         with _jitter(model):
             states_a_little_off = read_states(model, own, count)
-    if parallel.worker_count() == 1:  # later states are compared on these texts
-        texts = [Rollout(rollout.prompt, rollout.completion_ids) for rollout in own]
-        BASE_HIDDEN_STATES.setdefault(backbone, {})[numbers[0]] = texts, states
+    texts = [Rollout(rollout.prompt, rollout.completion_ids) for rollout in own]
+    BASE_HIDDEN_STATES.setdefault(backbone, {})[numbers[0]] = (
+        texts,
+        states,
+    )  # later states are compared on them
     noise = _divergences(backbone, "base", states, states_a_little_off)
     unrelated = _divergences(backbone, "base", states, states_after_others)
     rows = []
@@ -137,21 +131,20 @@ def _state_rows(
     numbers: list[int],
     own: list[Rollout],
 ) -> list[Record]:
-    """Compare a state with base, on its answers and on base's."""
+    """Compare a state with base, on its answers and on base's.
+
+    Each set of texts is read by itself: so it makes no difference whether base's states are at hand.
+    """
     of_base = [Rollout(r.prompt, base_answers[i]) for i, r in zip(numbers, own, strict=True)]
-    texts = own + of_base
     known_texts, known_states = BASE_HIDDEN_STATES.get(backbone, {}).get(numbers[0], ([], {}))
     is_known = known_texts == of_base
-    read_by_base = own if is_known else texts
-    count = counted(report, "read answers", len(texts) + len(read_by_base))
+    count = counted(report, "read answers", (3 if is_known else 4) * len(own))
     with backbone.merged("student") as model:
-        states = read_states(model, texts, count)
+        states = [read_states(model, texts, count) for texts in (own, of_base)]
     with backbone.merged("base") as model:
-        base_states = read_states(model, read_by_base, count)
-    if is_known:
-        base_states |= {len(own) + i: states_NH for i, states_NH in known_states.items()}
-    found = _divergences(backbone, "student", states, base_states)
-    on_own, on_base = found[: len(own)], found[len(own) :]
+        base_states = [read_states(model, own, count)]
+        base_states.append(known_states if is_known else read_states(model, of_base, count))
+    on_own, on_base = map(partial(_divergences, backbone, "student"), states, base_states)
     return [_row(*each) for each in zip(own, on_own, on_base, strict=True)]
 
 
@@ -219,16 +212,20 @@ def _jitter(model: Any) -> Iterator[None]:
     kernels in 16: every later rounding falls differently.
     """
 
-    def change(module: Any, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
+    embeddings = model.get_input_embeddings()
+    embed = embeddings.forward
+
+    def change(ids: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = embed(ids)
         generator = torch.Generator().manual_seed(SEED)
         chosen = torch.rand(embedded.shape[-1], generator=generator) < 0.5
         return embedded * (1 + torch.finfo(torch.bfloat16).eps * chosen.to(embedded))
 
-    hook = model.get_input_embeddings().register_forward_hook(change)
+    embeddings.forward = change  # as a hook, it would keep the model from the pass without padding
     try:
         yield
     finally:
-        hook.remove()
+        del embeddings.forward
 
 
 def _means(samples: list[Record]) -> dict[str, float]:

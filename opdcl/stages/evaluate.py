@@ -21,12 +21,11 @@ from opdcl.config.evaluate import EvalConfig
 from opdcl.data.answering import answering_of
 from opdcl.data.chat import request_ids
 from opdcl.data.grading import GradedDocument, grade_requests
-from opdcl.data.suites import Suite, cut_at, quiet_lm_eval
+from opdcl.data.suites import Grade, Suite, cut_at, quiet_lm_eval
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone, State
 from opdcl.rundir.identity import Identity
 from opdcl.rundir.layout import RunDir
-from opdcl.sampling.sample import sample
 from opdcl.stages import relevance
 from opdcl.stages.answers import (
     SECOND_SEED,
@@ -41,7 +40,9 @@ from opdcl.stages.answers import (
     reuse_samples,
     store,
 )
+from opdcl.train.completion_cache import CompletionCache
 from opdcl.train.cost import reset_peak_memory
+from opdcl.train.teachers import Teacher
 from opdcl.train.teachers_elsewhere import reach_own_model
 from opdcl.training import StageReport
 from opdcl.types import Rollout
@@ -113,35 +114,19 @@ def write_answers(asking: Asking, requests: Sequence[Instance], seed: int = SEED
 def _writer(asking: Asking, temperature: float) -> Iterator[Decode]:
     """Yield a function that completes prompts, here or on a server with the adapter."""
     config, backbone = asking.config, asking.backbone
-    eos_ids = backbone.eos_ids
     if not config.server:
-        with backbone.merged(asking.state) as model:
-
-            def decode(prompts, max_tokens, seed, on_finished) -> list[Rollout]:
-                return sample(
-                    model,
-                    prompts,
-                    max_new_tokens=max_tokens,
-                    eos_ids=eos_ids,
-                    temperature=temperature,
-                    seed=seed,
-                    batch_size=int(config.batch_size),
-                    on_finished=on_finished,
-                )
-
-            yield decode
+        texts, writer = CompletionCache(backbone), Teacher(backbone, asking.state)
+        yield partial(texts.complete, writer, temperature=temperature, batch_size=int(config.batch_size))
+        texts.log_hits(asking.report.note)
         return
     with contextlib.ExitStack() as stack:
         server = reach_own_model(config.server.url, backbone, asking.report.note)
         stack.callback(server.close)
         name = stack.enter_context(server.adapter(asking.adapter)) if asking.adapter else None
 
-        def decode_there(prompts, max_tokens, seed, on_finished) -> list[Rollout]:
-            return parallel.on_first_worker(
-                lambda: server.complete(
-                    prompts, max_tokens, eos_ids, temperature, seed, model=name, on_finished=on_finished
-                )
-            )
+        def decode_there(prompts, on_finished, max_new_tokens, seed) -> list[Rollout]:
+            complete = partial(server.complete, prompts, max_new_tokens, backbone.eos_ids, temperature, seed)
+            return parallel.on_first_worker(partial(complete, model=name, on_finished=on_finished))
 
         yield decode_there
 
@@ -248,15 +233,16 @@ def evaluate(
     reset_peak_memory()
     asking = Asking(backbone, adapter, config, partial_file(run, state, suite.name), report)
     reuse_samples(asking.file, run.eval_samples(state, suite.name))
-    samples = _answered(suite, asking)
+    grade = partial(relevance.grade, relevance.Reader(backbone, report), suite)
+    samples = _answered(suite, asking, grade)
     metric = suite.metrics[0]
     if state == "base" and suite.generative and suite.answering.temperature:
         second = replace(asking, file=partial_file(run, state, f"{suite.name}.second"))
-        for row, again in zip(samples, _answered(suite, second, SECOND_SEED), strict=True):
+        for row, again in zip(samples, _answered(suite, second, grade, SECOND_SEED), strict=True):
             row["again"] = again["scores"][metric]
         second.file.unlink()
     responses = [row["response"] for row in samples]
-    floors = suite.floors(len(samples), responses, partial(relevance.grade, backbone, suite, report=report))
+    floors = suite.floors(len(samples), responses, grade)
     means = {name: suite.means(scores) for name, scores in floors.items()}
     best = max(means, key=lambda name: means[name][metric])
     for row, scores in zip(samples, floors[best], strict=True):
@@ -265,7 +251,7 @@ def evaluate(
     return store(run, record, state, suite.name, samples, metrics, means, started)
 
 
-def _answered(suite: Suite, asking: Asking, seed: int = SEED) -> list[Record]:
+def _answered(suite: Suite, asking: Asking, grade: Grade, seed: int = SEED) -> list[Record]:
     """Let a state answer a suite; return the stored records, in the order of the documents.
 
     Only written answers have `tokens`, `ended` and `key`, and only those that base may read a `gain`: by how
@@ -279,7 +265,7 @@ def _answered(suite: Suite, asking: Asking, seed: int = SEED) -> list[Record]:
     if suite.generative:
         answers = write_answers(asking, requests, seed)
         docs, texts = suite.documents(limit), [answer["response"] for answer in answers]
-        scores = relevance.grade(backbone, suite, docs, texts, asking.report)
+        scores = grade(docs, texts)
         graded = [GradedDocument(*one) for one in zip(docs, ([text] for text in texts), scores, strict=True)]
     else:
         graded = grade_requests(suite.task, requests, compare_likelihoods(asking, requests))

@@ -1,8 +1,9 @@
 """Whether answers are about their prompts, and say something, as base sees it.
 
 An answer is about its prompt if base finds its own words more likely after the prompt than after the same
-prompt with any of six other requests: the three that are most like it, and three others. Words of the prompt
-do not count: base repeats them after every request, so an empty text would pass.
+prompt with any of six other requests: the three that are most like it, and then, unless these have decided
+it, three others. Words of the prompt do not count: base repeats them after every request, so an empty text
+would pass.
 
 It says something if base finds it more likely than the same words in random order: a bag of topical words is
 not an answer.
@@ -10,8 +11,11 @@ not an answer.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from opdcl import parallel
 from opdcl.data.chat import render
@@ -22,15 +26,16 @@ from opdcl.data.suites import Suite
 from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates
 from opdcl.model.forward import answer_ids
+from opdcl.rundir.hashes import hash_files
 from opdcl.stages.answers import read_states
+from opdcl.train.completion_cache import CompletionCache
 from opdcl.train.losses import token_logprobs
+from opdcl.train.teachers import Teacher
 from opdcl.training import StageReport, counted
-from opdcl.types import Example
+from opdcl.types import Example, Prompt, Rollout
 
 # Answers, or prompts, by the number of their document.
 Texts = dict[int, str]
-# Receives how many answers base has read.
-Report = StageReport | None
 
 LONGEST = 64
 """Tokens of an answer that are read."""
@@ -40,6 +45,12 @@ NEAREST = 3
 """How many more of them are those that are most like it."""
 LEAST_RELEVANCE = 0.0
 """An answer is more likely after its own request by more than this, in nats."""
+CLEAR_RELEVANCE = 6.0
+"""An answer that gains more than this over each of the requests most like its own is compared with no others.
+
+Of 109 answers, base's own and those of cheats, 23 had gained so much, and the other requests failed none of
+them. They fail answers that have gained less: four of 29 answers to another prompt, by at most 3.3 nats.
+"""
 LEAST_COHERENCE = 2.0
 """An answer is more likely than its words in random order by more than this, in nats per token.
 
@@ -48,10 +59,55 @@ Answers of the embedded model are so by 4 to 7, its answers with shuffled words 
 FEWEST_WORDS = 4
 """An answer of fewer words than this is not asked for its order."""
 
+# The code that decides what is found, beside that of the models.
+READING = ("stages/answers.py", "train/learner.py", "train/losses.py")
+CODE = [Path(__file__).parents[1] / name for name in READING]
 
-def grade(
-    backbone: Backbone, suite: Suite, docs: list[dict], texts: list[str], report: Report = None
-) -> list[Scores]:
+
+class Reader(Teacher):
+    """Base as it reads given answers: what it finds is kept in the cache, as what it writes is.
+
+    So no later state or run reads the same answers again, and what is found is the same to the bit.
+    """
+
+    def __init__(self, backbone: Backbone, report: StageReport | None = None):
+        super().__init__(backbone, "base")
+        self.report, self.kept = report, CompletionCache(backbone)
+
+    def logprobs(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
+        """Return the log-probability under base of each text as the answer to its prompt."""
+        if not pairs:
+            return []
+        prompts = []
+        for prompt, _ in pairs:
+            asked = render(self.backbone.tokenizer, [{"role": "user", "content": prompt}], True)
+            prompts.append(Prompt(self.backbone.tokenizer(asked, add_special_tokens=False)["input_ids"]))
+        read = {"given": [self.ids(text) for _, text in pairs], "code": hash_files(CODE)}
+        count = counted(self.report, "base reads answers", len(pairs)) if self.report else None
+        found = self.kept.complete(self, prompts, count, max_new_tokens=LONGEST, **read)
+        return [sum(rollout.logprobs) for rollout in found]
+
+    def complete(self, prompts: Sequence[Prompt], **options: Any) -> list[Rollout]:
+        """Return the answers `given` to prompts, with the log-probability of each token."""
+        given: list[list[int]] = options["given"]
+        rows = [Example.of(prompt.ids, ids) for prompt, ids in zip(prompts, given, strict=True)]
+        with self.backbone.merged("base") as model:
+            states = read_states(model, rows, options["on_finished"])
+        found = []
+        for i in sorted(states):
+            tokens_N = answer_ids([rows[i]], states[i].device)
+            logprobs_N = token_logprobs(HiddenStates(states[i], self.head_VH), tokens_N, len(self.head_VH))
+            found.append(Rollout(prompts[i], given[i], logprobs_N.tolist()))
+        return parallel.gather_shares(found)
+
+    def ids(self, text: str) -> list[int]:
+        """Return the tokens of an answer that are read: the first ones that base knows."""
+        ids: list[int] = self.backbone.tokenizer(text, add_special_tokens=False)["input_ids"]
+        known = [id for id in ids if id < len(self.head_VH)]
+        return known[:LONGEST]
+
+
+def grade(reader: Reader, suite: Suite, docs: list[dict], texts: list[str]) -> list[Scores]:
     """Return the scores of answers to a suite's first documents: by its rules, then by base if it asks base.
 
     An answer that base rejects fails; `gain` is by how much its likelihood gains from its request.
@@ -61,61 +117,54 @@ def grade(
     passed = {i: texts[i] for i, row in enumerate(scores) if row[metric]}
     if suite.ordered:  # first: it takes two readings, and the gain up to seven
         prompts = {i: str(suite.task.doc_to_text(docs[i])) for i in passed}
-        for i, order in coherence_of(backbone, prompts, passed, report).items():
+        for i, order in coherence_of(reader, prompts, passed).items():
             if order <= LEAST_COHERENCE:
                 scores[i] = scores[i] | {metric: type(scores[i][metric])(False)}
                 del passed[i]
     if suite.content:
         requests = [doc["request"] for doc in suite.documents(None)]
-        for i, gain in relevance_of(backbone, docs, requests, passed, report).items():
+        for i, gain in relevance_of(reader, docs, requests, passed).items():
             scores[i] = scores[i] | {metric: gain > LEAST_RELEVANCE, "gain": round(gain, 4)}
     return scores
 
 
-def relevance_of(
-    backbone: Backbone, docs: Sequence[dict], requests: list[str], texts: Texts, report: Report = None
-) -> dict[int, float]:
+def relevance_of(reader: Reader, docs: Sequence[dict], requests: list[str], texts: Texts) -> dict[int, float]:
     """Return by how many nats each answer is more likely after its own request, by its document's number.
 
-    Where one request is enough to fail an answer, the others are not tried.
+    Where one request is enough to fail an answer, or the nearest ones to pass it, the others are not tried.
     """
     own = {i: own_text(docs[i]["prompt"], text) for i, text in texts.items()}
-    asked = logprobs(backbone, [(docs[i]["prompt"], text) for i, text in own.items()], report)
+    asked = reader.logprobs([(docs[i]["prompt"], text) for i, text in own.items()])
     likelihoods = dict(zip(own, asked, strict=True))
-    found = dict.fromkeys(own, float("inf"))
+    found = dict.fromkeys(own, math.inf)
     others = stand_ins(requests, list(own))
     for number in range(NEAREST + len(OTHERS)):
-        open_ones = [i for i in own if found[i] > LEAST_RELEVANCE]
+        enough = CLEAR_RELEVANCE if number >= NEAREST else math.inf
+        open_ones = [i for i in own if LEAST_RELEVANCE < found[i] <= enough]
         pairs = []
         for i in open_ones:
             other = requests[others[i][number]]
             pairs.append((docs[i]["prompt"].replace(docs[i]["request"], other), own[i]))
-        for i, likelihood in zip(open_ones, logprobs(backbone, pairs, report), strict=True):
+        for i, likelihood in zip(open_ones, reader.logprobs(pairs), strict=True):
             found[i] = min(found[i], likelihoods[i] - likelihood)
     return found
 
 
-def coherence_of(backbone: Backbone, prompts: Texts, texts: Texts, report: Report = None) -> dict[int, float]:
+def coherence_of(reader: Reader, prompts: Texts, texts: Texts) -> dict[int, float]:
     """Return by how much each answer is more likely than its words in random order, in nats per token.
 
     An answer of fewer words than `FEWEST_WORDS` is left out.
     """
-    texts = {i: text for i, text in texts.items() if len(text.split()) >= FEWEST_WORDS}
-    shuffled = {}
-    for i, text in texts.items():
-        words = text.split()
-        random.Random(text).shuffle(words)
-        shuffled[i] = " ".join(words)
-    ordered, random_order = (_per_token(backbone, prompts, each, report) for each in (texts, shuffled))
-    return {i: ordered[i] - random_order[i] for i in texts}
-
-
-def _per_token(backbone: Backbone, prompts: Texts, texts: Texts, report: Report) -> dict[int, float]:
-    sums = logprobs(backbone, [(prompts[i], text) for i, text in texts.items()], report)
-    means = {}
-    for (i, text), found in zip(texts.items(), sums, strict=True):
-        means[i] = found / len(read_ids(backbone, text))
-    return means
+    numbers = [i for i, text in texts.items() if len(text.split()) >= FEWEST_WORDS]
+    pairs = [(prompts[i], texts[i]) for i in numbers]
+    for i in numbers:
+        words = texts[i].split()
+        random.Random(texts[i]).shuffle(words)
+        pairs.append((prompts[i], " ".join(words)))
+    means = []
+    for (_, text), found in zip(pairs, reader.logprobs(pairs), strict=True):
+        means.append(found / len(reader.ids(text)))
+    return {i: means[n] - means[n + len(numbers)] for n, i in enumerate(numbers)}
 
 
 def stand_ins(requests: list[str], numbers: Sequence[int]) -> dict[int, list[int]]:
@@ -129,29 +178,3 @@ def stand_ins(requests: list[str], numbers: Sequence[int]) -> dict[int, list[int
         others = [(i + step) % len(requests) for step in OTHERS]
         found[i] = nearest[:NEAREST] + others
     return found
-
-
-def logprobs(backbone: Backbone, pairs: Sequence[tuple[str, str]], report: Report = None) -> list[float]:
-    """Return the log-probability under base of each text as the answer to its prompt."""
-    tokenizer = backbone.tokenizer
-    rows = []
-    for prompt, text in pairs:
-        asked = render(tokenizer, [{"role": "user", "content": prompt}], True)
-        prompt_ids = tokenizer(asked, add_special_tokens=False)["input_ids"]
-        rows.append(Example.of(prompt_ids, read_ids(backbone, text)))
-    head_VH = backbone.head_of("base")
-    count = counted(report, "base reads answers", len(rows)) if report else None
-    with backbone.merged("base") as model:
-        states = read_states(model, rows, count)
-    sums = []
-    for i in sorted(states):
-        tokens_N = answer_ids([rows[i]], states[i].device)
-        sums.append(float(token_logprobs(HiddenStates(states[i], head_VH), tokens_N, len(head_VH)).sum()))
-    return parallel.gather_shares(sums)
-
-
-def read_ids(backbone: Backbone, text: str) -> list[int]:
-    """Return the tokens of an answer that are read: the first ones that base knows."""
-    ids: list[int] = backbone.tokenizer(text, add_special_tokens=False)["input_ids"]
-    known = [id for id in ids if id < len(backbone.head_of("base"))]
-    return known[:LONGEST]

@@ -51,6 +51,11 @@ class Notes(Silent):
         self.lines.append(text)
 
 
+def forget_texts():
+    """Remove the texts that base has written or read, so that all is computed again."""
+    shutil.rmtree(texts_folder(), ignore_errors=True)
+
+
 def short_recovery(folder, **settings):
     """Return the settings of a few small steps on the prompts in `folder`."""
     streams = {"general": [str(folder / "general.jsonl")], "domain": str(folder / "domain.jsonl")}
@@ -73,7 +78,7 @@ def train(backbone, folder, name, config, stop=None):
             if done == stop:
                 raise KeyboardInterrupt
 
-    shutil.rmtree(texts_folder(), ignore_errors=True)  # what it samples itself is what is tested
+    forget_texts()  # what it samples itself is what is tested
     out = StageDir(folder / name)
     backbone.drop_adapters()
     fresh = Backbone(backbone.causal_lm, backbone.tokenizer, backbone.base_lm)

@@ -139,7 +139,7 @@ def test_base_reads_its_own_answers_once_for_all_states(adapted, run, tmp_path):
     other = RunDir(tmp_path / "other")
     shutil.copytree(run.evals / "base", other.evals / "base")
     _, again = measure(backbone, other, "tuned", adapter)
-    assert [row["scores"] for row in kept] == [pytest.approx(row["scores"], abs=1e-6) for row in again]
+    assert kept == again  # to the bit: a kill between two states changes nothing
 
 
 def test_another_run_reads_bases_kept_answers_and_measures_the_same(adapted, run, tmp_path):

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from helpers.recovering import Silent
+from helpers.recovering import Notes, Silent, forget_texts
 from lm_eval.api.instance import Instance
 
 from opdcl.config.evaluate import EvalConfig
@@ -13,8 +13,10 @@ from opdcl.data.suites import load_suite
 from opdcl.errors import UsageError
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
+from opdcl.stages import relevance
 from opdcl.stages.answers import counter
 from opdcl.stages.evaluate import Asking, evaluate, max_answer_tokens, write_answers
+from opdcl.train.completion_cache import texts_folder
 from opdcl.training import save_adapter
 from opdcl.types import Prompt, Rollout
 
@@ -56,6 +58,7 @@ def measure(backbone, tmp_path):
         if adapter:
             backbone.load_adapter(adapter, "student")
         counter, out = Counter(stop), RunDir(tmp_path / name)
+        forget_texts()
         suite = load_suite("q", config)
         suite.task.config.generation_kwargs["until"] = [*until]
         try:
@@ -127,6 +130,30 @@ def test_an_answer_that_a_stop_string_has_cut_is_not_kept_where_the_stop_strings
     assert corrected == whole
     assert batches == 3
     assert measure()[1] == 0
+
+
+def test_another_run_of_base_samples_and_reads_nothing_again_and_is_equal_to_the_bit(
+    backbone, tmp_path, monkeypatch
+):
+    for least in ("LEAST_RELEVANCE", "LEAST_COHERENCE"):
+        monkeypatch.setattr(relevance, least, -100.0)
+    config, suite = EvalConfig(limit=6, max_new_tokens=8, batch_size=6), load_suite("instructions")
+    suite.scores = lambda docs, texts: [{"passed": True, "inst_level_strict_acc": [True]} for _ in texts]
+    suite.metrics = ["passed"]
+
+    def measured(name):
+        run, notes = RunDir(tmp_path / name), Notes()
+        result = evaluate(config, suite, backbone, "base", run, {}, notes)
+        kept = {file.name: file.read_bytes() for file in texts_folder().glob("*.json")}
+        return (result["floor"], read_jsonl(run.eval_samples("base", suite.name))), kept, notes.lines
+
+    forget_texts()
+    first, kept, said = measured("first")
+    assert said == []
+    assert len(kept) > 8  # answers, and what base finds of them and of each floor
+    assert measured("second") == (first, kept, ["6 answers of base: kept from earlier, not sampled again"])
+    forget_texts()
+    assert measured("anew") == (first, kept, [])
 
 
 def test_a_prompt_that_occurs_twice_has_one_answer(measure):

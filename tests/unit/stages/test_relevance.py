@@ -18,6 +18,7 @@ from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
 from opdcl.stages import relevance
 from opdcl.stages.evaluate import evaluate
+from opdcl.stages.relevance import Reader
 
 REQUESTS = ["Describe a lamp.", "Why do owls hoot?", "Compare tea with coffee.", "What is a fjord?"]
 DOCS = [{"prompt": f"{r} Answer in one sentence.", "request": r} for r in REQUESTS]
@@ -56,10 +57,10 @@ def test_the_gain_is_that_of_the_reference_whatever_the_adapter(backbone, monkey
     backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
     for layer in backbone.adapted_layers():
         layer.lora_B["student"].weight.data.normal_()
-    found = relevance.relevance_of(backbone, DOCS, REQUESTS, dict(enumerate(TEXTS)))
+    found = relevance.relevance_of(Reader(backbone), DOCS, REQUESTS, dict(enumerate(TEXTS)))
     assert found == pytest.approx({i: reference(backbone, i, text) for i, text in enumerate(TEXTS)}, abs=1e-4)
     assert found[2] == 0
-    assert relevance.relevance_of(backbone, DOCS, REQUESTS, {3: TEXTS[3]})[3] == pytest.approx(
+    assert relevance.relevance_of(Reader(backbone), DOCS, REQUESTS, {3: TEXTS[3]})[3] == pytest.approx(
         found[3], abs=1e-4
     )
 
@@ -68,12 +69,12 @@ def test_base_judges_with_its_own_head_beside_a_tuned_model(backbone, monkeypatc
     """A full fine-tune can move the output embedding; base's judgement must not move with it."""
     texts = dict(enumerate(TEXTS))
     monkeypatch.setattr(relevance, "LEAST_RELEVANCE", -100.0)
-    expected = relevance.relevance_of(backbone, DOCS, REQUESTS, texts)
+    expected = relevance.relevance_of(Reader(backbone), DOCS, REQUESTS, texts)
     tuned = copy.deepcopy(backbone.causal_lm)
     head = tuned.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight + 0.2 * torch.randn_like(head.weight))
     pair = Backbone(tuned, backbone.tokenizer, backbone.causal_lm)
-    assert relevance.relevance_of(pair, DOCS, REQUESTS, texts) == pytest.approx(expected)
+    assert relevance.relevance_of(Reader(pair), DOCS, REQUESTS, texts) == pytest.approx(expected)
 
 
 def test_the_most_alike_requests_stand_in_first_and_never_the_request_itself():
@@ -106,7 +107,7 @@ def test_only_answers_that_pass_so_far_are_read_and_the_others_are_failed_by_the
     backbone, monkeypatch
 ):
     monkeypatch.setattr(relevance, "LEAST_RELEVANCE", -100.0)
-    found = relevance.relevance_of(backbone, DOCS, REQUESTS, dict(enumerate(TEXTS)))
+    found = relevance.relevance_of(Reader(backbone), DOCS, REQUESTS, dict(enumerate(TEXTS)))
     monkeypatch.setattr(relevance, "LEAST_RELEVANCE", found[0] - 1e-3)
     scores = [
         {"passed": True, "kept": 1},
@@ -114,13 +115,33 @@ def test_only_answers_that_pass_so_far_are_read_and_the_others_are_failed_by_the
         {"passed": True, "kept": 1},
         {"passed": True},
     ]
-    read = relevance.grade(backbone, Asked(scores), DOCS, TEXTS)
+    read = relevance.grade(Reader(backbone), Asked(scores), DOCS, TEXTS)
     assert read[1] == {"passed": False, "kept": 0}
     expected = [True, False, found[2] >= found[0], found[3] >= found[0]]
     assert [row["passed"] for row in read] == expected
     assert [row["gain"] for row in read if row["passed"]] == pytest.approx(
         [found[i] for i, passed in enumerate(expected) if passed], abs=1e-3
     )
+
+
+def test_an_answer_that_gains_much_over_the_nearest_requests_is_compared_with_no_others(
+    backbone, monkeypatch
+):
+    requests = [*REQUESTS, *(f"Name town number {i}." for i in range(150))]
+
+    def compared(least, clear):
+        monkeypatch.setattr(relevance, "LEAST_RELEVANCE", least)
+        monkeypatch.setattr(relevance, "CLEAR_RELEVANCE", clear)
+        notes, begun = Silent(), []
+        notes.part = lambda what, done, total: begun.append(done)
+        found = relevance.relevance_of(Reader(backbone, notes), DOCS, requests, {3: TEXTS[3]})
+        return found[3], begun.count(0)
+
+    every, readings = compared(-100.0, 100.0)
+    near, fewer = compared(-100.0, -100.0)
+    assert (fewer, readings - fewer) == (1 + relevance.NEAREST, len(relevance.OTHERS))
+    assert near >= every
+    assert compared(-100.0, near) == (every, readings)  # no more than `near` is not clear
 
 
 @torch.no_grad()
@@ -136,7 +157,7 @@ def per_token(backbone, prompt: str, text: str) -> float:
 
 def test_the_order_of_an_answer_is_compared_with_another_one_of_the_same_words(backbone):
     prompts, texts = {2: DOCS[2]["prompt"], 3: DOCS[3]["prompt"]}, {2: "Tea is mild.", 3: TEXTS[3]}
-    (order,) = relevance.coherence_of(backbone, prompts, texts).values()  # three words are too few
+    (order,) = relevance.coherence_of(Reader(backbone), prompts, texts).values()  # three words are too few
     words = TEXTS[3].split()
     random.Random(TEXTS[3]).shuffle(words)
     assert words != TEXTS[3].split()
@@ -153,7 +174,7 @@ def test_an_answer_that_is_no_likelier_than_its_words_in_random_order_fails(back
     monkeypatch.setattr(suite, "scores", lambda docs, texts: [{"contains": score}, {"contains": score}])
     for least, passed in ((-100.0, True), (100.0, False)):
         monkeypatch.setattr(relevance, "LEAST_COHERENCE", least)
-        read = relevance.grade(backbone, suite, docs, texts)
+        read = relevance.grade(Reader(backbone), suite, docs, texts)
         assert [row["contains"] for row in read] == [passed, True]
         assert isinstance(read[0]["contains"], type(score))
 

@@ -1,7 +1,7 @@
 """Suites that are answered at a temperature: the same draws whatever the batches, interrupts and limits."""
 
 import pytest
-from helpers.recovering import Silent
+from helpers.recovering import Silent, forget_texts
 from lm_eval.api.instance import Instance
 
 from opdcl.config.evaluate import EvalConfig
@@ -37,6 +37,7 @@ def ask(backbone, tmp_path, monkeypatch):
 
     def run(options=SAMPLED, name="kept", questions=QUESTIONS, stop=None, batch_size=2):
         partial = tmp_path / name
+        forget_texts()
         asking = Asking(backbone, None, EvalConfig(batch_size=batch_size), partial, Interrupted(stop))
         requests = [Instance("generate_until", {}, (text, options), 0) for text in questions]
         try:
