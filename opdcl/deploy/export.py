@@ -41,7 +41,6 @@ def export(
     report: StageReport,
     trust_remote_code: bool = False,
     base_name: str | None = None,
-    rank: int | None = None,
 ) -> dict[str, Any]:
     """Export one state to a new folder and return a description of what was written; see `opdcl.api.export`.
 
@@ -56,12 +55,6 @@ def export(
         raise UsageError(f"format {format!r} is not known", "--format merged, adapter or gguf")
     if format == "gguf" and outtype not in LARGEST_GAP:
         raise UsageError(f"outtype {outtype!r} is not known", f"--outtype {', '.join(LARGEST_GAP)}")
-    whole = tuned_model(source, ModelConfig(trust_remote_code=trust_remote_code))
-    if whole and format == "adapter":
-        return extract_adapter(source, whole, base_name, rank, target, report)
-    if rank is not None:
-        problem = f"--rank is for the adapter of a model that was fine-tuned as a whole, not for {source}"
-        raise UsageError(problem, "leave it out, or add --format adapter")
     command = find_converter(converter) if format == "gguf" else []  # fail before merging takes minutes
     base, tuned, adapters = find_states(source, trust_remote_code)
     state, adapter = pick_state(source, adapters, state)
@@ -100,28 +93,6 @@ def note_local(base: str, format: str, report: StageReport) -> None:
     if is_local(base):
         files = "README.md and adapter_config.json" if format == "adapter" else "README.md"
         report.note(f"before you upload it, replace {portable(base)} in {files} by the base's Hub id")
-
-
-def extract_adapter(
-    source: str,
-    tuned: ModelConfig,
-    base_name: str | None,
-    rank: int | None,
-    target: Path,
-    report: StageReport,
-) -> dict[str, Any]:
-    """Write a model that was tuned as a whole as an adapter for its base; see `deploy.extract`."""
-    if not base_name:
-        hint = "--base BASE names the model that it was fine-tuned from"
-        raise UsageError(f"{source} is a whole model, which does not name its base", hint)
-    from opdcl.deploy.extract import extract
-
-    base = tuned.model_copy(update={"id": base_name, "revision": None})
-    with folder_appears_whole(target) as folder:
-        found = extract(base, tuned, rank, portable(base_name), folder, report)
-        write_readme(folder, target.name, base, "tuned", "adapter")
-    note_local(base_name, "adapter", report)
-    return {"state": "tuned", "format": "adapter", "path": str(target), **found}
 
 
 def pick_state(source: str, adapters: dict[str, Path], state: str | None) -> tuple[str, Path]:
