@@ -395,7 +395,7 @@ def export(
         format: merged (safetensors that any loader reads), adapter, or gguf (llama.cpp, Ollama).
         outtype: Number format of a GGUF file: f32, f16, bf16 or q8_0.
         converter: llama.cpp's convert_hf_to_gguf.py. Default: the one in $LLAMA_CPP, or on the path.
-        check: Load what was written and compare: GGUF files, and after a quantized run.
+        check: After a quantized run, load the written model and compare it with the run's.
         base: Base of the adapter. Default: the one that the adapter names.
         trust_remote_code: Run Python code that comes with the base model. A run cannot allow that itself.
         quiet: Print errors only.

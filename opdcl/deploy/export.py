@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from opdcl.config.model import ModelConfig
 from opdcl.data.rows import on_hub
-from opdcl.deploy.gguf import LARGEST_GAP, compare, find_converter, in_words, modelfile, to_gguf
+from opdcl.deploy.gguf import OUTTYPES, compare, find_converter, in_words, modelfile, to_gguf
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS, parse, reachable
-from opdcl.model.adapters import find_states, tuned_model
+from opdcl.model.adapters import find_states
 from opdcl.rundir.files import folder_appears_whole, write_atomic, write_json
 from opdcl.rundir.hashes import ADAPTER
 from opdcl.rundir.layout import STAGE_OF, RunDir, adapter_config
@@ -47,14 +47,14 @@ def export(
     Raises:
         UsageError: The state does not exist, or the folder does.
         EnvironmentFault: There is no converter.
-        OpdclError: The converter failed, or wrote a different model.
+        OpdclError: The converter failed.
     """
     if target.exists():
         raise UsageError(f"{target} exists", "choose a new folder with -o")
     if format not in ("merged", "adapter", "gguf"):
         raise UsageError(f"format {format!r} is not known", "--format merged, adapter or gguf")
-    if format == "gguf" and outtype not in LARGEST_GAP:
-        raise UsageError(f"outtype {outtype!r} is not known", f"--outtype {', '.join(LARGEST_GAP)}")
+    if format == "gguf" and outtype not in OUTTYPES:
+        raise UsageError(f"outtype {outtype!r} is not known", f"--outtype {', '.join(OUTTYPES)}")
     command = find_converter(converter) if format == "gguf" else []  # fail before merging takes minutes
     base, tuned, adapters = find_states(source, trust_remote_code)
     state, adapter = pick_state(source, adapters, state)
@@ -75,7 +75,7 @@ def export(
             merged = folder / "merged" if format == "gguf" else folder
             written |= merge(base, tuned, adapter, merged, check, report)
         if format == "gguf":
-            written |= to_gguf(merged, folder, command, outtype, check, report)
+            written |= to_gguf(merged, folder, command, outtype, report)
             from opdcl.results.scores import system_prompt  # it brings numpy
 
             write_atomic(folder / "Modelfile", modelfile(merged, system_prompt(run), report))
@@ -152,7 +152,7 @@ def merge(
     merged.config.use_cache = True
     merged.save_pretrained(target)
     backbone.tokenizer.save_pretrained(target)
-    make_portable(target)
+    make_portable(target, base.trust_remote_code)
     if not (base.quantization and check):
         return {}
     del backbone, merged  # memory may not hold two models
@@ -164,7 +164,7 @@ def merge(
 
     written = plain.model_copy(update={"id": str(target), "revision": None})
     gap = compare(as_in_the_run, lambda: load_base(written))
-    report.note(in_words(gap, " from the run's model"))
+    report.note(in_words(gap))
     return {"quantization_gap": gap}
 
 

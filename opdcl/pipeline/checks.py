@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import shlex
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
