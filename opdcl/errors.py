@@ -115,6 +115,9 @@ def translate(fault: BaseException, workers: int = 1) -> OpdclError:
             return OpdclError(f"the connection failed: {reason}", f"check the network, {AGAIN}")
         problem = f"cannot read or write {_place(fault) or 'a file'}: {reason}"
         return OpdclError(problem, f"check the path and the disk, {AGAIN}")
+    if isinstance(fault, UnicodeEncodeError):  # a lone surrogate, or bytes of a name in another encoding
+        near = ascii(fault.object[max(fault.start - 20, 0) : fault.end + 20])
+        return UsageError(f"a name or text is not valid Unicode: {near}", "rename the file, or mend the text")
     told = f"{type(fault).__name__}: {text[:500]}"
     if not isinstance(fault, Exception):  # such as a panic in Rust, mostly over what it was given
         told = f"a library failed: {told}"

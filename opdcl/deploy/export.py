@@ -14,6 +14,7 @@ from opdcl.data.rows import on_hub
 from opdcl.deploy.gguf import OUTTYPES, compare, find_converter, in_words, modelfile, to_gguf
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS, parse, reachable
+from opdcl.model.adapter_files import note_other_base
 from opdcl.model.adapters import find_states
 from opdcl.rundir.files import folder_appears_whole, write_atomic, write_json
 from opdcl.rundir.hashes import ADAPTER
@@ -63,6 +64,8 @@ def export(
         raise UsageError(f"{source} is a run directory, which has its base", "leave out --base")
     if base_name:
         base = base.model_copy(update={"id": base_name, "revision": None})
+        for note in note_other_base(adapter, base):
+            report.note(note)
     model = tuned or base
     written = {"state": state, "format": format, "path": str(target), "adapter": str(adapter)}
     if base.quantization:

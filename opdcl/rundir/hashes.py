@@ -76,8 +76,12 @@ def read_seal(folder: Path) -> dict[str, str]:
     problem = UsageError(f"{folder / SEAL} has changed, so it cannot vouch for other files", RESTORE)
     try:
         hashes = json.loads(text)
-    except (ValueError, RecursionError) as fault:
+        # A name that leads out of the folder would tell of any file whether it is there.
+        inside, root = [os.path.realpath(folder / name) for name in hashes], os.path.realpath(folder)
+    except (ValueError, TypeError, RecursionError) as fault:
         raise problem from fault
+    if not all(Path(place).is_relative_to(root) for place in inside):
+        raise problem
     if not isinstance(hashes, dict) or not all(isinstance(digest, str) for digest in hashes.values()):
         raise problem
     own = hashes.pop(SEAL, None)
