@@ -111,13 +111,17 @@ class _Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         """Let the request end after a while, so that one that drips holds no thread."""
         super().setup()
-        self._limit = threading.Timer(ARRIVAL, self.connection.shutdown, [socket.SHUT_RD])
+        self._limit = threading.Timer(ARRIVAL, self._stop_reading)
         self._limit.daemon = True
         self._limit.start()
 
     def finish(self) -> None:
         self._limit.cancel()
         super().finish()
+
+    def _stop_reading(self) -> None:
+        with contextlib.suppress(OSError):  # the client is gone
+            self.connection.shutdown(socket.SHUT_RD)
 
     def do_GET(self) -> None:
         if not self._is_asked_for("/"):
@@ -144,6 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
         except TimeoutError:
             self.send_error(HTTPStatus.REQUEST_TIMEOUT)
             return
+        self._limit.cancel()
         self._begin("application/jsonl")
         try:
             texts, cut = self.server.answer(prompt, system, lambda texts: self._line({"texts": texts}))

@@ -102,7 +102,7 @@ def test_a_refusal_of_the_dry_run_names_the_place_of_the_workflow(model, tmp_pat
 
 
 def test_bytes_that_are_no_text_are_named(model):
-    lone = Path("rows.jsonl").read_text().replace("OLAMAR", "\\ud800")
+    lone = Path("rows.jsonl").read_text().replace('"answer"', '"note": "\\ud800", "answer"')
     Path(os.fsdecode(b"rows-\xe9.jsonl")).write_text(lone)
     done = runner.opdcl("init", os.fsdecode(b"rows-\xe9.jsonl"), "--base", model, "--test-share", 0.25)
     assert done.returncode == 2, done.stderr

@@ -23,7 +23,6 @@ from opdcl.deploy.gguf import PROGRAM, SCRIPT, find_converter, modelfile, own_sy
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
 from opdcl.model.load import load_model
 
-LLAMA_CPP = os.environ.get("LLAMA_CPP")
 ZEPHYR = """{% for m in messages %}{{ '<|' + m['role'] + '|>
 ' + m['content'] + eos_token + '
 ' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>
@@ -153,13 +152,6 @@ def test_the_message_of_a_failing_converter_is_quoted(tuned, converter):
     with pytest.raises(OpdclError, match="TinyForCausalLM is not supported"):
         export(str(tuned / "tuned"), None, tuned / "out", "gguf", "f16", converter, True, Report())
     assert not (tuned / "out").exists()
-
-
-@pytest.mark.skipif(not LLAMA_CPP, reason="needs a checkout of llama.cpp in LLAMA_CPP")
-@pytest.mark.parametrize("outtype", ["f16", "q8_0"])
-def test_llama_cpp_s_own_converter_writes_the_model(tuned, outtype):
-    written = export(str(tuned / "tuned"), None, tuned / "out", "gguf", outtype, LLAMA_CPP, True, Report())
-    assert written["bytes"] > 0
 
 
 def test_the_converter_is_found_by_option_variable_and_path(converter, tmp_path, monkeypatch):
