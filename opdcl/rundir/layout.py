@@ -179,9 +179,7 @@ def open_run(path: Path) -> RunDir:
             hint = f"name the run itself: {inside}"
         if kind:
             tuned = shlex.quote(str(path)) + " --base BASE" * (kind == OTHER_FOLDERS["config.json"])
-            hint = (
-                f"measure what it costs: opdcl eval {tuned}; repair: opdcl recover {tuned} --domain PROMPTS"
-            )
+            hint = f"measure it: opdcl eval {tuned}; repair it: opdcl recover {tuned} --domain PROMPTS"
         raise UsageError(problem, hint)
     return run
 
