@@ -83,7 +83,7 @@ def workflow_text(data: str, base: str, files: Sequence[Path]) -> str:
     flow = yaml.load(find_workflow("own-data"))
     flow.yaml_set_start_comment("Your rows and model. `opdcl config show FILE --all` shows all defaults.")
     flow["name"], flow["description"] = files[0].stem, Quoted(f"{data} on {base}")
-    flow["model"]["id"] = Quoted(Path(base).resolve() if os.path.exists(base) else base)
+    flow["model"]["id"] = Quoted(os.path.realpath(base) if os.path.exists(base) else base)
     flow["finetune"]["data"], flow["eval"]["data"]["mine"] = files[1].name, files[2].name
     yaml.dump(flow, text)
     try:
