@@ -23,7 +23,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.data.chat import encode_prompt
 from opdcl.data.rows import load_prompts
 from opdcl.deploy.export import export
-from opdcl.deploy.gguf import LARGEST_GAP, answer, log_probabilities
+from opdcl.deploy.gguf import OUTTYPES, answer, log_probabilities
 from opdcl.model.architecture import eos_ids
 from opdcl.model.load import load_base
 from opdcl.rundir.environment import machine, versions
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("run")
     parser.add_argument("--converter", required=True)
     parser.add_argument("--llama", required=True, help="a Python interpreter with llama-cpp-python")
-    parser.add_argument("--outtypes", nargs="+", default=list(LARGEST_GAP))
+    parser.add_argument("--outtypes", nargs="+", default=OUTTYPES)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("exported.json"))
     options = parser.parse_args()
     rows = [*load_prompts("everyday", "validation")[:EACH], *load_prompts("handbook")[: 7 * EACH : 7]]
@@ -102,12 +102,11 @@ def main() -> None:
         }
         for outtype in options.outtypes:
             target = folder / outtype
-            written = export(options.run, None, target, "gguf", outtype, options.converter, True, Quiet())
+            written = export(options.run, None, target, "gguf", outtype, options.converter, False, Quiet())
             file = str(target / "model.gguf")
             found = {
                 "outtype": outtype,
                 "bytes": written["bytes"],
-                "exports_own_proof": written["gap"],
                 "transformers": compare(known, *by_transformers(file, prompts, texts)),
             }
             for name, cache in (

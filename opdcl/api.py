@@ -383,33 +383,30 @@ def export(
     converter: str | None = None,
     check: bool = True,
     base: PathLike | None = None,
-    rank: int | None = None,
     trust_remote_code: bool = False,
     quiet: bool = False,
 ) -> "Outcome":
     """Write a run's adapter, or base and adapter as one model, for other programs to load.
 
     Args:
-        source: Run directory; adapter, or for format adapter a tuned model: a folder, or a Hub id.
+        source: Run directory, or an adapter: a folder, or a Hub id.
         out: Folder to write.
         state: Adapter: tuned or recovered. Default: the last one of the run.
         format: merged (safetensors that any loader reads), adapter, or gguf (llama.cpp, Ollama).
         outtype: Number format of a GGUF file: f32, f16, bf16 or q8_0.
         converter: llama.cpp's convert_hf_to_gguf.py. Default: the one in $LLAMA_CPP, or on the path.
-        check: Load what was written and compare: GGUF files, and after a quantized run.
-        base: Base of the adapter or tuned model. Default: the one that the adapter names.
-        rank: Rank of a whole tuned model's adapter. Default: the smallest with an error of at most 20 %.
+        check: After a quantized run, load the written model and compare it with the run's.
+        base: Base of the adapter. Default: the one that the adapter names.
         trust_remote_code: Run Python code that comes with the base model. A run cannot allow that itself.
         quiet: Print errors only.
 
-    Returns: What was written, in `data`: `path`, `state`, `format`; of a whole model, what the rank loses.
-    Raises: UsageError: the state does not exist, or the folder does, or no low rank gives a whole
-        model. EnvironmentFault: no converter.
+    Returns: What was written, in `data`: `path`, `state`, `format`.
+    Raises: UsageError: the state does not exist, or the folder does. EnvironmentFault: no converter.
     Example: opdcl.export("runs/mine", "my-model")
     """
     from opdcl.console import quiet_libraries
     from opdcl.deploy.export import export
-    from opdcl.outcomes import Outcome, extracted
+    from opdcl.outcomes import Outcome
 
     with _output(quiet).stage("export") as line, quiet_libraries():
         written = export(
@@ -423,12 +420,9 @@ def export(
             report=line,
             trust_remote_code=trust_remote_code,
             base_name=str(base) if base else None,
-            rank=rank,
         )
     what = {"merged": "merged model", "adapter": "adapter"}.get(format, "GGUF file")
     sentence = f"{what} ({written['state']}) written to {out}"
-    if "relative_error" in written:
-        return extracted(sentence, written)
     return Outcome(sentence, [], written)
 
 

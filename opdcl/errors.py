@@ -102,11 +102,9 @@ def translate(fault: BaseException, workers: int = 1) -> OpdclError:
     if known:
         return known
     if "out of memory" in text.lower() or isinstance(fault, MemoryError):
-        hint = "use smaller batches, for example --set recover.micro_batch_tokens=512"
-        return OpdclError("out of memory", hint)
+        return OpdclError("out of memory", "use smaller batches: --set recover.micro_batch_tokens=512")
     if "inline_container" in text or "PytorchStreamWriter" in text:  # torch does not say why
-        problem = "a checkpoint cannot be written: the disk is full or fails"
-        return OpdclError(problem, f"free some space or check the disk, {AGAIN}")
+        return OpdclError("a checkpoint cannot be written: the disk is full or fails", f"free space, {AGAIN}")
     if workers > 1 and any(word in text.lower() for word in ("gloo", "nccl", "connection")):
         return OpdclError("another worker exited", f"see its last message, {AGAIN} to resume")
     if isinstance(fault, OSError) and fault.errno:
@@ -115,6 +113,9 @@ def translate(fault: BaseException, workers: int = 1) -> OpdclError:
             return OpdclError(f"the connection failed: {reason}", f"check the network, {AGAIN}")
         problem = f"cannot read or write {_place(fault) or 'a file'}: {reason}"
         return OpdclError(problem, f"check the path and the disk, {AGAIN}")
+    if isinstance(fault, UnicodeEncodeError):  # a lone surrogate, or bytes of a name in another encoding
+        near = ascii(fault.object[max(fault.start - 20, 0) : fault.end + 20])
+        return UsageError(f"a name or text is not valid Unicode: {near}", "rename the file, or mend the text")
     told = f"{type(fault).__name__}: {text[:500]}"
     if not isinstance(fault, Exception):  # such as a panic in Rust, mostly over what it was given
         told = f"a library failed: {told}"

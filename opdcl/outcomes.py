@@ -80,21 +80,6 @@ def _html(text: str) -> str:
     return escape(readable(text)).replace("\n", "<br>")
 
 
-def extracted(sentence: str, written: dict[str, Any]) -> Outcome:
-    """Return the outcome of exporting a whole model as an adapter."""
-    kinds, distance = written["kinds"], written["distance"]
-    rows = [[kind, f"{error:.3f}"] for kind, error in kinds.items()]
-    rows.append(["all", f"{written['relative_error']:.3f}"])
-    caption = "The norm of what the rank leaves out, as a share of the norm of the change."
-    table = Table(f"what rank {written['rank']} loses", ["layers", "relative error"], rows, caption)
-    further = (
-        f"On its own answers to held-out prompts ({distance['tokens']} tokens) the whole model is "
-        f"{distance['adapter']:.3f} nats per token from base with the adapter, "
-        f"and {distance['base']:.3f} from base alone."
-    )
-    return Outcome(f"{sentence}\n{further}", [table], written)
-
-
 class Plan(Outcome):
     """What a run would do; `data` has the keys of `--dry-run --json`."""
 

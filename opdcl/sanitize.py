@@ -8,16 +8,6 @@ import unicodedata
 
 REDACTED = "[redacted]"
 
-# Words that name a secret, at the end of a name: HF_TOKEN, client-secret, "apiKey".
-_NAMES = (
-    r"(?:access[_-]?token|auth[_-]?token|token|password|passwd|secret|api[_-]?key|access[_-]?key"
-    r"|secret[_-]?key|private[_-]?key|credentials?)"
-)
-# Not the placeholders of templates: {answer}, <|im_end|>, [MASK], $TOKEN.
-_VALUE = r"[^\s&,;'\"{}<>\[\]$()]{6,}"
-_WITH_DIGIT = rf"(?=[^\s]*[0-9]){_VALUE}"
-_NO_NUMBER = r"(?![0-9.]+(?:[\s,;]|$))"
-
 # Kind -> what it looks like. Where there is a group, only the group is the secret.
 SECRETS = {
     # Issuers whose tokens have a prefix: those that a run, its servers, trackers and data may need.
@@ -31,23 +21,8 @@ SECRETS = {
     "Slack": r"\bxox[abeoprs]-[A-Za-z0-9-]{10,}",
     "JSON web token": r"\beyJ[A-Za-z0-9_-]{5,}\.[A-Za-z0-9_-]{5,}(?:\.[A-Za-z0-9_-]*)?",
     "private key": r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
-    # Places where secrets occur.
-    "webhook": r"(?:hooks\.slack\.com/services/|discord(?:app)?\.com/api/webhooks/)([\w/-]{20,})",
-    "Azure": r"(?i)\b(?:Account|SharedAccess)Key=([A-Za-z0-9+/]{20,}=*)",
+    # No variable holds it.
     "user and password in a URL": r"://([^/\s:@]*:[^/\s@]+)@",
-    "parameter of a URL": r"(?i)[?&](?:[\w.-]*(?:key|sig|signature|credential|token|secret|password))="
-    rf"({_VALUE})",
-    "header": r"(?i)\bauthorization[\"']?\s*[:=]\s*[\"']?((?:[A-Za-z]+ +)?" + _WITH_DIGIT + ")",
-    "bearer token": rf"(?i)\bbearer +({_WITH_DIGIT}|[A-Za-z._~+/-]{{20,}})",
-    # In base64; the words that follow "basic" in a sentence have neither capitals inside nor digits.
-    "basic authentication": r"\b[Bb]asic +((?=[A-Za-z0-9+/]*[a-z][A-Za-z0-9+/]*[A-Z0-9+/])"
-    r"[A-Za-z0-9+/]{8,}=*)",
-    "assignment": rf"(?i){_NAMES}=[\"']?({_VALUE})",
-    "entry": rf"(?i){_NAMES}\s*:\s+({_NO_NUMBER}{_WITH_DIGIT})",
-    "entry in quotes": rf"(?i){_NAMES}[\"']\s*:\s*[\"']([^\s\"'{{}}<>\[\]$]{{6,}})[\"']",
-    "option": rf"(?i)--(?:[\w-]+-)?{_NAMES} +({_VALUE})",
-    # Weights & Biases has bare hexadecimal keys, like the hashes of commits.
-    "hexadecimal key": r"(?i)\b(?:\w*key|\w*token|secret|wandb|login)[\"']?[\s:=]{1,4}[\"']?([0-9a-f]{40})\b",
 }
 _PATTERNS = [re.compile(pattern) for pattern in SECRETS.values()]
 
@@ -56,7 +31,7 @@ BLANK = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"
 
 # Names of environment variables that hold secrets; TOKENIZERS_PARALLELISM and HF_TOKEN_PATH do not.
 _VARIABLE = re.compile(
-    r"(?i)(?:token|secret|password|passwd|credential|api_?key|access_?key|private_?key)s?"
+    r"(?i)(?:token|secret|password|passwd|credential|(?:_|api|access|private)key)s?"
     r"(?:_(?!path$|file$|dir$|folder$|name$|url$)\w+)?$"
 )
 _PATH = re.compile(r"(?:~|\.{0,2})(?:/[\w.@ -]{1,40})+/?|[A-Za-z]:\\.*")
@@ -64,12 +39,25 @@ _PATH = re.compile(r"(?:~|\.{0,2})(?:/[\w.@ -]{1,40})+/?|[A-Za-z]:\\.*")
 
 def redact(text: str) -> str:
     """Replace what looks like a secret, and the values of environment variables with a secret's name."""
-    for name, value in os.environ.items():
-        if len(value) >= 8 and _VARIABLE.search(name) and not _is_plain(value):
-            text = text.replace(value, REDACTED)
+    for name in secret_variables():
+        text = text.replace(os.environ[name], REDACTED)
     for pattern in _PATTERNS:
         text = pattern.sub(_hide, text)
     return text
+
+
+def secret_variables() -> list[str]:
+    """Return the names of environment variables that hold secrets: opdcl's own whatever their value is."""
+    return [
+        name
+        for name, value in os.environ.items()
+        if _VARIABLE.search(name) and len(value) >= 8 and (name.startswith("OPDCL_") or not _is_plain(value))
+    ]
+
+
+def without_secrets() -> dict[str, str]:
+    """Return the environment without its secrets, for a program of others."""
+    return {name: value for name, value in os.environ.items() if name not in secret_variables()}
 
 
 def _hide(match: re.Match[str]) -> str:

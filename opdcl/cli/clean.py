@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,8 @@ from opdcl.cli import options as opt
 from opdcl.cli import screen
 from opdcl.cli.screen import start
 from opdcl.errors import UsageError
+from opdcl.rundir.files import RESTORE
+from opdcl.rundir.layout import StageDir, open_run
 
 
 def clean(
@@ -25,8 +28,8 @@ def clean(
     Adapters, scores and reports stay, so all commands still work. Lost are the adapters of earlier steps.
     """
     from opdcl.pipeline.checks import refuse_foreign
-    from opdcl.rundir.layout import open_run
     from opdcl.rundir.lock import locked
+    from opdcl.rundir.seals import refuse_damaged
 
     start(json)
     run = open_run(run_dir)
@@ -34,8 +37,11 @@ def clean(
     with locked(run):
         for stage in run.stages():
             if not stage.is_done():
-                again = f"finish it first: opdcl run {run.workflow} -o {run.path}"
+                words = map(str, ("opdcl", "run", run.workflow, "-o", run.path))
+                again = f"finish it first: {shlex.join(words)}"
                 raise UsageError(f"{stage.path} is not done, and resumes from its checkpoints", again)
+            _refuse_only_copy(stage)
+        refuse_damaged(run)
         folders = [stage.trainer for stage in run.stages() if stage.trainer.exists()]
         freed, whole = sum(map(_bytes_in, folders)), _bytes_in(run.path)
         found = f"{freed / 2**20:,.1f} of {whole / 2**20:,.1f} MiB"
@@ -47,6 +53,18 @@ def clean(
             shutil.rmtree(folder)
     did = "were" if yes and not dry_run else "can be"
     screen.output.result(f"{found} {did} deleted", {"bytes": freed, "deleted": did == "were"})
+
+
+def _refuse_only_copy(stage: StageDir) -> None:
+    """Refuse a stage whose adapter is damaged or missing, and name the checkpoint that holds it whole."""
+    from opdcl.rundir.hashes import ADAPTER, check
+
+    adapter, recorded = stage.adapter / ADAPTER, stage.state().get("adapter_sha256")
+    if recorded and (problem := check(adapter, recorded)):
+        same = (file for file in sorted(stage.trainer.rglob(ADAPTER)) if not check(file, recorded))
+        copy = next(same, None)
+        hint = f"cp {shlex.quote(str(copy))} {shlex.quote(str(adapter))}" if copy else RESTORE
+        raise UsageError(f"{adapter} {problem}, and a checkpoint may be its only copy", hint)
 
 
 def _bytes_in(folder: Path) -> int:

@@ -185,12 +185,11 @@ def export(
     converter: str | None = None,
     check: bool = True,
     base: str | None = None,
-    rank: Annotated[int | None, Option(min=1)] = None,
     trust_remote_code: opt.TrustRemoteCode = False,
     offline: opt.Offline = False,
     json: opt.Json = False,
 ) -> None:
-    """Write the merged model, or its adapter, for other programs; or a whole tuned model as an adapter."""
+    """Write the merged model, or its adapter, for other programs."""
     start(json)
     outcome = api.export(
         source,
@@ -201,14 +200,10 @@ def export(
         converter=converter,
         check=check,
         base=base,
-        rank=rank,
         trust_remote_code=trust_remote_code,
         quiet=json,
     )
     show(outcome)
-    if "relative_error" in outcome.data:
-        suggest("recover", out, "--base", base, "--domain", "PROMPTS.jsonl")
-        return
     place = shlex.quote(str(out))
     ollama = f"ollama create my-model -f {place}/Modelfile"
     screen.output.note(f"next: {ollama if format == 'gguf' else f'hf upload OWNER/NAME {place}'}")

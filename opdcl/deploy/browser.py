@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -23,7 +24,10 @@ from opdcl.errors import translate
 PAGE = Path(__file__).parent / "browser.html"
 
 # The page runs its own script and asks this server; it loads nothing from anywhere else.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
 
 # Texts by state, and the states whose text is cut at the limit.
 Answers = tuple[dict[str, str], list[str]]
@@ -36,6 +40,9 @@ LONGEST_REQUEST = 1_000_000
 
 # Seconds after which a client that neither sends nor takes anything is dropped.
 SILENCE = 5.0
+
+# Seconds that a whole request may take to arrive.
+ARRIVAL = 10.0
 
 
 class ChatServer(ThreadingHTTPServer):
@@ -101,6 +108,21 @@ class _Handler(BaseHTTPRequestHandler):
     server: ChatServer
     timeout = SILENCE  # of its socket
 
+    def setup(self) -> None:
+        """Let the request end after a while, so that one that drips holds no thread."""
+        super().setup()
+        self._limit = threading.Timer(ARRIVAL, self._stop_reading)
+        self._limit.daemon = True
+        self._limit.start()
+
+    def finish(self) -> None:
+        self._limit.cancel()
+        super().finish()
+
+    def _stop_reading(self) -> None:
+        with contextlib.suppress(OSError):  # the client is gone
+            self.connection.shutdown(socket.SHUT_RD)
+
     def do_GET(self) -> None:
         if not self._is_asked_for("/"):
             return
@@ -126,6 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
         except TimeoutError:
             self.send_error(HTTPStatus.REQUEST_TIMEOUT)
             return
+        self._limit.cancel()
         self._begin("application/jsonl")
         try:
             texts, cut = self.server.answer(prompt, system, lambda texts: self._line({"texts": texts}))

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from opdcl.config.model import ModelConfig
 from opdcl.data.rows import on_hub
-from opdcl.deploy.gguf import LARGEST_GAP, compare, find_converter, in_words, modelfile, to_gguf
+from opdcl.deploy.gguf import OUTTYPES, compare, find_converter, in_words, modelfile, to_gguf
 from opdcl.errors import UsageError
 from opdcl.hub import HUB_IDS, parse, reachable
-from opdcl.model.adapters import find_states, tuned_model
+from opdcl.model.adapter_files import note_other_base
+from opdcl.model.adapters import find_states
 from opdcl.rundir.files import folder_appears_whole, write_atomic, write_json
 from opdcl.rundir.hashes import ADAPTER
 from opdcl.rundir.layout import STAGE_OF, RunDir, adapter_config
@@ -41,27 +42,20 @@ def export(
     report: StageReport,
     trust_remote_code: bool = False,
     base_name: str | None = None,
-    rank: int | None = None,
 ) -> dict[str, Any]:
     """Export one state to a new folder and return a description of what was written; see `opdcl.api.export`.
 
     Raises:
         UsageError: The state does not exist, or the folder does.
         EnvironmentFault: There is no converter.
-        OpdclError: The converter failed, or wrote a different model.
+        OpdclError: The converter failed.
     """
     if target.exists():
         raise UsageError(f"{target} exists", "choose a new folder with -o")
     if format not in ("merged", "adapter", "gguf"):
         raise UsageError(f"format {format!r} is not known", "--format merged, adapter or gguf")
-    if format == "gguf" and outtype not in LARGEST_GAP:
-        raise UsageError(f"outtype {outtype!r} is not known", f"--outtype {', '.join(LARGEST_GAP)}")
-    whole = tuned_model(source, ModelConfig(trust_remote_code=trust_remote_code))
-    if whole and format == "adapter":
-        return extract_adapter(source, whole, base_name, rank, target, report)
-    if rank is not None:
-        problem = f"--rank is for the adapter of a model that was fine-tuned as a whole, not for {source}"
-        raise UsageError(problem, "leave it out, or add --format adapter")
+    if format == "gguf" and outtype not in OUTTYPES:
+        raise UsageError(f"outtype {outtype!r} is not known", f"--outtype {', '.join(OUTTYPES)}")
     command = find_converter(converter) if format == "gguf" else []  # fail before merging takes minutes
     base, tuned, adapters = find_states(source, trust_remote_code)
     state, adapter = pick_state(source, adapters, state)
@@ -70,6 +64,8 @@ def export(
         raise UsageError(f"{source} is a run directory, which has its base", "leave out --base")
     if base_name:
         base = base.model_copy(update={"id": base_name, "revision": None})
+        for note in note_other_base(adapter, base):
+            report.note(note)
     model = tuned or base
     written = {"state": state, "format": format, "path": str(target), "adapter": str(adapter)}
     if base.quantization:
@@ -82,7 +78,7 @@ def export(
             merged = folder / "merged" if format == "gguf" else folder
             written |= merge(base, tuned, adapter, merged, check, report)
         if format == "gguf":
-            written |= to_gguf(merged, folder, command, outtype, check, report)
+            written |= to_gguf(merged, folder, command, outtype, report)
             from opdcl.results.scores import system_prompt  # it brings numpy
 
             write_atomic(folder / "Modelfile", modelfile(merged, system_prompt(run), report))
@@ -100,28 +96,6 @@ def note_local(base: str, format: str, report: StageReport) -> None:
     if is_local(base):
         files = "README.md and adapter_config.json" if format == "adapter" else "README.md"
         report.note(f"before you upload it, replace {portable(base)} in {files} by the base's Hub id")
-
-
-def extract_adapter(
-    source: str,
-    tuned: ModelConfig,
-    base_name: str | None,
-    rank: int | None,
-    target: Path,
-    report: StageReport,
-) -> dict[str, Any]:
-    """Write a model that was tuned as a whole as an adapter for its base; see `deploy.extract`."""
-    if not base_name:
-        hint = "--base BASE names the model that it was fine-tuned from"
-        raise UsageError(f"{source} is a whole model, which does not name its base", hint)
-    from opdcl.deploy.extract import extract
-
-    base = tuned.model_copy(update={"id": base_name, "revision": None})
-    with folder_appears_whole(target) as folder:
-        found = extract(base, tuned, rank, portable(base_name), folder, report)
-        write_readme(folder, target.name, base, "tuned", "adapter")
-    note_local(base_name, "adapter", report)
-    return {"state": "tuned", "format": "adapter", "path": str(target), **found}
 
 
 def pick_state(source: str, adapters: dict[str, Path], state: str | None) -> tuple[str, Path]:
@@ -181,7 +155,7 @@ def merge(
     merged.config.use_cache = True
     merged.save_pretrained(target)
     backbone.tokenizer.save_pretrained(target)
-    make_portable(target)
+    make_portable(target, base.trust_remote_code)
     if not (base.quantization and check):
         return {}
     del backbone, merged  # memory may not hold two models
@@ -193,7 +167,7 @@ def merge(
 
     written = plain.model_copy(update={"id": str(target), "revision": None})
     gap = compare(as_in_the_run, lambda: load_base(written))
-    report.note(in_words(gap, " from the run's model"))
+    report.note(in_words(gap))
     return {"quantization_gap": gap}
 
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from opdcl.config.model import ModelConfig
 from opdcl.errors import OpdclError, UsageError
+from opdcl.hub import HUB_IDS
 from opdcl.model.adapter_door import SETTINGS, read_adapter_settings
 from opdcl.model.load import model_source, pick_dtype, skeleton
 from opdcl.model.rules import (
@@ -24,7 +25,7 @@ from opdcl.model.rules import (
     first_broken,
 )
 from opdcl.model.tensors import Found, headers, weight_files
-from opdcl.rundir.hashes import ADAPTER
+from opdcl.rundir.hashes import ADAPTER, hash_files
 from opdcl.rundir.layout import adapter_config
 
 if TYPE_CHECKING:
@@ -141,11 +142,27 @@ def check_on_base(folder: Path, base: ModelConfig) -> list[str]:
         found = set_peft_model_state_dict(adapted, low_rank, STATE, ignore_mismatched_sizes=True)
     missing = [name for name in found.missing_keys if "lora_" in name]
     refuse_misfit(folder, adapted, STATE, missing, found.unexpected_keys)
-    if not (copies := copied_weights(held)):
+    notes = note_other_base(folder, base)
+    if copies := copied_weights(held):
+        if weights := stored_weights(base, copies):
+            refuse_other_copies(folder, weights)
+        unused = f"holds weights of its base, unchanged, which are not used: {', '.join(copies)}"
+        notes.append(f"adapter {folder} {unused}")
+    return notes
+
+
+def note_other_base(folder: Path, base: ModelConfig) -> list[str]:
+    """Say whether an adapter names another base than this one: by their files, if both are folders here."""
+    named = adapter_config(folder).get("base_model_name_or_path")
+    if not named or named in (base.id, HUB_IDS.get(base.id)):
         return []
-    if weights := stored_weights(base, copies):
-        refuse_other_copies(folder, weights)
-    return [f"adapter {folder} holds weights of its base, unchanged, which are not used: {', '.join(copies)}"]
+    if not (os.path.isdir(named) and os.path.isdir(base.id)):
+        return [f"adapter {folder} names {named} as its base, and is put on {base.id}"]
+    ours, theirs = (sorted(Path(place).glob("*.safetensors")) for place in (base.id, named))
+    sizes = [[file.stat().st_size for file in files] for files in (ours, theirs)]
+    if sizes[0] == sizes[1] and hash_files(ours) == hash_files(theirs):
+        return []
+    return [f"warning: adapter {folder} was trained on {named}, whose weights are not those of {base.id}"]
 
 
 def refuse_misfit(
@@ -155,6 +172,7 @@ def refuse_misfit(
 
     PEFT keeps an untrained adapter for weights that are missing or have another shape.
     """
+    unexpected = _that_change_something(folder, unexpected)
     if not (missing or unexpected):
         return
     held, needed = headers([folder / ADAPTER]), adapted.state_dict()
@@ -171,6 +189,17 @@ def refuse_misfit(
     )
     if broken := first_broken(ON_BASE, found):
         raise UsageError(f"adapter {folder} does not fit the base model: {broken.reason}", broken.way_out)
+
+
+def _that_change_something(folder: Path, names: Sequence[str]) -> list[str]:
+    """Leave out biases of low-rank matrices that are zero: mergekit writes them for layers with biases."""
+    from safetensors.torch import load_file
+
+    if not any(name.endswith(".bias") for name in names):
+        return [*names]
+    zero = {name for name, bias in load_file(folder / ADAPTER).items() if not bias.any()}
+    biases = {name for name in zero if name.endswith((".lora_A.bias", ".lora_B.bias"))}
+    return [name for name in names if name.replace(f".{STATE}.", ".") not in biases]
 
 
 def stored_weights(base: ModelConfig, names: Sequence[str]) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ def find_adapter(place: str) -> Path:
         return path
     if last_stage := RunDir(path).last_stage():
         if tuned := stands_on(RunDir(path)):
-            hint = f"opdcl export {place} -o MODEL writes it as one model, from which a run can start"
+            hint = f"opdcl export {shlex.quote(place)} -o MODEL writes one model, from which a run can start"
             raise UsageError(f"the adapter of {place} stands on {tuned.id}, not on its base", hint)
         RunDir(path).intact_adapters()
         return last_stage.adapter
@@ -91,8 +92,9 @@ def _on_hub(place: str) -> Repository | None:
 
 
 def _not_found(place: str, path: Path) -> UsageError:
+    typed = shlex.quote(place)
     if path.suffix.lower() in ROW_FILES and path.is_file():
-        hint = f"opdcl finetune {place} -o runs/mine  # then: opdcl recover runs/mine; opdcl eval runs/mine"
+        hint = f"opdcl finetune {typed} -o runs/mine  # then: opdcl recover runs/mine; opdcl eval runs/mine"
         return UsageError(f"{place} holds rows, not an adapter", hint)
     hint = "name a run (opdcl finetune makes one), an adapter folder, or a Hub id: owner/name[@revision]"
     if not path.exists() and (near := nearest_path(place)):
@@ -101,7 +103,7 @@ def _not_found(place: str, path: Path) -> UsageError:
         hint = "load it with peft and save it again: save_pretrained writes safetensors"
         return UsageError(f"{place} holds its adapter as a pickle, which can run code", hint)
     if (path / "config.json").is_file() and not RunDir(path).is_run():
-        hint = f"opdcl eval {place} --base BASE measures what it cost; without --base, the model alone"
+        hint = f"opdcl eval {typed} --base BASE measures what it cost; without --base, the model alone"
         return UsageError(f"{place} is a model folder: it holds no adapter", hint)
     if inner := sorted(path.glob(f"*/{ADAPTER}"), key=lambda file: file.stat().st_mtime):
         hint = f"name the folder of one of its adapters, such as {inner[-1].parent}"

@@ -60,7 +60,7 @@ class AdapterFiles:
 OFF: tuple[Any, ...] = (None, False, 0, "", "none", [], {})
 # Settings of an adapter without a rule of their own. PEFT ignores what it does not know, with a warning only.
 KNOWN = {
-    *("task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision"),
+    *("peft_version", "auto_mapping", "base_model_name_or_path", "revision"),
     *("inference_mode", "r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern"),
     *("use_rslora", "use_dora", "fan_in_fan_out", "target_modules", "exclude_modules", "target_parameters"),
     *("layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "runtime_config"),
@@ -97,6 +97,11 @@ def off(key: str, why: str, way_out: str = OTHER_SETTINGS) -> Rule:
 def other_type(adapter: AdapterFiles) -> str:
     kind = adapter.settings.get("peft_type")
     return "" if kind == "LORA" else f"it is of type {kind}, not LORA"
+
+
+def other_task(adapter: AdapterFiles) -> str:
+    task = adapter.settings.get("task_type")
+    return "" if task in (None, "", "CAUSAL_LM") else f"it is for a model of another task (task_type: {task})"
 
 
 def unknown_setting(adapter: AdapterFiles) -> str:
@@ -142,6 +147,11 @@ def copied_weights(names: Iterable[str]) -> list[str]:
 # must be in its low-rank matrices. A rule about a setting is named after it.
 LOW_RANK = (
     Rule("peft_type", other_type, OTHER_SETTINGS),
+    Rule(
+        "task_type",
+        other_task,
+        "name a chat model's adapter; a reward model's has learned scores, not answers",
+    ),
     off("bias", "it changes the biases of its base"),
     off("lora_bias", "its low-rank matrices have biases"),
     off("layer_replication", "it repeats layers of its base"),
@@ -201,6 +211,10 @@ WEIGHTS = (
 
 # What a name in the file holds that it should not -> what left it there, and the way out.
 TRACES_IN_ADAPTERS = {
+    "base_model.model.base_model.model.": "PEFT's wrapper was saved twice: take one `base_model.model.` out "
+    "of the names in the file",
+    "pretrained_model.": "TRL's wrapper with a value head was saved too: take `pretrained_model.` out of the "
+    "names in the file",
     "_orig_mod.": "torch.compile's wrapper was saved too: take `_orig_mod.` out of the names in the file",
     "_fsdp_wrapped_module.": "FSDP's wrapper was saved too: save the adapter's full state dict",
     ".default.": "PEFT's name of the adapter was saved too: save it with save_pretrained, or take `.default` "

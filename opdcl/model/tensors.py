@@ -61,18 +61,23 @@ def weight_files(folder: Path, name: str) -> list[Path]:
     Raises:
         UsageError: There are none, or one that the index names is missing.
     """
-    if (folder / ONE_FILE).is_file():
-        return [folder / ONE_FILE]
+    one, shards = folder / ONE_FILE, list[Path]()
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX)
         named = index.get("weight_map") if isinstance(index, dict) else None
         if not (isinstance(named, dict) and named and all(isinstance(file, str) for file in named.values())):
             raise UsageError(f"{folder / INDEX} does not say which file holds which tensor", "copy it again")
-        files = [folder / file for file in sorted(set(named.values()))]
-        if lost := [file for file in files if not file.is_file()]:
-            problem = f"{len(lost)} of {len(files)} files of model {name!r} are missing, such as {lost[0]}"
+        shards = [folder / file for file in sorted(set(named.values()))]
+    if one.is_file():
+        if other := next((file for file in shards if file != one and file.is_file()), None):
+            problem = f"model {name!r} holds two sets of weights: {ONE_FILE}, and {other.name} of {INDEX}"
+            raise UsageError(problem, "programs differ in which they take: move the old ones away")
+        return [one]
+    if shards:
+        if lost := [file for file in shards if not file.is_file()]:
+            problem = f"{len(lost)} of {len(shards)} files of model {name!r} are missing, such as {lost[0]}"
             raise UsageError(problem, "copy it again, with all its files")
-        return files
+        return shards
     if pickle := next((file for kind in PICKLES for file in sorted(folder.glob(kind))), None):
         raise UsageError(
             f"model {name!r} holds its weights as a pickle ({pickle.name}), which can run code", SAVE_AGAIN

@@ -30,10 +30,18 @@ NEOX_NAMES = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_
 ONLY_FACTORS = {"phi3": ("short_factor", "long_factor")}
 
 
-def make_portable(folder: Path) -> None:
-    """Add the old names of settings to a model folder's config.json and tokenizer_config.json."""
+def make_portable(folder: Path, has_code: bool = False) -> None:
+    """Add the old names of settings to a model folder's config.json and tokenizer_config.json.
+
+    Unless the model has code that was allowed to run, its files name none.
+    """
     file = folder / "config.json"
     config, before = read_json(file), _positions(folder)
+    for section in _sections(config):
+        if section.get("dtype"):  # vLLM would take float16 for bfloat16
+            section.setdefault("torch_dtype", section["dtype"])
+        if not has_code:
+            section.pop("auto_map", None)
     both = copy.deepcopy(config)
     for section in _sections(both):
         _add_old_names(section)
@@ -42,7 +50,10 @@ def make_portable(folder: Path) -> None:
         write_json(file, config)
     file = folder / "tokenizer_config.json"
     if file.exists():
-        write_json(file, _with_old_class(read_json(file)))
+        settings = _with_old_class(read_json(file))
+        if not has_code:
+            settings.pop("auto_map", None)
+        write_json(file, settings)
 
 
 def _sections(config: dict[str, Any]) -> list[dict[str, Any]]:

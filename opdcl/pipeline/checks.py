@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import shlex
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -301,9 +300,8 @@ def _check_recovery(job: Job) -> list[str]:
     tuned = tuned_model(workflow.start, workflow.model)
     has_its_tokens = job.tokenizer is job.inputs.tokenizer(workflow.model)
     if tuned and has_its_tokens:
-        pair = shlex.join([str(workflow.start), "--base", workflow.model.id])
-        command = f"opdcl export {pair} --format adapter -o ADAPTER"
-        notes.append(f"base and {tuned.id} are two models in memory; one is enough for an adapter: {command}")
+        way = "mergekit-extract-lora makes one of a merged model, see docs/repair.md"
+        notes.append(f"base and {tuned.id} are two models in memory; one is enough for an adapter: {way}")
     if not prompts["general"]:
         lost = "so general behaviour is not recovered; name some with --prompts"
         notes.append(f"warning: there are no general prompts, {lost}")

@@ -11,8 +11,6 @@ from opdcl.pipeline.checks import checked_plan, planned_adapter, refuse_foreign,
 from opdcl.pipeline.forecast import forecast, memory_words
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.records import read_records
-from opdcl.pipeline.times import machine_key, read_rates, time_of, work_of
-from opdcl.results.format import time_range
 from opdcl.results.tables import Table
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.seals import refuse_damaged
@@ -69,19 +67,10 @@ def describe(
     rows, words = [["machine", sizes["device"], totals]], memory_words(sizes)
     if words:
         rows.append(["memory", "", words])
-    works, rates = work_of(job, tasks), read_rates().get(machine_key(workflow.model), {})
-    seconds = time_of(works.values(), rates) if works else None
-    if works:
-        earlier = max(map(len, rates.values()), default=0)
-        words = "unknown until a run of this model has been timed here"
-        if seconds:
-            runs = "1 earlier run" if earlier == 1 else f"{earlier} earlier runs"
-            words = f"about {time_range(*seconds)} on this machine, from {runs}"
-        rows.append(["time", "", words])
     for (name, action, why), of_suite in states.items():
         rows.append([f"{name} {', '.join(of_suite)}".strip(), action, why])
     data = _data(job) if "finetune" in sizes["steps"] else {}
-    more = {"seconds": seconds, "adapted_share": share, "data": data, "notes": notes}
+    more = {"adapted_share": share, "data": data, "notes": notes}
     return rows, {"tasks": plan, **sizes, **more}
 
 

@@ -211,13 +211,12 @@ class Session:
         Raises:
             OpdclError: A task failed, or the base weights changed on the way.
         """
-        from opdcl.pipeline.times import Timetable, machine_key, work_of
+        from opdcl.pipeline.times import Timetable, work_of
 
         started = time.perf_counter()
         base = self.manifest["base"]
         self._save_manifest()
-        key = machine_key(self.workflow.model)
-        self.times = Timetable(work_of(self.job, tasks), key, self.output.note)
+        self.times = Timetable(work_of(self.job, tasks), self.output.note)
         try:
             for task in tasks:
                 if task.action == "skip":

@@ -1,62 +1,47 @@
-"""How long a run takes: what its tasks have to do, and how fast such tasks were here, in this run or earlier.
+"""How long a run takes: what its tasks have to do, and how fast the run has done such tasks so far.
 
 Work is counted in tokens: those that a task learns, and those that it writes if every answer is as long as it
-may be. A rate is seconds per token of a kind of task: `finetune`, `recover` or `eval`. A file in the cache
-keeps the rates of the last few runs by model, precision and machine. It holds numbers and hashes, no text.
+may be. A rate is seconds per token of a kind of task: `finetune`, `recover` or `eval`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
-
-from opdcl import parallel
 from opdcl.config.finetune import REPLAYED_TOKENS
-from opdcl.config.model import ModelConfig
-from opdcl.model.load import pick_device, pick_dtype
 from opdcl.pipeline.forecast import longest_answer, steps_of
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task
 from opdcl.pipeline.records import stage_folder
 from opdcl.results.format import time_range
-from opdcl.rundir.environment import machine_of
-from opdcl.rundir.files import cache_home, read_jsonl, write_json
-from opdcl.rundir.hashes import hash_value
+from opdcl.rundir.files import read_jsonl
 from opdcl.stages.answers import partial_file
 from opdcl.train.schedule import plan_steps
 from opdcl.training import step_of
 
-# The rates of some runs by kind, the latest last.
-Rates = dict[str, list[float]]
 # The least and the most seconds.
 Range = tuple[float, float]
 
-# The file in the cache, and how many runs and keys it keeps.
-FILE, RUNS, KEYS = "times.json", 5, 50
-# By what factor a rate that was timed here may be off: answers differ in length, and machines do other work.
-SPREAD = {"finetune": 1.25, "recover": 1.25, "eval": 1.5}
-# The rate of a kind that was never timed, beside a fine-tune's, at least and most: they are close together
+# The least and the most that a rate may be of what was timed: answers differ in length, base's long ones come
+# first, and machines do other work.
+SPREAD = {"finetune": (0.8, 1.25), "recover": (0.8, 1.25), "eval": (0.33, 1.5)}
+# The rate of a kind that was not timed yet, beside a fine-tune's, at least and most: they are close together
 # on a GPU, and far apart on a CPU, where writing is slow beside learning.
 BESIDE = {"finetune": (1.0, 1.0), "recover": (1.0, 8.0), "eval": (1.0, 5.0)}
-# After how many steps the pace of a stage counts, if nothing else is known; with earlier runs, three times as
-# many. How many seconds are too short to speak of.
+# After how many steps the pace of a stage counts. How many seconds are too short to speak of.
 ENOUGH, SHORT = 4, 60
 # Tokens of a question whose answers are given.
 GIVEN = 100
 
 
 class Work(NamedTuple):
-    """What a task has left to do, in tokens, and whether it has done none of it before."""
+    """What a task has left to do, in tokens."""
 
     kind: str
     tokens: int
-    is_whole: bool = True
 
 
 def work_of(job: Job, tasks: Sequence[Task]) -> dict[str, Work]:
@@ -65,17 +50,16 @@ def work_of(job: Job, tasks: Sequence[Task]) -> dict[str, Work]:
     for task in tasks:
         if task.unfinished and task.suite:
             kept = partial_file(job.run, task.state, task.suite)
-            is_whole = not (kept.exists() or job.run.eval_samples(task.state, task.suite).exists())
             if asked := len(job.prompt_ids[task.suite]):
                 tokens = max(asked - len(read_jsonl(kept)), 1) * longest_answer(job, task.suite)
             else:
                 tokens = len(job.suite(task.suite).documents(job.workflow.eval.limit)) * GIVEN
-            works[task.label] = Work("eval", tokens, is_whole)
+            works[task.label] = Work("eval", tokens)
         elif task.unfinished and getattr(job.workflow, task.name):
             resumes = task.action == "resume"
             checkpoint = stage_folder(job.run, task.name).last_checkpoint() if resumes else None
             left = 1 - step_of(checkpoint) / steps.get(task.name, 1)
-            works[task.label] = Work(task.name, round(left * _tokens_to_train(job, task)), not resumes)
+            works[task.label] = Work(task.name, round(left * _tokens_to_train(job, task)))
     return works
 
 
@@ -97,51 +81,27 @@ def _tokens_to_train(job: Job, task: Task) -> float:
     return sum(len(step.prompts) * recover.limit(step.stream) for step in steps) + measured * held_out
 
 
-def time_of(works: Iterable[Work], rates: Rates) -> Range | None:
+def time_of(works: Iterable[Work], rates: Mapping[str, float]) -> Range | None:
     """Return how long work takes at these rates; None if there are none."""
     least = most = 0.0
-    for kind, tokens, _ in works:
+    for kind, tokens in works:
         known = next((other for other in (kind, *BESIDE) if other in rates), None)
         if known is None:
             return None
-        low, high = min(rates[known]) / SPREAD[known], max(rates[known]) * SPREAD[known]
+        low, high = (rates[known] * factor for factor in SPREAD[known])
         if known != kind:
             low, high = low * BESIDE[kind][0] / BESIDE[known][1], high * BESIDE[kind][1] / BESIDE[known][0]
         least, most = least + tokens * low, most + tokens * high
     return least, most
 
 
-def machine_key(model: ModelConfig) -> str:
-    """Return a hash of a model, its precision, and what computes here."""
-    here = machine_of(torch.device(pick_device()))["name"], torch.get_num_threads(), parallel.worker_count()
-    return hash_value([model.id, model.revision, model.quantization, pick_dtype(model.dtype), *here])
-
-
-def read_rates() -> dict[str, Rates]:
-    """Return what the file holds, by key; nothing if it is missing, or not as this version writes it."""
-    try:
-        found: dict[str, Rates] = json.loads((cache_home() / FILE).read_bytes())
-        every = [rates for kinds in found.values() for rates in kinds.values()]
-        return found if all(rates and 0 < min(rates) <= max(rates) < math.inf for rates in every) else {}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return {}
-
-
-def write_rates(key: str, rates: Rates) -> None:
-    """Put the rates of a key into the file; one that cannot be written does no harm."""
-    others = {other: known for other, known in read_rates().items() if other != key}
-    with contextlib.suppress(OSError):
-        write_json(cache_home() / FILE, dict([*others.items(), (key, rates)][-KEYS:]))
-
-
 class Timetable:
-    """How long a run takes in all, by earlier runs and by its own steps. It says so when that changes."""
+    """How long this run takes, by its own steps. It says so when that changes."""
 
-    def __init__(self, works: Mapping[str, Work], key: str, say: Callable[[str], None]):
-        self.left, self.key, self.say = dict(works), key, say
-        self.earlier = read_rates().get(key, {})
-        self.own: dict[str, Range] = {}
-        """The seconds and tokens of this run, by kind."""
+    def __init__(self, works: Mapping[str, Work], say: Callable[[str], None]):
+        self.left, self.say = dict(works), say
+        self.done: dict[str, Range] = {}
+        """The seconds and tokens so far, by kind."""
         self.stages = list(dict.fromkeys(work.kind for work in works.values()))
         self.began = time.monotonic()
         self._said: tuple[str, Range] = "", (0.0, 0.0)
@@ -151,25 +111,20 @@ class Timetable:
         """The seconds that it has left by the mean of its steps, and the factor by which they may be off."""
 
     @property
-    def rates(self) -> Rates:
-        found = dict(self.earlier)
-        for kind, (seconds, tokens) in self.own.items():
-            found[kind] = [*found.get(kind, []), seconds / tokens][-RUNS:]
-        return found
+    def rates(self) -> dict[str, float]:
+        return {kind: seconds / tokens for kind, (seconds, tokens) in self.done.items()}
 
     @contextlib.contextmanager
     def timed(self, label: str) -> Iterator[None]:
-        """Time a task, and keep its rate if it is whole: the rest of one may be quicker, or slower."""
+        """Time a task."""
         self._work, began = self.left.pop(label), time.monotonic()
         self._task_began, self._first, self._pace = began, None, None
-        if {self._work.kind, *(work.kind for work in self.left.values())} <= self.rates.keys():
+        if {self._work.kind, *(work.kind for work in self.left.values())} <= self.done.keys():
             self._tell()
         yield
-        kind, tokens, is_whole = self._work
-        if is_whole and tokens and parallel.rank() == 0:
-            seconds, before = self.own.get(kind, (0.0, 0.0))
-            self.own[kind] = seconds + time.monotonic() - began, before + tokens
-            write_rates(self.key, self.rates)
+        if self._work.tokens:
+            seconds, tokens = self.done.get(self._work.kind, (0.0, 0.0))
+            self.done[self._work.kind] = seconds + time.monotonic() - began, tokens + self._work.tokens
 
     def progress(self, done: int, total: int) -> None:
         """Take the progress of the task."""
@@ -178,20 +133,16 @@ class Timetable:
         steps = done - first
         if self._work.kind == "eval":  # its answers come in batches, the short ones first
             self._tell()
-        elif steps >= ENOUGH * (3 if self._work.kind in self.earlier else 1):
-            left = (now - began) / steps * (total - done)
-            self._pace = left, SPREAD[self._work.kind] + 2 / steps
+        elif steps >= ENOUGH:
+            self._pace = (now - began) / steps * (total - done), SPREAD[self._work.kind][1] + 2 / steps
             self._tell()
 
     def time_in_all(self) -> Range | None:
         """Return how long all tasks take from the start of the first one on."""
-        now, rates = time.monotonic(), self.rates
-        if "eval" in self.own and "eval" not in self.earlier:  # base's long answers come first
-            rates["eval"] = [rates["eval"][0] / 2, rates["eval"][0]]
-        spent = now - self._task_began
+        spent, rates = time.monotonic() - self._task_began, self.rates
         if self._pace:
             left, error = self._pace
-            rates.setdefault(self._work.kind, [(spent + left) / max(self._work.tokens, 1)])
+            rates.setdefault(self._work.kind, (spent + left) / max(self._work.tokens, 1))
             present: Range | None = (spent + left / error, spent + left * error)
         else:
             present = time_of([self._work], rates)
@@ -208,4 +159,4 @@ class Timetable:
             return
         self._said = kind, found
         place = f"; stage {self.stages.index(kind) + 1} of {len(self.stages)}" if self.stages[1:] else ""
-        self.say(f"about {time_range(*found)} in all{place}")
+        self.say(f"about {time_range(*found)} for this run{place}")

@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from opdcl.errors import OpdclError, UsageError
+from opdcl.errors import UsageError, translate
 from opdcl.results.document import run_document
 from opdcl.results.format import NATS, value
 from opdcl.results.status import STATES
@@ -30,7 +30,8 @@ def list_runs(folder: Path) -> tuple[Table, list[dict[str, Any]]]:
         if run.is_run():
             try:
                 found.append(_line(run))
-            except OpdclError as error:
+            except Exception as fault:  # one folder must not hide the others
+                error = translate(fault)
                 cells = [str(run.path), f"damaged: {error}", *[MISSING] * 3, ""]
                 found.append((cells, {"run": str(run.path), "damaged": str(error)}))
     found.sort(key=lambda line: line[1].get("begun", ""), reverse=True)
@@ -42,7 +43,7 @@ def _line(run: RunDir) -> tuple[list[str], dict[str, Any]]:
     results = Results(run)
     summary = results.summary
     document = run_document(summary)
-    state, begun = state_of(results), run.read_manifest().get("created", "")
+    state, begun = state_of(results), run.read_manifest().get("created") or ""
     data = {"run": str(run.path), "state": state, "begun": begun, "verdict": document["verdict"]}
     data |= {key: document[key] for key in ("recovery", "domain_retention")}
     distance = None

@@ -72,13 +72,15 @@ def read_seal(folder: Path) -> dict[str, str]:
     Raises:
         UsageError: The seal is missing, or was changed.
     """
-    text = read_text(folder / SEAL)
+    text, root = read_text(folder / SEAL), f"{os.path.realpath(folder)}{os.sep}"
     problem = UsageError(f"{folder / SEAL} has changed, so it cannot vouch for other files", RESTORE)
     try:
         hashes = json.loads(text)
-    except (ValueError, RecursionError) as fault:
+        # A name that leads out of the folder would tell of any file whether it is there.
+        outside = [name for name in hashes if not os.path.realpath(folder / name).startswith(root)]
+    except (ValueError, TypeError, RecursionError) as fault:
         raise problem from fault
-    if not isinstance(hashes, dict) or not all(isinstance(digest, str) for digest in hashes.values()):
+    if outside or not (isinstance(hashes, dict) and all(isinstance(d, str) for d in hashes.values())):
         raise problem
     own = hashes.pop(SEAL, None)
     # Earlier versions did not hash the seal, but never wrote an empty one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,10 +151,8 @@ class RunDir:
             if recorded and (problem := check(self.config, recorded)):
                 problems.append(f"{self.config} {problem} since opdcl wrote it")
         if problems:
-            hint = (
-                f"restore the file from a copy, or repeat the stage: opdcl run {self.workflow} -o {self.path}"
-            )
-            raise UsageError(problems[0], f"{hint} --force")
+            again = shlex.join(["opdcl", "run", str(self.workflow), "-o", str(self.path), "--force"])
+            raise UsageError(problems[0], f"restore the file from a copy, or repeat the stage: {again}")
         return self.adapters()
 
     def eval_result(self, state: str, suite: str) -> Path:
@@ -178,9 +177,8 @@ def open_run(path: Path) -> RunDir:
         if inside := next((parent for parent in path.parents if RunDir(parent).is_run()), None):
             hint = f"name the run itself: {inside}"
         if kind:
-            tuned = f"{path} --base BASE" if kind == OTHER_FOLDERS["config.json"] else path
-            repair = f"opdcl recover {tuned} --domain PROMPTS"
-            hint = f"measure what it costs: opdcl eval {tuned}; repair it: {repair}"
+            tuned = shlex.quote(str(path)) + " --base BASE" * (kind == OTHER_FOLDERS["config.json"])
+            hint = f"measure it: opdcl eval {tuned}; repair it: opdcl recover {tuned} --domain PROMPTS"
         raise UsageError(problem, hint)
     return run
 

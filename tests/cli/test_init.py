@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+from pathlib import Path
 
 import pytest
 from helpers import command as runner
@@ -57,3 +59,51 @@ def test_it_asks_on_a_terminal_and_names_what_is_missing_elsewhere(model, tmp_pa
     with pytest.raises(UsageError, match=r"nowhere\.jsonl"):
         init(out=tmp_path / "new.yaml")
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_name_of_a_file_of_rows_runs_no_code(model, tmp_path):
+    evil = (
+        "import pathlib; pathlib.Path('PWNED').write_text('ran')\nfrom transformers import LlamaConfig as C\n"
+    )
+    (tmp_path / "evil").mkdir()
+    (tmp_path / "evil/config.json").write_text(
+        json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.C"}})
+    )
+    (tmp_path / "evil/evil.py").write_text(evil)
+    arms = "arms: {a: {model: {id: evil, trust_remote_code: true}}} # .jsonl"
+    name = os.rename("rows.jsonl", f"rows\r{arms}") or f"rows\r{arms}"
+    written = runner.opdcl("init", name, "--base", model, "--test-share", 0.25)
+    assert written.returncode == 0, written.stderr
+    assert "evil" not in runner.opdcl("run", "mine.yaml", "--dry-run", "--json").stdout
+    refused = runner.opdcl("init", name, "--base", "evil", "--test-share", 0.25, "-o", "other.yaml")
+    assert (refused.returncode, Path("other.yaml").exists()) != (0, True)
+    assert not Path("PWNED").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-o", "/"], "error: / is a folder\n"),
+        (["-o", ".."], "error: .. is a folder\n"),
+        (["-o", "sub/mine.yaml"], "error: there is no folder sub\n"),
+        (["--base", ""], "error: --base is empty\n"),
+    ],
+)
+def test_what_names_no_workflow_or_model_is_refused_at_once(model, words, said):
+    done = runner.opdcl("init", "rows.jsonl", "--base", model, *words)
+    assert (done.returncode, done.stderr.startswith(said)) == (2, True), done.stderr
+
+
+def test_a_refusal_of_the_dry_run_names_the_place_of_the_workflow(model, tmp_path):
+    (tmp_path / "empty").mkdir()
+    done = runner.opdcl("init", "rows.jsonl", "--base", tmp_path / "empty", "--test-share", 0.25)
+    assert done.returncode == 2
+    assert "tmp" not in done.stderr.replace(str(tmp_path), "")
+
+
+def test_bytes_that_are_no_text_are_named(model):
+    lone = Path("rows.jsonl").read_text().replace('"answer"', '"note": "\\ud800", "answer"')
+    Path(os.fsdecode(b"rows-\xe9.jsonl")).write_text(lone)
+    done = runner.opdcl("init", os.fsdecode(b"rows-\xe9.jsonl"), "--base", model, "--test-share", 0.25)
+    assert done.returncode == 2, done.stderr
+    assert "is not valid Unicode" in done.stderr

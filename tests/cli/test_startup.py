@@ -30,7 +30,6 @@ HEAVY_MODULES = (
     "model.precision",
     "model.distributions",
     "model.compatibility",
-    "model.extract",
     "model.extended_vocabulary",
     "pipeline.dry_run",
     "pipeline.forecast",
@@ -38,7 +37,6 @@ HEAVY_MODULES = (
     "results",
     "deploy.browser",
     "deploy.chat",
-    "deploy.extract",
     "__main__",
 )
 MODULES = sorted(

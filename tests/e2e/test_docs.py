@@ -44,6 +44,7 @@ CANNOT = {
     "git clone": "fetches from the network",
     "hf": "needs the Hub; tests/e2e/test_hub.py has one of its own",
     "ollama": "needs Ollama",
+    "mergekit-extract-lora": "needs mergekit; tests/unit/model/test_other_base.py has what it writes",
     "accelerate launch": "takes a GPU per process; tests/e2e/test_processes.py launches its configurations",
     "opdcl run repair.yaml": "small sizes would add a fine-tune; tests/unit/pipeline/test_open.py runs it",
     **dict.fromkeys(
@@ -108,6 +109,7 @@ NOT_ALONE = {
 ELSEWHERE = [
     "opdcl finetune rows.jsonl -o runs/elsewhere",
     "cp -r runs/elsewhere/stages/01-finetune/adapter my-adapter",
+    "cp -r my-adapter my-extract",
     "opdcl export runs/elsewhere -o my-tuned-model",
     'cp -r "$OPDCL_CACHE/models/smollm2-135m" its-base',
 ]

@@ -1,5 +1,6 @@
 """The page that asks all models side by side: at this machine only, and with the answers of `opdcl chat`."""
 
+import contextlib
 import itertools
 import json
 import re
@@ -15,6 +16,7 @@ from helpers.synthetic import measure, measure_states, write
 import opdcl
 from opdcl.cli import runs
 from opdcl.config.model import ModelConfig
+from opdcl.deploy import browser
 from opdcl.deploy.browser import ChatServer, _Handler
 from opdcl.deploy.chat import Chat
 from opdcl.rundir.layout import RunDir
@@ -43,7 +45,9 @@ def test_the_page_has_a_column_for_each_model_and_loads_nothing_else(server):
     shown = {"states": ["base"], "limit": 8, "source": "</script>runs/mine", "system": "", "prompts": []}
     assert json.loads(re.search("const page = (.*);", page.text)[1]) == shown
     assert page.text.count("</script>") == 1
-    assert "default-src 'none'" in page.headers["Content-Security-Policy"]
+    policy = page.headers["Content-Security-Policy"]
+    for part in ("default-src", "frame-ancestors", "base-uri", "form-action"):
+        assert f"{part} 'none'" in policy
     assert "//" not in page.text.replace("// ", "")
     assert httpx2.get(f"{server.url}other").status_code == 404
 
@@ -155,6 +159,24 @@ def test_a_client_that_falls_silent_is_dropped_without_a_word(server, monkeypatc
         time.sleep(0.01)
     assert capfd.readouterr().err == ""
     assert httpx2.get(server.url).status_code == 200
+
+
+@pytest.mark.parametrize("head", [b"POST /ask HTTP/1.1\r\nX: ", b"whole"])
+def test_a_client_that_sends_a_byte_now_and_then_is_dropped(server, monkeypatch, capfd, head):
+    monkeypatch.setattr(browser, "ARRIVAL", 0.5)
+    if head == b"whole":
+        host = f"Host: 127.0.0.1:{server.server_port}\r\nContent-Type: application/json\r\n"
+        head = f"POST /ask HTTP/1.1\r\n{host}Content-Length: 999999\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", server.server_port)) as client:
+        client.sendall(head)
+        client.settimeout(0.1)
+        began = time.monotonic()
+        with contextlib.suppress(OSError):  # the server has hung up
+            while time.monotonic() < began + 20:
+                client.sendall(b" ")
+                time.sleep(0.1)
+        assert time.monotonic() - began < 15
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "opened"), [("firefox", True), ("w3m", False), ("/usr/bin/lynx", False)])

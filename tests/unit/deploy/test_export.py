@@ -10,6 +10,7 @@ import gguf
 import pytest
 import torch
 from helpers import gguf_script
+from helpers.awkward import AWKWARD
 from helpers.families import tokenizer_of
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,7 +23,6 @@ from opdcl.deploy.gguf import PROGRAM, SCRIPT, find_converter, modelfile, own_sy
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
 from opdcl.model.load import load_model
 
-LLAMA_CPP = os.environ.get("LLAMA_CPP")
 ZEPHYR = """{% for m in messages %}{{ '<|' + m['role'] + '|>
 ' + m['content'] + eos_token + '
 ' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>
@@ -63,8 +63,6 @@ def test_a_gguf_file_is_the_merged_model(tuned, converter):
     written = export(str(tuned / "tuned"), None, tuned / "out", "gguf", "f32", converter, True, report)
     assert {p.name for p in (tuned / "out").iterdir()} == {"model.gguf", "Modelfile", "README.md"}
     assert written["bytes"] == (tuned / "out/model.gguf").stat().st_size
-    assert written["gap"]["same_ids"]
-    assert written["gap"]["mean"] < 1e-4
     export(str(tuned / "tuned"), None, tuned / "merged", "merged", "f16", None, True, report)
     ids = torch.tensor([[1, 520, 3690, 198, 28]])
     with torch.no_grad():
@@ -77,33 +75,56 @@ def test_a_gguf_file_is_the_merged_model(tuned, converter):
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
-    """Read a Modelfile: one instruction a line, or up to the closing quotes of a text in three."""
-    found, lines = [], iter(text.splitlines())
-    for line in lines:
+    """Read a Modelfile: one instruction a line, or up to the next three quotes, as Ollama does."""
+    found = []
+    while text:
+        line, _, rest = text.partition("\n")
         word, _, value = line.partition(" ")
+        if word == "PARAMETER":
+            word, _, value = value.partition(" ")
         if value.startswith('"""'):
-            while not value[3:].endswith('"""'):
-                value += f"\n{next(lines)}"
-            value = value[3:-3]
+            value, _, rest = text[text.index('"""') + 3 :].partition('"""')
+            nothing, _, rest = rest.partition("\n")
+            assert nothing == "", "what follows a text would be an instruction"
         if word != "#":
             found.append((word, value))
+        text = rest
     return found
 
 
+PLAIN = [("FROM", "./model.gguf"), ("num_ctx", "512"), ("temperature", "0"), ("repeat_penalty", "1")]
+END = ("stop", "<|im_end|>")
+
+
 def test_a_modelfile_says_what_ollama_cannot_know(tiny_model, tmp_path):
-    report, asked = Report(), 'Say "yes".\nBe "brief"'
-    plain = ["num_ctx 512", "temperature 0", "repeat_penalty 1", 'stop "<|im_end|>"']
-    expected = [("FROM", "./model.gguf"), *(("PARAMETER", text) for text in plain)]
+    report, asked = Report(), 'Say "yes".\nBe "brief".'
     smollm = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-    assert instructions(modelfile(tiny_model, asked, report)) == [*expected, ("SYSTEM", asked)]
-    assert instructions(modelfile(tiny_model, "", report)) == [*expected, ("SYSTEM", smollm)]
+    assert instructions(modelfile(tiny_model, asked, report)) == [*PLAIN, END, ("SYSTEM", asked)]
+    assert instructions(modelfile(tiny_model, "", report)) == [*PLAIN, END, ("SYSTEM", smollm)]
     assert report.notes == []
-    assert instructions(modelfile(tiny_model, 'Say """ often.', report)) == expected
-    assert "set SYSTEM yourself" in report.notes[0]
     config = json.loads((tiny_model / "config.json").read_text()) | {"max_position_embeddings": 40_000}
     shutil.copytree(tiny_model, tmp_path / "long")
     (tmp_path / "long/config.json").write_text(json.dumps(config))
-    assert ("PARAMETER", "num_ctx 8192") in instructions(modelfile(tmp_path / "long", "", report))
+    assert ("num_ctx", "8192") in instructions(modelfile(tmp_path / "long", "", report))
+
+
+@pytest.mark.parametrize("text", AWKWARD)
+def test_a_text_of_others_is_one_text_in_a_modelfile_or_is_said_to_be_missing(tiny_model, tmp_path, text):
+    report = Report()
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"eos_token": text})
+    tokenizer.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": tokenizer.eos_token_id}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    read = instructions(modelfile(folder, text, report))
+    missing = len(report.notes)
+    assert missing == 2 * ('"""' in text or text.endswith('"')), text
+    assert [pair for pair in read if pair[1] == text] == (
+        [] if missing else [("stop", text), ("SYSTEM", text)]
+    )
+    assert [pair for pair in read if pair[1] != text and pair != END] == PLAIN
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "gemma"])
@@ -116,13 +137,14 @@ def test_a_system_prompt_that_a_template_adds_is_found(name):
         assert render(tokenizer, named, True) == render(tokenizer, asked, True)
 
 
-def test_a_gguf_file_with_other_weights_is_refused(tuned, converter, monkeypatch):
-    monkeypatch.setenv("SPOIL", "1")
-    with pytest.raises(OpdclError, match="is not the same model"):
-        export(str(tuned / "tuned"), None, tuned / "out", "gguf", "f32", converter, True, Report())
-    assert not (tuned / "out").exists()
-    export(str(tuned / "tuned"), None, tuned / "out", "gguf", "f32", converter, False, Report())
-    assert (tuned / "out/model.gguf").exists()
+def test_the_converter_gets_no_secrets_and_reads_nothing(tuned, converter, monkeypatch):
+    monkeypatch.setenv("OPDCL_SERVER_KEY", "12345678")
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnopqrstuvwx")
+    told = "import os, sys; names = {'OPDCL_SERVER_KEY', 'HF_TOKEN', 'PATH'} & os.environ.keys()"
+    (Path(converter) / SCRIPT).write_text(f"{told}; sys.exit(f'{{names}} {{sys.stdin.read()!r}}')")
+    with pytest.raises(OpdclError) as failed:
+        export(str(tuned / "tuned"), None, tuned / "out", "gguf", "f16", converter, True, Report())
+    assert failed.value.message == "the converter failed: {'PATH'} ''"
 
 
 def test_the_message_of_a_failing_converter_is_quoted(tuned, converter):
@@ -130,13 +152,6 @@ def test_the_message_of_a_failing_converter_is_quoted(tuned, converter):
     with pytest.raises(OpdclError, match="TinyForCausalLM is not supported"):
         export(str(tuned / "tuned"), None, tuned / "out", "gguf", "f16", converter, True, Report())
     assert not (tuned / "out").exists()
-
-
-@pytest.mark.skipif(not LLAMA_CPP, reason="needs a checkout of llama.cpp in LLAMA_CPP")
-@pytest.mark.parametrize("outtype", ["f16", "q8_0"])
-def test_llama_cpp_s_own_converter_writes_the_same_model(tuned, outtype):
-    written = export(str(tuned / "tuned"), None, tuned / "out", "gguf", outtype, LLAMA_CPP, True, Report())
-    assert written["gap"]["same_ids"]
 
 
 def test_the_converter_is_found_by_option_variable_and_path(converter, tmp_path, monkeypatch):
@@ -223,7 +238,22 @@ def test_an_exported_model_is_written_for_both_versions_of_transformers(tuned):
         json.loads((tuned / "out" / f"{name}.json").read_text()) for name in ("config", "tokenizer_config")
     )
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+    assert config["torch_dtype"] == config["dtype"] == "float32"
     assert tokenizer["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+def test_an_exported_model_names_no_code_that_was_not_allowed(tuned, tiny_model, tmp_path):
+    base = shutil.copytree(tiny_model, tmp_path / "coded")
+    for name, kind in (("config.json", "AutoConfig"), ("tokenizer_config.json", "AutoTokenizer")):
+        settings = json.loads((base / name).read_text())
+        classes = ["theirs/model--code.C", None] if kind == "AutoTokenizer" else "theirs/model--code.C"
+        (base / name).write_text(json.dumps(settings | {"auto_map": {kind: classes}}))
+    export(
+        str(tuned / "tuned"), None, tuned / "out", "merged", "f16", None, True, Report(), base_name=str(base)
+    )
+    written = [file.read_text() for file in (tuned / "out").glob("*.json")]
+    assert len(written) >= 3
+    assert not [text for text in written if "theirs" in text]
 
 
 def test_a_model_folder_is_not_exported_again(tiny_model, tmp_path):

@@ -36,6 +36,7 @@ CASES = {
         adapter(),
         {
             "peft_type": adapter(peft_type="LOHA"),
+            "task_type": adapter(task_type="SEQ_CLS"),
             "bias": adapter(bias="all"),
             "all settings are known": adapter(use_brand_new=True),
             "init_lora_weights": adapter(init_lora_weights="pissa"),

@@ -1,6 +1,7 @@
 """`opdcl ls` and the end of a run: what a terminal shows first."""
 
 import json
+import shutil
 
 from helpers.command import opdcl
 
@@ -20,6 +21,14 @@ def test_a_folder_lists_its_runs_and_names_damage(run, tmp_path):
     (data,) = json.loads(opdcl("ls", tmp_path, "--json").stdout)
     assert data["recovery"] == summary["recovery"]
     assert data["state"].startswith(("recovered", "stopped"))
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    for created in ('"2026-W01-1Z"', "null", "3", '""'):
+        manifest = tmp_path / "second/manifest.json"
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"created": json.loads(created)}))
+        shown = opdcl("ls", tmp_path)
+        found = [each.split() for each in shown.stdout.splitlines()]
+        assert (shown.returncode, line.split() in found) == (0, True), shown.stderr
+    shutil.rmtree(tmp_path / "second")
     RunDir(tmp_path / "first").eval_result("base", "instructions").write_text("{")
     damaged = opdcl("ls", tmp_path)
     assert (damaged.returncode, "damaged: " in damaged.stdout) == (0, True)

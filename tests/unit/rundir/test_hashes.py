@@ -2,7 +2,10 @@
 
 import hashlib
 
-from opdcl.rundir.hashes import SEAL, damage, file_hash, hash_files, hash_value, seal
+import pytest
+
+from opdcl.errors import UsageError
+from opdcl.rundir.hashes import SEAL, damage, file_hash, hash_files, hash_value, read_seal, seal, write_seal
 
 
 def test_the_order_of_keys_does_not_change_a_values_hash_and_its_values_do():
@@ -36,3 +39,19 @@ def test_a_seal_that_was_changed_together_with_a_file_is_seen(tmp_path):
     text = (tmp_path / SEAL).read_text()
     (tmp_path / SEAL).write_text(text.replace(before, file_hash(tmp_path / "weights")))
     assert damage(tmp_path) == "its seal is missing or unreadable"
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a/../../secret", "link", "\0"])
+def test_a_seal_tells_nothing_of_files_elsewhere(tmp_path, name):
+    (tmp_path / "secret").write_text("x")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "link").symlink_to("../secret")
+    (folder / "own").write_text("y")
+    write_seal(folder, {"own": file_hash(folder / "own")})
+    assert damage(folder) == ""
+    for digest in ("0", file_hash(tmp_path / "secret")):
+        write_seal(folder, {"own": file_hash(folder / "own"), name: digest})
+        with pytest.raises(UsageError, match="cannot vouch"):
+            read_seal(folder)
+        assert damage(folder) == "its seal is missing or unreadable"

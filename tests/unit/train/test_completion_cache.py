@@ -12,7 +12,6 @@ from helpers.scripts import load_script
 
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
-from opdcl.rundir.hashes import hash_value
 from opdcl.rundir.layout import StageDir
 from opdcl.train import completion_cache
 from opdcl.train.completion_cache import CompletionCache, texts_folder
@@ -195,7 +194,7 @@ def test_a_reader_beside_two_writers_finds_whole_files_only(cache):
         writer.start()
     while not file.exists():
         pass
-    found = [completion_cache._read(file, 3, 2000, 2000) for _ in range(30)]
+    found = [completion_cache._read(file) for _ in range(30)]
     running = False
     for writer in writers:
         writer.join()
@@ -207,120 +206,19 @@ def test_without_a_folder_for_them_texts_are_sampled_and_it_is_said(backbone, ca
     cache.write_text("a file")
     sampled, _ = answers(backbone)
     assert answers(backbone) == (sampled, False)
-    assert "texts are not kept for later runs" in caplog.text
+    texts = CompletionCache(backbone)
+    caplog.clear()
+    for seed in (1, 2):
+        texts.complete(Teacher(backbone, "base"), PROMPTS, max_new_tokens=5, seed=seed)
+    assert caplog.text.count("texts are not kept for later runs") == 1
 
 
-def test_the_texts_that_were_not_used_for_longest_make_room(backbone, monkeypatch):
-    answers(backbone, seed=1)
-    (file,) = texts_folder().glob("*.json")
-    monkeypatch.setattr(completion_cache, "MOST_BYTES", int(2.5 * file.stat().st_size))
-    answers(backbone, seed=2)
-    assert answers(backbone, seed=1)[1]  # used again, so the other one is older
-    answers(backbone, seed=3)
-    assert [answers(backbone, seed=seed)[1] for seed in (1, 3)] == [True, True]
-    assert not answers(backbone, seed=2)[1]
-
-
-def test_files_of_others_are_neither_removed_nor_joined(backbone, cache, caplog):
-    texts_folder().mkdir(parents=True)
-    (texts_folder() / "thesis.docx").write_text("my only copy")
-    sampled, _ = answers(backbone)
-    assert answers(backbone) == (sampled, False)
-    assert [file.name for file in texts_folder().iterdir()] == ["thesis.docx"]
-    assert "it holds other files, such as thesis.docx" in caplog.text
-
-
-def test_making_room_removes_nothing_but_texts(backbone, monkeypatch):
-    answers(backbone)
-    (first,) = texts_folder().glob("*.json")
-    os.utime(first, (9, 9))
-    (texts_folder() / "film.mkv").write_bytes(bytes(10_000))
-    (texts_folder() / f"{'b' * 16}.json").mkdir()
-    left = texts_folder() / f".{'c' * 16}.json.opdcl-x1"
-    left.write_text("half")
-    for file in texts_folder().iterdir():
-        os.utime(file, (9, 9))
-    monkeypatch.setattr(completion_cache, "MOST_BYTES", 1)
-    answers(backbone, seed=2)
-    assert sorted(file.name for file in texts_folder().iterdir()) == [
-        "CACHEDIR.TAG",
-        f"{'b' * 16}.json",
-        "film.mkv",
-    ]
-
-
-def another_user(monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda _: texts_folder().chmod(0o777), "others may write there; chmod go-w"),
-        (lambda _: texts_folder().chmod(0o775), "others may write there; chmod go-w"),
-        (another_user, "it belongs to another user"),
-        (lambda _: (texts_folder() / "CACHEDIR.TAG").write_text("of npm"), "is not of opdcl"),
-    ],
-    ids=["everybody", "a group", "another user", "another program"],
-)
-def test_a_folder_that_others_may_write_to_is_not_believed(backbone, caplog, monkeypatch, change, said):
-    sampled, _ = answers(backbone)
-    change(monkeypatch)
-    assert answers(backbone) == (sampled, False)
-    assert said in caplog.text
-
-
-def test_a_folder_of_an_earlier_version_is_marked_and_used(backbone):
-    sampled, _ = answers(backbone)
-    (texts_folder() / "CACHEDIR.TAG").unlink()
-    assert answers(backbone) == (sampled, True)
-    assert (
-        (texts_folder() / "CACHEDIR.TAG")
-        .read_text()
-        .startswith("Signature: 8a477f597d28d172789f06886806bc55")
-    )
-
-
-ROW = [[1, 2], [-0.1, -0.2], True]
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        ROW[:2],
-        [*ROW, 1],
-        None,
-        "abc",
-        ["ab", [-0.1, -0.2], True],
-        [[1, 2], None, True],
-        [[1, 2], [-0.1], True],
-        [[1, 2], [-0.1, 5.0], True],
-        [[1, 2], [-0.1, float("nan")], True],
-        [[1, 2], [-0.1, float("-inf")], True],
-        [[1, 2], [-0.1, True], True],
-        [[1, 2], [-0.1, -0.2], 1],
-        [[1, 10**9], [-0.1, -0.2], True],
-        [[1, -1], [-0.1, -0.2], True],
-        [[1, 2.0], [-0.1, -0.2], True],
-        [[1, True], [-0.1, -0.2], True],
-        [[1] * 6, [-0.1] * 6, True],
-        [[], [], True],
-    ],
-)
-def test_rows_that_no_model_writes_are_not_believed_whatever_their_hash(tmp_path, row):
-    file = tmp_path / f"{'a' * 16}.json"
-    for rows, believed in (([ROW], [ROW]), ([row], None), ([ROW, row], None)):
-        file.write_text(json.dumps({"hash": hash_value(rows), "rows": rows}))
-        assert completion_cache._read(file, len(rows), 5, 100) == believed
-
-
-def test_what_is_no_file_of_a_fitting_size_is_not_read(tmp_path):
+def test_what_is_no_file_is_not_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "device").symlink_to("/dev/zero")
-    (tmp_path / "large").write_bytes(b" " * 5000)
     (tmp_path / "folder").mkdir()
-    for name in ("pipe", "device", "large", "folder"):
-        assert completion_cache._read(tmp_path / name, 1, 5, 100) is None
+    for name in ("pipe", "device", "folder", "nothing"):
+        assert completion_cache._read(tmp_path / name) is None
 
 
 def test_the_record_holds_a_faster_recovery_with_the_same_adapter():
