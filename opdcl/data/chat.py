@@ -6,9 +6,10 @@ import bisect
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from opdcl.data.formats import PACKED_ROW, Row
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 TODAY = datetime(2024, 7, 26)
 CLOCK = "strftime_now"
 DIRECTIVES = ["%-d", "%-m", *(f"%{letter}" for letter in "aAbBcdHIjmMpSUwWxXyYZ")]
+
+# What `render_whole` puts at both ends of a text.
+MARK = "opdcl{}mark"
 
 # How a template begins that `with_variables` returns, and its line on thinking.
 DEFAULTS = "{#- defaults from model.chat_template_kwargs #}\n"
@@ -51,36 +55,36 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a chat template that leaves out what messages say, or whose prompts do not open the answer.
+    """Refuse a chat template whose prompts do not open the answer.
 
     Raises:
-        UsageError: It does.
+        UsageError: They do not.
     """
-    question, answer = "Say it.", "finis"
-    asked = [{"role": "user", "content": question}]
-    answered = [*asked, {"role": "assistant", "content": answer}]
+    answer = "finis"
+    asked = [{"role": "user", "content": "Say it."}]
     try:
-        written = render(tokenizer, answered, False)
+        written = render(tokenizer, [*asked, {"role": "assistant", "content": answer}], False)
         prompt = render(tokenizer, asked, True)
         unopened = render(tokenizer, asked, False)
     except UsageError:  # it wants other turns, as the rows may have them
         return
-    hint = "name another template: --set model.chat_template=FILE"
-    if question not in prompt or answer not in written:
-        raise UsageError("the chat template leaves out what the messages say: it wants no plain text", hint)
     # Some templates need none: what a user says ends with [/INST], and the answer follows.
-    before = written[: written.rindex(answer)]
+    before = written.rpartition(answer)[0]
     header = before[same_length(prompt, before) :]
     if prompt == unopened and header.strip():
         fault = f"the chat template opens no answer: its prompts should end with {header!r}"
-        raise UsageError(fault, "write it where add_generation_prompt is true, or " + hint)
+        raise UsageError(
+            fault,
+            "write it where add_generation_prompt is true, or name another template: "
+            "--set model.chat_template=FILE",
+        )
 
 
 def check_turn_end(tokenizer: PreTrainedTokenizerBase, eos_ids: list[int]) -> None:
     """Refuse a chat template that does not end answers with an end-of-sequence id, so stopping is learned."""
     marker = "finis"
     turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": marker}]
-    text = render(tokenizer, turns, False)
+    text = render_whole(Row(turns, None, None, "a conversation of two turns"), tokenizer, turns)
     rest = text_ids(tokenizer, text[text.rindex(marker) + len(marker) :])
     if set(rest) & set(eos_ids):
         return
@@ -132,12 +136,14 @@ def render_request(
     """Return the text of a request of lm-eval: a prompt, or an answer that the task begins, left open.
 
     Raises:
-        UsageError: The template refuses the messages, or does not end with what the task begins.
+        UsageError: The template refuses the messages, leaves out what one says, or does not end with what
+            the task begins.
     """
+    row = Row(messages, None, None, "a prompt of a suite")
     if add_generation_prompt:
-        return render(tokenizer, messages, True)
+        return render_whole(row, tokenizer, messages, True)
     try:
-        return render(tokenizer, messages, False, continue_final_message=True)
+        return render_whole(row, tokenizer, messages, continue_final_message=True)
     except ValueError as fault:
         message = (
             f"the chat template cannot continue {messages[-1]['content']!r}, with which an answer begins"
@@ -213,37 +219,70 @@ def answer_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], compl
 
 
 def render_whole(
-    row: Row, tokenizer: PreTrainedTokenizerBase, messages: list[Message], generation: bool = False
+    row: Row,
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    generation: bool = False,
+    **further: Any,
 ) -> str:
-    """Return messages of a row as `render`; none of its tools, tool calls or last thought may be left out.
+    """Return messages of a row as `render`; nothing that they, or its tools, say may be left out.
+
+    A second rendering has a mark at both ends of each text, so that one is found wherever the template puts
+    it and however it writes it. Only thoughts before the last answer may be left out, as many templates do.
 
     Raises:
-        UsageError: The chat template refuses the conversation, or leaves out one of these.
+        UsageError: The chat template refuses the conversation, or leaves out a part of it.
     """
     if row.variables:
         check_variables(tokenizer.get_chat_template(tools=row.tools), row.variables, row.where)
-    # What may be left out, and row and messages without it.
-    parts: list[tuple[str, Row, list[Message]]] = []
-    if row.tools:
-        parts.append(("tools", replace(row, tools=None), messages))
-    if any("tool_calls" in message for message in messages):
-        parts.append(("tool_calls", row, [_without(message, "tool_calls") for message in messages]))
-    last = messages[-1]
-    if THOUGHT[0] in last:
-        parts.append(("the thought", row, [*messages[:-1], _without(last, *THOUGHT)]))
-    elif has_thought(last):
-        *_, answer = split_thought(last["content"])
-        parts.append(("the thought", row, [*messages[:-1], {**last, "content": answer}]))
-    written = render(tokenizer, messages, generation, row)
-    for what, other, shorter in parts:
-        try:
-            same = written == render(tokenizer, shorter, generation, other)
-        except UsageError:  # the results of tools need their calls, so both are written
-            continue
-        if same:
+    owners: list[str] = []
+    around = partial(_marked, owners)
+    tools = [_with_function(tool, around, "tools", "name", "description") for tool in row.tools or []]
+    shown = []
+    for number, message in enumerate(messages, 1):
+        owner, is_last = f"message {number} ({message['role']})", number == len(messages)
+        content = message["content"]
+        thought, _, answer = split_thought(content) if message["role"] == "assistant" else (None, "", content)
+        before, copy = content.removesuffix(answer), {**message}
+        if is_last and thought:
+            before = before.replace(thought, around(f"the thought of {owner}", thought), 1)
+        if is_last and THOUGHT[0] in message:
+            copy |= dict.fromkeys(THOUGHT, around(f"the thought of {owner}", message[THOUGHT[0]]))
+        if "tool_calls" in message:
+            copy["tool_calls"] = [
+                _with_function(call, around, f"tool_calls of {owner}", "name", "arguments")
+                for call in message["tool_calls"]
+            ]
+        shown.append(copy | {"content": before + around(owner, answer)})
+    written = render(tokenizer, messages, generation, row, **further)
+    with_marks = render(tokenizer, shown, generation, replace(row, tools=tools), **further)
+    for number, owner in enumerate(owners):
+        if with_marks.count(MARK.format(number)) < 2:
             hint = "choose a model whose template writes it, or --set model.chat_template=FILE"
-            raise UsageError(f"{row.where}: the chat template leaves out {what}", hint)
+            raise UsageError(f"{row.where}: the chat template leaves out {owner}", hint)
     return written
+
+
+def _with_function(given: Message, around: Callable[[str, Any], Any], owner: str, *keys: str) -> Message:
+    """Return a tool, or the call of one, with marks around these parts of its function."""
+    function = given["function"]
+    return {**given, "function": function | {k: around(owner, function[k]) for k in keys if k in function}}
+
+
+def _marked(owners: list[str], owner: str, value: Any) -> Any:
+    """Return a value with marks at both ends of all its texts and names that are not blank.
+
+    The numbers of the marks are the places of their owner in `owners`.
+    """
+    if isinstance(value, list):
+        return [_marked(owners, owner, part) for part in value]
+    if isinstance(value, dict):
+        return {_marked(owners, owner, key): _marked(owners, owner, part) for key, part in value.items()}
+    if not isinstance(value, str) or not value.strip():
+        return value
+    mark = MARK.format(len(owners))
+    owners.append(owner)
+    return mark + value + mark
 
 
 def same_length(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -259,7 +298,3 @@ def has_thought(message: Message) -> bool:
     if message["role"] != "assistant":
         return False
     return THOUGHT[0] in message or split_thought(message["content"])[0] is not None
-
-
-def _without(message: Message, *keys: str) -> Message:
-    return {key: value for key, value in message.items() if key not in keys}
