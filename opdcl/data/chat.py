@@ -6,7 +6,7 @@ import bisect
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -112,8 +112,6 @@ def render(
     Raises:
         UsageError: The template is malformed or refuses the conversation.
     """
-    from jinja2 import TemplateError
-
     options: dict[str, Any] = {"tokenize": False, **further}
     template = str(tokenizer.chat_template)
     if not (template.startswith(DEFAULTS) and SETS_THINKING in template):
@@ -121,13 +119,15 @@ def render(
     if row:
         options |= row.variables | ({"tools": row.tools} if row.tools else {})
     if CLOCK in template:
-        options["chat_template"] = on_one_day(tokenizer.get_chat_template(tools=row.tools if row else None))
+        dated = on_one_day(tokenizer.get_chat_template(tools=row.tools if row else None))
+        options = {"chat_template": dated, **options}
     try:
         return str(tokenizer.apply_chat_template(messages, add_generation_prompt=generation, **options))
-    except (TemplateError, TypeError) as fault:
+    except Exception as fault:  # it may come from anywhere
         place = f"{row.where}: " if row else ""
+        reason = f"{type(fault).__name__} {str(fault)[:200]}".removeprefix("TemplateError ")
         hint = "check the roles of its turns, or name another template: --set model.chat_template=FILE"
-        raise UsageError(f"{place}the chat template refuses this conversation: {fault}", hint) from fault
+        raise UsageError(f"{place}the chat template refuses this conversation: {reason}", hint) from fault
 
 
 def render_request(
@@ -139,16 +139,8 @@ def render_request(
         UsageError: The template refuses the messages, leaves out what one says, or does not end with what
             the task begins.
     """
-    row = Row(messages, None, None, "a prompt of a suite")
-    if add_generation_prompt:
-        return render_whole(row, tokenizer, messages, True)
-    try:
-        return render_whole(row, tokenizer, messages, continue_final_message=True)
-    except ValueError as fault:
-        message = (
-            f"the chat template cannot continue {messages[-1]['content']!r}, with which an answer begins"
-        )
-        raise UsageError(message, "choose a task without gen_prefix, or another template") from fault
+    row, generation = Row(messages, None, None, "a prompt of a suite"), add_generation_prompt
+    return render_whole(row, tokenizer, messages, generation, continue_final_message=not generation)
 
 
 def on_one_day(template: str) -> str:
@@ -237,22 +229,22 @@ def render_whole(
         check_variables(tokenizer.get_chat_template(tools=row.tools), row.variables, row.where)
     owners: list[str] = []
     around = partial(_marked, owners)
-    tools = [_with_function(tool, around, "tools", "name", "description") for tool in row.tools or []]
-    shown = []
+    tools, shown = [], []
+    for tool in row.tools or []:
+        texts = {key: text for key, text in tool["function"].items() if key in ("name", "description")}
+        tools.append({**tool, "function": tool["function"] | around("tools", texts)})
     for number, message in enumerate(messages, 1):
-        owner, is_last = f"message {number} ({message['role']})", number == len(messages)
-        content = message["content"]
+        owner, copy, content = f"message {number} ({message['role']})", {**message}, message["content"]
         thought, _, answer = split_thought(content) if message["role"] == "assistant" else (None, "", content)
-        before, copy = content.removesuffix(answer), {**message}
-        if is_last and thought:
-            before = before.replace(thought, around(f"the thought of {owner}", thought), 1)
-        if is_last and THOUGHT[0] in message:
-            copy |= dict.fromkeys(THOUGHT, around(f"the thought of {owner}", message[THOUGHT[0]]))
+        before = content.removesuffix(answer)
+        if number == len(messages):
+            before = before.replace(thought or "", around(f"the thought of {owner}", thought or ""), 1)
+            own = around(f"the thought of {owner}", message.get(THOUGHT[0], ""))
+            copy |= dict.fromkeys(THOUGHT, own) if own else {}
         if "tool_calls" in message:
-            copy["tool_calls"] = [
-                _with_function(call, around, f"tool_calls of {owner}", "name", "arguments")
-                for call in message["tool_calls"]
-            ]
+            called = partial(around, f"tool_calls of {owner}")
+            calls = message["tool_calls"]
+            copy["tool_calls"] = [{**call, "function": called(call["function"])} for call in calls]
         shown.append(copy | {"content": before + around(owner, answer)})
     written = render(tokenizer, messages, generation, row, **further)
     with_marks = render(tokenizer, shown, generation, replace(row, tools=tools), **further)
@@ -263,21 +255,15 @@ def render_whole(
     return written
 
 
-def _with_function(given: Message, around: Callable[[str, Any], Any], owner: str, *keys: str) -> Message:
-    """Return a tool, or the call of one, with marks around these parts of its function."""
-    function = given["function"]
-    return {**given, "function": function | {k: around(owner, function[k]) for k in keys if k in function}}
-
-
 def _marked(owners: list[str], owner: str, value: Any) -> Any:
-    """Return a value with marks at both ends of all its texts and names that are not blank.
+    """Return a value with marks at both ends of all its texts that are not blank, at any depth.
 
     The numbers of the marks are the places of their owner in `owners`.
     """
     if isinstance(value, list):
         return [_marked(owners, owner, part) for part in value]
     if isinstance(value, dict):
-        return {_marked(owners, owner, key): _marked(owners, owner, part) for key, part in value.items()}
+        return {key: _marked(owners, owner, part) for key, part in value.items()}
     if not isinstance(value, str) or not value.strip():
         return value
     mark = MARK.format(len(owners))

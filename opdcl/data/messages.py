@@ -42,6 +42,8 @@ THOUGHTS = {
 # Fields that hold pictures, videos or sound, in a message or next to it.
 PICTURES = ("images", "image", "videos", "video", "audios", "audio")
 ONLY_TEXT = "only text can be learned"
+# What a part of a message is called that is text: by all, and in OpenAI's Responses.
+TEXTS = ("text", "input_text", "output_text")
 
 # Whether a turn is learned, as trainers name it; all of the assistant's turns are.
 LEARNED = ("weight", "loss", "loss_mask", "train", "trainable", "training", "learn", "learned")
@@ -192,7 +194,7 @@ def _first(turn: Message, keys: tuple[str, ...]) -> Any:
 
 
 def _part(part: Any) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text":
+    if not isinstance(part, dict) or part.get("type") not in TEXTS:
         kind = part.get("type") if isinstance(part, dict) else kind_of(part)
         raise UsageError(f"a message holds a part of type {kind}", ONLY_TEXT)
     return checked_text(part.get("text"), "text")
@@ -267,7 +269,7 @@ def read_objects(value: Any, field: str) -> list[Message]:
 
 def kind_of(value: Any) -> str:
     """Return what a JSON value is, in words."""
-    return KINDS.get(type(value), type(value).__name__)
+    return KINDS.get(float if isinstance(value, float) else type(value), type(value).__name__)
 
 
 def checked_text(value: Any, name: str, may_be_empty: bool = False) -> str:

@@ -66,11 +66,9 @@ def template_difference(tokenizer: PreTrainedTokenizerBase, template: str) -> st
     turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "It."}]
     own = render(tokenizer, turns, False)
     try:
-        other = tokenizer.apply_chat_template(
-            turns, chat_template=on_one_day(template), tokenize=False, enable_thinking=False
-        )
-    except Exception as fault:  # the template is somebody else's
-        other = f"nothing: {type(fault).__name__} {fault}".rstrip()
+        other = render(tokenizer, turns, False, chat_template=on_one_day(template))
+    except UsageError as fault:
+        other = f"nothing: {fault.message}"
     return "" if own == other else f"it writes {other!r:.300}, this run {own!r:.300}"
 
 
