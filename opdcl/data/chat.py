@@ -25,6 +25,9 @@ TODAY = datetime(2024, 7, 26)
 CLOCK = "strftime_now"
 DIRECTIVES = ["%-d", "%-m", *(f"%{letter}" for letter in "aAbBcdHIjmMpSUwWxXyYZ")]
 
+# A conversation that shows how a template writes one.
+PROBE = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "finis"}]
+
 # What `render_whole` puts at both ends of a text.
 MARK = "opdcl{}mark"
 
@@ -60,32 +63,24 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
     Raises:
         UsageError: They do not.
     """
-    answer = "finis"
-    asked = [{"role": "user", "content": "Say it."}]
     try:
-        written = render(tokenizer, [*asked, {"role": "assistant", "content": answer}], False)
-        prompt = render(tokenizer, asked, True)
-        unopened = render(tokenizer, asked, False)
+        written, prompt = render(tokenizer, PROBE, False), render(tokenizer, PROBE[:1], True)
+        unopened = render(tokenizer, PROBE[:1], False)
     except UsageError:  # it wants other turns, as the rows may have them
         return
     # Some templates need none: what a user says ends with [/INST], and the answer follows.
-    before = written.rpartition(answer)[0]
+    before = written.rpartition(PROBE[1]["content"])[0]
     header = before[same_length(prompt, before) :]
     if prompt == unopened and header.strip():
         fault = f"the chat template opens no answer: its prompts should end with {header!r}"
-        raise UsageError(
-            fault,
-            "write it where add_generation_prompt is true, or name another template: "
-            "--set model.chat_template=FILE",
-        )
+        hint = "write it where add_generation_prompt is true, or --set model.chat_template=FILE"
+        raise UsageError(fault, hint)
 
 
 def check_turn_end(tokenizer: PreTrainedTokenizerBase, eos_ids: list[int]) -> None:
     """Refuse a chat template that does not end answers with an end-of-sequence id, so stopping is learned."""
-    marker = "finis"
-    turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": marker}]
-    text = render_whole(Row(turns, None, None, "a conversation of two turns"), tokenizer, turns)
-    rest = text_ids(tokenizer, text[text.rindex(marker) + len(marker) :])
+    text = render_whole(Row(PROBE, None, None, "a conversation of two turns"), tokenizer, PROBE)
+    rest = text_ids(tokenizer, text.rpartition(PROBE[1]["content"])[2])
     if set(rest) & set(eos_ids):
         return
     ends = tokenizer.convert_ids_to_tokens(rest[:3])
@@ -215,7 +210,7 @@ def render_whole(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Message],
     generation: bool = False,
-    **further: Any,
+    **more: Any,
 ) -> str:
     """Return messages of a row as `render`; nothing that they, or its tools, say may be left out.
 
@@ -231,8 +226,9 @@ def render_whole(
     around = partial(_marked, owners)
     tools, shown = [], []
     for tool in row.tools or []:
-        texts = {key: text for key, text in tool["function"].items() if key in ("name", "description")}
-        tools.append({**tool, "function": tool["function"] | around("tools", texts)})
+        function = tool["function"]
+        texts = {key: around("tools", function[key]) for key in ("name", "description") if key in function}
+        tools.append({**tool, "function": function | texts})
     for number, message in enumerate(messages, 1):
         owner, copy, content = f"message {number} ({message['role']})", {**message}, message["content"]
         thought, _, answer = split_thought(content) if message["role"] == "assistant" else (None, "", content)
@@ -242,12 +238,14 @@ def render_whole(
             own = around(f"the thought of {owner}", message.get(THOUGHT[0], ""))
             copy |= dict.fromkeys(THOUGHT, own) if own else {}
         if "tool_calls" in message:
-            called = partial(around, f"tool_calls of {owner}")
-            calls = message["tool_calls"]
-            copy["tool_calls"] = [{**call, "function": called(call["function"])} for call in calls]
+            called = f"tool_calls of {owner}"
+            copy["tool_calls"] = [
+                {**call, "function": {key: around(called, part) for key, part in call["function"].items()}}
+                for call in message["tool_calls"]
+            ]
         shown.append(copy | {"content": before + around(owner, answer)})
-    written = render(tokenizer, messages, generation, row, **further)
-    with_marks = render(tokenizer, shown, generation, replace(row, tools=tools), **further)
+    written = render(tokenizer, messages, generation, row, **more)
+    with_marks = render(tokenizer, shown, generation, replace(row, tools=tools), **more)
     for number, owner in enumerate(owners):
         if with_marks.count(MARK.format(number)) < 2:
             hint = "choose a model whose template writes it, or --set model.chat_template=FILE"
@@ -256,14 +254,14 @@ def render_whole(
 
 
 def _marked(owners: list[str], owner: str, value: Any) -> Any:
-    """Return a value with marks at both ends of all its texts that are not blank, at any depth.
+    """Return a value with marks at both ends of all its texts and names that are not blank, at any depth.
 
     The numbers of the marks are the places of their owner in `owners`.
     """
     if isinstance(value, list):
         return [_marked(owners, owner, part) for part in value]
     if isinstance(value, dict):
-        return {key: _marked(owners, owner, part) for key, part in value.items()}
+        return {_marked(owners, owner, key): _marked(owners, owner, part) for key, part in value.items()}
     if not isinstance(value, str) or not value.strip():
         return value
     mark = MARK.format(len(owners))

@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from opdcl.data.formats import COLUMNS, CONVERSATIONS, BadRow
+from opdcl.data.formats import BadRow
 from opdcl.data.messages import MAX_ROW_CHARS, are_messages
 from opdcl.data.values import DECODER
 from opdcl.errors import UsageError, listed
@@ -40,7 +40,7 @@ DOCUMENTS = (".md", ".txt", ".markdown", ".rst")
 COMPRESSED = ".gz"
 
 FILES_HINT = (
-    "use .jsonl, .json, .csv, .txt or .md, also with .gz; .parquet, .arrow; or a folder of files of one kind"
+    "use .jsonl, .json, .csv, .txt, .md, also with .gz; .parquet, .arrow; or a folder of one kind of them"
 )
 
 
@@ -138,8 +138,6 @@ def _json(path: Path) -> Rows:
         yield from _entries(text, start, path)
     else:
         where = f"{path}:{_line(text, start)}"
-        if ending(path) == ".json":
-            _refuse_table(value, where)
         yield _row_in(text[start:end], where), where
 
 
@@ -178,18 +176,6 @@ def _next(text: str, position: int) -> int:
     return position
 
 
-def _refuse_table(value: Any, where: str) -> None:
-    """Refuse an object that holds rows under a name, or the values of each column under its name."""
-    if not isinstance(value, dict) or value.keys() & CONVERSATIONS.keys():
-        return
-    parts = [part for part in value.values() if isinstance(part, list | dict)]
-    has_columns = len(parts) == len(value) and not any(map(are_messages, parts))
-    if parts and (has_columns or not value.keys() & COLUMNS):
-        message = f"{where} is one object, with rows or columns in it: {listed(value)}"
-        hint = "write a list of rows: jq .NAME FILE, or with pandas table.to_json(FILE, orient='records')"
-        raise UsageError(message, hint)
-
-
 def _as_row(value: Any) -> Any:
     """Return a list of messages as a row, and any other value unchanged."""
     if not are_messages(value):
@@ -221,21 +207,17 @@ def _csv(path: Path) -> Rows:
         for row in reader:
             read = reader.line_num
             where = f"{path}:{read + bool(named)}"
-            if None in row:
-                hint = f"quote fields that hold a {separator!r}"
-                yield BadRow(where, "the row has more fields than the header", hint), where
-            else:
-                yield row, where
+            hint = f"quote fields that hold a {separator!r}"
+            bad = BadRow(where, "the row has more fields than the header", hint)
+            yield bad if None in row else row, where
     except csv.Error as fault:
         rest = "".join(islice(io.StringIO(text, newline=""), read, None))
         mark = re.escape(separator)
         before = re.match(rf'[\r\n]*(?:(?:"(?:[^"]|"")*+"|(?!")[^{mark}\r\n]*+){mark})*+', rest)
         line = 1 + read + bool(named) + len(re.findall(BREAK, before[0] if before else ""))
-        hint = 'a field that a quote opens ends with one, and has "" for each quote in its text; '
-        hint += f"it has at most {MAX_ROW_CHARS} characters"
-        raise UsageError(
-            f"{path}:{line}: the field that begins here cannot be read: {fault}", hint
-        ) from fault
+        hint = f'close its quote, write "" for one in the text, and at most {MAX_ROW_CHARS} characters'
+        message = f"{path}:{line}: the field that begins here cannot be read: {fault}"
+        raise UsageError(message, hint) from fault
 
 
 def _separator(text: str, form: str) -> str:
@@ -269,7 +251,7 @@ def _table(path: Path) -> Rows:
                 for row in rows_of(pyarrow.Table.from_batches([batch])):
                     number += 1
                     yield row, f"{path} row {number}"
-    except (pyarrow.ArrowException, OSError, ValueError) as fault:
+    except (pyarrow.ArrowException, OSError, ValueError, LookupError) as fault:
         message = f"{path} is not a file of {ending(path)[1:].capitalize()}: {str(fault)[:200]}"
         raise UsageError(message, "write it again") from fault
 

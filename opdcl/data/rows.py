@@ -10,7 +10,6 @@ import functools
 import itertools
 import json
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -149,15 +148,6 @@ def unread(source: str, rows: list[Row]) -> str:
     names = [f"{shortened(name, 40)} ({count} row{'s' * (count > 1)})" for name, count in counts]
     fields = "1 field is" if len(names) == 1 else f"{len(names)} fields are"
     return f"{source}: {fields} not read: {listed(names, 8)}"
-
-
-def front_matter(source: str, rows: list[Row]) -> str:
-    """Say how many documents begin with settings for another program, which are learned as text."""
-    found = [row.where for row in rows if re.match(r"---\n.*?\n---(\n|\Z)", row.text or "", re.DOTALL)]
-    if not found:
-        return ""
-    count = "1 document begins" if len(found) == 1 else f"{len(found)} documents begin"
-    return f"{source}: {count} with front matter (first: {found[0]}), which is learned with the text"
 
 
 def shortened(text: str, limit: int) -> str:

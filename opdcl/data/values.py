@@ -38,9 +38,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 # Reads a JSON text so that nothing is lost: no spelling of a number, no value of a key.
 DECODER = json.JSONDecoder(
-    object_pairs_hook=_object,
-    parse_float=Spelled,
-    parse_int=lambda text: Spelled(text) if text == "-0" else int(text),
+    object_pairs_hook=_object, parse_float=Spelled, parse_int=lambda n: Spelled(n) if n == "-0" else int(n)
 )
 
 

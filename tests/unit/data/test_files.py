@@ -13,7 +13,7 @@ import pytest
 from opdcl.data import files
 from opdcl.data.files import READERS
 from opdcl.data.formats import Row
-from opdcl.data.rows import front_matter, left_out, load_rows, read_rows, source_files
+from opdcl.data.rows import left_out, load_rows, read_rows, source_files
 from opdcl.errors import UsageError
 
 ROWS = [
@@ -150,9 +150,6 @@ def test_folders_that_programs_made_and_files_about_rows_are_left_out_by_name(tm
     write(tmp_path, dict.fromkeys(names, b"text"))
     assert len(load_rows(str(tmp_path))) == 1
     assert left_out(str(tmp_path)).endswith(": 2 left out: _build/, node_modules/")
-    write(tmp_path, {"b.md": b"---\ntitle: B\n---\nText.", "c.md": b"---\nText with a rule above."})
-    note = front_matter(str(tmp_path), load_rows(str(tmp_path)))
-    assert note.startswith(f"{tmp_path}: 1 document begins with front matter (first: {tmp_path}/b.md)")
     write(tmp_path / "rows", {"train.jsonl": lines(ROWS), "dataset_infos.json": b"{}"})
     assert len(load_rows(str(tmp_path / "rows"))) == len(ROWS)
 
@@ -271,12 +268,14 @@ def test_bad_rows_are_values_in_the_order_of_the_file(tmp_path):
     assert (caught.value.message, caught.value.hint) == (read.bad[0].message, read.bad[0].hint)
 
 
-TABLE = ":1 is one object, with rows or columns in it: "
 SENTENCES = {
-    "data.json": (as_bytes({"version": "1", "data": ROWS}, 2), f"{TABLE}version, data"),
-    "by_id.json": (as_bytes({f"id-{number}": row for number, row in enumerate(ROWS)}), f"{TABLE}id-0, id-1"),
-    "columns.json": (as_bytes({"question": {"0": "a"}, "answer": {"0": "b"}}), f"{TABLE}question, answer"),
-    "columns2.json": (as_bytes({"question": ["a"], "answer": ["b"]}), f"{TABLE}question, answer"),
+    "data.json": (as_bytes({"version": "1", "data": ROWS}, 2), ":1: the row has only version, data"),
+    "by_id.json": (
+        as_bytes({f"id-{i}": row for i, row in enumerate(ROWS)}),
+        ":1: the row has only id-0, id-1",
+    ),
+    "columns.json": (as_bytes({"question": {"0": "a"}, "answer": {"0": "b"}}), ":1: question is an object"),
+    "columns2.json": (as_bytes({"question": ["a"], "answer": ["b"]}), ":1: "),
     "other.json": (as_bytes({"model": "x", "layers": 3}, 2), ":1: the row has only model, layers"),
     "comma.json": (b'[\n{"text": "a"},\n]', ":3: not valid JSON"),
     "cut.json": (b'{"data": [\n{"text": "a"},\n{"text": ', ":3: not valid JSON"),

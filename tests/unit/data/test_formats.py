@@ -159,8 +159,6 @@ REFUSED = [
      "a tool call has no name"),
     ({"messages": [user("x"), assistant("", tool_calls=[{"name": "f", "arguments": "x=1"}])]},
      "the arguments of f are text, not an object"),
-    ({"messages": [user("x"), assistant("", tool_calls=[{"name": "f", "input": {"x": 1}}])]},
-     "the call of f has input in place of arguments"),
     ({"messages": CHAT, "tools": [{"type": "web_search"}]}, "a tool is no function with a name: it has type"),
     ({"messages": CHAT, "tools": [{"functionDeclarations": [{"name": "f"}]}]},
      "a tool is no function with a name: it has functionDeclarations"),

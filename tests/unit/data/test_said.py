@@ -119,14 +119,24 @@ def outcome(name, role, position):
     return "kept"
 
 
-def test_no_template_leaves_out_what_a_message_says_without_a_word(capsys, record_property):
+# Those that TRL has patched to mark what the assistant says are one more of a kind each.
+PATCHED = [name for name in NAMES if name.endswith("_training.jinja")]
+UNPATCHED = [name for name in TEMPLATES if name not in PATCHED]
+
+
+@pytest.mark.parametrize(
+    "names", [UNPATCHED, pytest.param(PATCHED, marks=pytest.mark.nightly)], ids=["own", "patched"]
+)
+def test_no_template_leaves_out_what_a_message_says_without_a_word(names, capsys, record_property):
     assert len(TEMPLATES) > 41
     counts = {
-        (role, position): Counter(outcome(name, role, position) for name in TEMPLATES)
+        (role, position): Counter(outcome(name, role, position) for name in names)
         for role in ROLES
         for position in POSITIONS
     }
-    table = [f"{len(TEMPLATES)} templates: {len(NAMES)} of TRL, {len(THEIRS)} of transformers"]
+    table = [
+        f"{len(names)} of {len(TEMPLATES)} templates: {len(NAMES)} of TRL, {len(THEIRS)} of transformers"
+    ]
     for (role, position), found in counts.items():
         line = ", ".join(f"{found[what]} {what}" for what in ("kept", "refused", "noted", "LOST"))
         table.append(f"{role:20} {position:8} {line}")
