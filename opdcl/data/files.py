@@ -215,7 +215,9 @@ def _csv(path: Path) -> Rows:
         mark = re.escape(separator)
         before = re.match(rf'[\r\n]*(?:(?:"(?:[^"]|"")*+"|(?!")[^{mark}\r\n]*+){mark})*+', rest)
         line = 1 + read + bool(named) + len(re.findall(BREAK, before[0] if before else ""))
-        hint = f'close its quote, write "" for one in the text, and at most {MAX_ROW_CHARS} characters'
+        hint = (
+            f'close its quote, write "" for one in the text; a field has at most {MAX_ROW_CHARS} characters'
+        )
         message = f"{path}:{line}: the field that begins here cannot be read: {fault}"
         raise UsageError(message, hint) from fault
 
