@@ -391,7 +391,7 @@ def _opened(value: Any, key: str) -> Any:
 
 def _text_of(file: str, key: str, kind: str) -> str:
     try:
-        return Path(os.path.expanduser(file)).read_text(encoding="utf-8")
+        return Path(os.path.expanduser(file)).read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as fault:
         message = f"{key}: names a file that cannot be read: {file}"
         raise UsageError(message, f"name a text file in UTF-8 that holds the {kind}") from fault

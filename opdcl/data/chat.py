@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from opdcl.data.formats import PACKED_ROW, Row
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 TODAY = datetime(2024, 7, 26)
 CLOCK = "strftime_now"
 DIRECTIVES = ["%-d", "%-m", *(f"%{letter}" for letter in "aAbBcdHIjmMpSUwWxXyYZ")]
+
+# A conversation that shows how a template writes one.
+PROBE = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "finis"}]
+
+# What `render_whole` puts at both ends of a text.
+MARK = "opdcl{}mark"
 
 # How a template begins that `with_variables` returns, and its line on thinking.
 DEFAULTS = "{#- defaults from model.chat_template_kwargs #}\n"
@@ -51,37 +58,29 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a chat template that leaves out what messages say, or whose prompts do not open the answer.
+    """Refuse a chat template whose prompts do not open the answer.
 
     Raises:
-        UsageError: It does.
+        UsageError: They do not.
     """
-    question, answer = "Say it.", "finis"
-    asked = [{"role": "user", "content": question}]
-    answered = [*asked, {"role": "assistant", "content": answer}]
     try:
-        written = render(tokenizer, answered, False)
-        prompt = render(tokenizer, asked, True)
-        unopened = render(tokenizer, asked, False)
+        written, prompt = render(tokenizer, PROBE, False), render(tokenizer, PROBE[:1], True)
+        unopened = render(tokenizer, PROBE[:1], False)
     except UsageError:  # it wants other turns, as the rows may have them
         return
-    hint = "name another template: --set model.chat_template=FILE"
-    if question not in prompt or answer not in written:
-        raise UsageError("the chat template leaves out what the messages say: it wants no plain text", hint)
     # Some templates need none: what a user says ends with [/INST], and the answer follows.
-    before = written[: written.rindex(answer)]
+    before = written.rpartition(PROBE[1]["content"])[0]
     header = before[same_length(prompt, before) :]
     if prompt == unopened and header.strip():
         fault = f"the chat template opens no answer: its prompts should end with {header!r}"
-        raise UsageError(fault, "write it where add_generation_prompt is true, or " + hint)
+        hint = "write it where add_generation_prompt is true, or --set model.chat_template=FILE"
+        raise UsageError(fault, hint)
 
 
 def check_turn_end(tokenizer: PreTrainedTokenizerBase, eos_ids: list[int]) -> None:
     """Refuse a chat template that does not end answers with an end-of-sequence id, so stopping is learned."""
-    marker = "finis"
-    turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": marker}]
-    text = render(tokenizer, turns, False)
-    rest = text_ids(tokenizer, text[text.rindex(marker) + len(marker) :])
+    text = render_whole(Row(PROBE, None, None, "a conversation of two turns"), tokenizer, PROBE)
+    rest = text_ids(tokenizer, text.rpartition(PROBE[1]["content"])[2])
     if set(rest) & set(eos_ids):
         return
     ends = tokenizer.convert_ids_to_tokens(rest[:3])
@@ -108,8 +107,6 @@ def render(
     Raises:
         UsageError: The template is malformed or refuses the conversation.
     """
-    from jinja2 import TemplateError
-
     options: dict[str, Any] = {"tokenize": False, **further}
     template = str(tokenizer.chat_template)
     if not (template.startswith(DEFAULTS) and SETS_THINKING in template):
@@ -117,13 +114,15 @@ def render(
     if row:
         options |= row.variables | ({"tools": row.tools} if row.tools else {})
     if CLOCK in template:
-        options["chat_template"] = on_one_day(tokenizer.get_chat_template(tools=row.tools if row else None))
+        dated = on_one_day(tokenizer.get_chat_template(tools=row.tools if row else None))
+        options = {"chat_template": dated, **options}
     try:
         return str(tokenizer.apply_chat_template(messages, add_generation_prompt=generation, **options))
-    except (TemplateError, TypeError) as fault:
+    except Exception as fault:  # it may come from anywhere
         place = f"{row.where}: " if row else ""
+        reason = f"{type(fault).__name__} {str(fault)[:200]}".removeprefix("TemplateError ")
         hint = "check the roles of its turns, or name another template: --set model.chat_template=FILE"
-        raise UsageError(f"{place}the chat template refuses this conversation: {fault}", hint) from fault
+        raise UsageError(f"{place}the chat template refuses this conversation: {reason}", hint) from fault
 
 
 def render_request(
@@ -132,17 +131,11 @@ def render_request(
     """Return the text of a request of lm-eval: a prompt, or an answer that the task begins, left open.
 
     Raises:
-        UsageError: The template refuses the messages, or does not end with what the task begins.
+        UsageError: The template refuses the messages, leaves out what one says, or does not end with what
+            the task begins.
     """
-    if add_generation_prompt:
-        return render(tokenizer, messages, True)
-    try:
-        return render(tokenizer, messages, False, continue_final_message=True)
-    except ValueError as fault:
-        message = (
-            f"the chat template cannot continue {messages[-1]['content']!r}, with which an answer begins"
-        )
-        raise UsageError(message, "choose a task without gen_prefix, or another template") from fault
+    row, generation = Row(messages, None, None, "a prompt of a suite"), add_generation_prompt
+    return render_whole(row, tokenizer, messages, generation, continue_final_message=not generation)
 
 
 def on_one_day(template: str) -> str:
@@ -213,37 +206,67 @@ def answer_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], compl
 
 
 def render_whole(
-    row: Row, tokenizer: PreTrainedTokenizerBase, messages: list[Message], generation: bool = False
+    row: Row,
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    generation: bool = False,
+    **more: Any,
 ) -> str:
-    """Return messages of a row as `render`; none of its tools, tool calls or last thought may be left out.
+    """Return messages of a row as `render`; nothing that they, or its tools, say may be left out.
+
+    A second rendering has a mark at both ends of each text, so that one is found wherever the template puts
+    it and however it writes it. Only thoughts before the last answer may be left out, as many templates do.
 
     Raises:
-        UsageError: The chat template refuses the conversation, or leaves out one of these.
+        UsageError: The chat template refuses the conversation, or leaves out a part of it.
     """
     if row.variables:
         check_variables(tokenizer.get_chat_template(tools=row.tools), row.variables, row.where)
-    # What may be left out, and row and messages without it.
-    parts: list[tuple[str, Row, list[Message]]] = []
-    if row.tools:
-        parts.append(("tools", replace(row, tools=None), messages))
-    if any("tool_calls" in message for message in messages):
-        parts.append(("tool_calls", row, [_without(message, "tool_calls") for message in messages]))
-    last = messages[-1]
-    if THOUGHT[0] in last:
-        parts.append(("the thought", row, [*messages[:-1], _without(last, *THOUGHT)]))
-    elif has_thought(last):
-        *_, answer = split_thought(last["content"])
-        parts.append(("the thought", row, [*messages[:-1], {**last, "content": answer}]))
-    written = render(tokenizer, messages, generation, row)
-    for what, other, shorter in parts:
-        try:
-            same = written == render(tokenizer, shorter, generation, other)
-        except UsageError:  # the results of tools need their calls, so both are written
-            continue
-        if same:
+    owners: list[str] = []
+    around = partial(_marked, owners)
+    tools, shown = [], []
+    for tool in row.tools or []:
+        function = tool["function"]
+        texts = {key: around("tools", function[key]) for key in ("name", "description") if key in function}
+        tools.append({**tool, "function": function | texts})
+    for number, message in enumerate(messages, 1):
+        owner, copy, content = f"message {number} ({message['role']})", {**message}, message["content"]
+        thought, _, answer = split_thought(content) if message["role"] == "assistant" else (None, "", content)
+        before = content.removesuffix(answer)
+        if number == len(messages):
+            before = before.replace(thought or "", around(f"the thought of {owner}", thought or ""), 1)
+            own = around(f"the thought of {owner}", message.get(THOUGHT[0], ""))
+            copy |= dict.fromkeys(THOUGHT, own) if own else {}
+        if "tool_calls" in message:
+            called = f"tool_calls of {owner}"
+            copy["tool_calls"] = [
+                {**call, "function": {key: around(called, part) for key, part in call["function"].items()}}
+                for call in message["tool_calls"]
+            ]
+        shown.append(copy | {"content": before + around(owner, answer)})
+    written = render(tokenizer, messages, generation, row, **more)
+    with_marks = render(tokenizer, shown, generation, replace(row, tools=tools), **more)
+    for number, owner in enumerate(owners):
+        if with_marks.count(MARK.format(number)) < 2:
             hint = "choose a model whose template writes it, or --set model.chat_template=FILE"
-            raise UsageError(f"{row.where}: the chat template leaves out {what}", hint)
+            raise UsageError(f"{row.where}: the chat template leaves out {owner}", hint)
     return written
+
+
+def _marked(owners: list[str], owner: str, value: Any) -> Any:
+    """Return a value with marks at both ends of all its texts and names that are not blank, at any depth.
+
+    The numbers of the marks are the places of their owner in `owners`.
+    """
+    if isinstance(value, list):
+        return [_marked(owners, owner, part) for part in value]
+    if isinstance(value, dict):
+        return {_marked(owners, owner, key): _marked(owners, owner, part) for key, part in value.items()}
+    if not isinstance(value, str) or not value.strip():
+        return value
+    mark = MARK.format(len(owners))
+    owners.append(owner)
+    return mark + value + mark
 
 
 def same_length(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -259,7 +282,3 @@ def has_thought(message: Message) -> bool:
     if message["role"] != "assistant":
         return False
     return THOUGHT[0] in message or split_thought(message["content"])[0] is not None
-
-
-def _without(message: Message, *keys: str) -> Message:
-    return {key: value for key, value in message.items() if key not in keys}

@@ -255,7 +255,6 @@ def learned_turns(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[Turn | N
         UsageError: No prompt leads to any, the template leaves out something, or an answer ends itself.
     """
     messages = [*row.prompt, {"role": "assistant", "content": row.answer or "", **row.reply}]
-    whole = render_whole(row, tokenizer, messages)
     turns: list[Turn | None] = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -264,13 +263,7 @@ def learned_turns(row: Row, tokenizer: PreTrainedTokenizerBase) -> list[Turn | N
             turns.append(None)
             continue
         said = messages[: index + 1]
-        if message is messages[-1]:
-            written = whole
-        elif has_thought(message):
-            written = render_whole(row, tokenizer, said)
-        else:
-            written = render(tokenizer, said, False, row)
-        turns.append(_turn(row, tokenizer, said, written))
+        turns.append(_turn(row, tokenizer, said, render_whole(row, tokenizer, said)))
     if not any(turns):
         hint = "name a template that writes answers as its prompts open them: --set model.chat_template=FILE"
         if any(map(has_thought, messages)):

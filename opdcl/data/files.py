@@ -16,11 +16,13 @@ import stat
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from opdcl.data.formats import COLUMNS, CONVERSATIONS, BadRow
+from opdcl.data.formats import BadRow
 from opdcl.data.messages import MAX_ROW_CHARS, are_messages
+from opdcl.data.values import DECODER
 from opdcl.errors import UsageError, listed
 
 Rows = Iterator[tuple[Any, str]]
@@ -31,16 +33,15 @@ MAX_SIZE = 1_000_000_000
 PIECE = 1 << 20
 # Rows of Parquet that are unpacked at once.
 BATCH = 1024
+# What ends a line.
+BREAK = r"\r\n|\r|\n"
 
 DOCUMENTS = (".md", ".txt", ".markdown", ".rst")
 COMPRESSED = ".gz"
 
-FILES_HINT = "use .jsonl, .json, .csv, .txt or .md, also with .gz; .parquet; or a folder of files of one kind"
-# Endings of files that others read, and what makes a file of them that is read here.
-CONVERTED = {
-    ".zst": "unpack it: zstd -d FILE",
-    ".arrow": "in Python: datasets.Dataset.from_file('FILE').to_json('rows.jsonl')",
-}
+FILES_HINT = (
+    "use .jsonl, .json, .csv, .txt, .md, also with .gz; .parquet, .arrow; or a folder of one kind of them"
+)
 
 
 def ending(path: Path) -> str:
@@ -74,12 +75,17 @@ def read_file(path: Path) -> Rows:
     if reader is None or (is_compressed(path) and reader is _table):
         unknown = "".join(path.suffixes[-2:]) if is_compressed(path) else path.suffix
         message = f"{path}: cannot tell the format of {unknown or 'a file without an ending'}"
-        raise UsageError(message, CONVERTED.get(ending(path), FILES_HINT).replace("FILE", str(path)))
+        raise UsageError(message, FILES_HINT)
     yield from reader(path)
 
 
 def read_text(path: Path) -> str:
-    """Return a text file, unpacked, with every line break as a line feed.
+    """Return a text file as `_decoded`, with every line break as a line feed."""
+    return _decoded(path).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _decoded(path: Path) -> str:
+    """Return a text file, unpacked, without a mark of its byte order.
 
     Raises:
         UsageError: It cannot be read, is damaged, is not UTF-8, or holds more than `MAX_SIZE` bytes.
@@ -92,7 +98,7 @@ def read_text(path: Path) -> str:
                 size += len(piece)
                 if size > MAX_SIZE:
                     raise _too_large(path)
-        text = b"".join(pieces).decode("utf-8-sig")
+        return b"".join(pieces).decode("utf-8-sig")
     except UnicodeDecodeError as fault:
         raise UsageError(f"{path} is not UTF-8 text (byte {fault.start})", "save it as UTF-8") from fault
     except (OSError, EOFError, zlib.error) as fault:
@@ -101,7 +107,6 @@ def read_text(path: Path) -> str:
             raise UsageError(message, "compress it again, or give the file without compression") from fault
         reason = getattr(fault, "strerror", None) or fault
         raise UsageError(f"{path} cannot be read: {reason}", "check its permissions") from fault
-    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _too_large(path: Path) -> UsageError:
@@ -133,19 +138,22 @@ def _json(path: Path) -> Rows:
         yield from _entries(text, start, path)
     else:
         where = f"{path}:{_line(text, start)}"
-        if ending(path) == ".json":
-            _refuse_table(value, where)
-        yield _as_row(value), where
+        yield _row_in(text[start:end], where), where
 
 
 def _lines(text: str, path: Path) -> Rows:
     for number, line in enumerate(text.split("\n"), 1):
         where = f"{path}:{number}"
-        try:
-            if line.strip():
-                yield _as_row(json.loads(line)), where
-        except (ValueError, RecursionError) as fault:
-            yield _not_json(where, fault), where
+        if line.strip():
+            yield _row_in(line, where), where
+
+
+def _row_in(text: str, where: str) -> Any:
+    """Return the row that a JSON text holds, or why it cannot be used."""
+    try:
+        return _as_row(DECODER.decode(text))
+    except (ValueError, RecursionError) as fault:
+        return _not_json(where, fault)
 
 
 def _entries(text: str, start: int, path: Path) -> Rows:
@@ -155,8 +163,9 @@ def _entries(text: str, start: int, path: Path) -> Rows:
     while text[place] != "]":
         line += text.count("\n", counted, place)
         counted = place
-        value, end = decoder.raw_decode(text, place)
-        yield _as_row(value), f"{path}:{line}"
+        _, end = decoder.raw_decode(text, place)
+        where = f"{path}:{line}"
+        yield _row_in(text[place:end], where), where
         place = _next(text, end)
 
 
@@ -165,18 +174,6 @@ def _next(text: str, position: int) -> int:
     while text[position] in " \n\t,":
         position += 1
     return position
-
-
-def _refuse_table(value: Any, where: str) -> None:
-    """Refuse an object that holds rows under a name, or the values of each column under its name."""
-    if not isinstance(value, dict) or value.keys() & CONVERSATIONS.keys():
-        return
-    parts = [part for part in value.values() if isinstance(part, list | dict)]
-    has_columns = len(parts) == len(value) and not any(map(are_messages, parts))
-    if parts and (has_columns or not value.keys() & COLUMNS):
-        message = f"{where} is one object, with rows or columns in it: {listed(value)}"
-        hint = "write a list of rows: jq .NAME FILE, or with pandas table.to_json(FILE, orient='records')"
-        raise UsageError(message, hint)
 
 
 def _as_row(value: Any) -> Any:
@@ -188,7 +185,7 @@ def _as_row(value: Any) -> Any:
 
 def _not_json(where: str, fault: Exception) -> BadRow:
     reason = f"{fault.msg} at column {fault.colno}" if isinstance(fault, json.JSONDecodeError) else fault
-    return BadRow(where, f"not valid JSON: {reason}", "one JSON object per line, or one list of objects")
+    return BadRow(where, f"not valid JSON: {reason}", "one JSON object per line, or one list; each key once")
 
 
 def _line(text: str, position: int) -> int:
@@ -197,54 +194,89 @@ def _line(text: str, position: int) -> int:
 
 def _csv(path: Path) -> Rows:
     csv.field_size_limit(MAX_ROW_CHARS + 1)
-    text = read_text(path)
-    first, _, rest = text.partition("\n")
+    text = _decoded(path)  # a line break in a field is the field's own
     # Excel reads and writes a line before the header that names the separator.
-    named = re.fullmatch("(?i)sep=(.)", first)
-    text = rest if named else text
+    named = re.match(rf"(?i)sep=(.)(?:{BREAK}|\Z)", text)
+    text = text[named.end() :] if named else text
     separator = named[1] if named else _separator(text, ending(path))
-    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator)
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    read = 0  # lines of the rows before
     try:
         _refuse_repeated(reader.fieldnames or [], f"{path}:{reader.line_num + bool(named)}")
+        read = reader.line_num
         for row in reader:
-            where = f"{path}:{reader.line_num + bool(named)}"
-            if None in row:
-                hint = f"quote fields that hold a {separator!r}"
-                yield BadRow(where, "the row has more fields than the header", hint), where
-            else:
-                yield row, where
+            read = reader.line_num
+            where = f"{path}:{read + bool(named)}"
+            hint = f"quote fields that hold a {separator!r}"
+            bad = BadRow(where, "the row has more fields than the header", hint)
+            yield bad if None in row else row, where
     except csv.Error as fault:
-        hint = f"a field has at most {MAX_ROW_CHARS} characters"
-        raise UsageError(f"{path}:{reader.line_num + bool(named) + 1}: {fault}", hint) from fault
+        rest = "".join(islice(io.StringIO(text, newline=""), read, None))
+        mark = re.escape(separator)
+        before = re.match(rf'[\r\n]*(?:(?:"(?:[^"]|"")*+"|(?!")[^{mark}\r\n]*+){mark})*+', rest)
+        line = 1 + read + bool(named) + len(re.findall(BREAK, before[0] if before else ""))
+        hint = (
+            f'close its quote, write "" for one in the text; a field has at most {MAX_ROW_CHARS} characters'
+        )
+        message = f"{path}:{line}: the field that begins here cannot be read: {fault}"
+        raise UsageError(message, hint) from fault
 
 
 def _separator(text: str, form: str) -> str:
     """Return what the header has most of outside quotes; a tab in a .tsv file that has one."""
-    header = re.match(r'(?:"[^"]*"|[^"\n])*', text)
+    header = re.match(r'(?:"[^"]*"|[^"\r\n])*', text)
     bare = re.sub('"[^"]*"', "", header[0] if header else "")
     if form == ".tsv" and "\t" in bare:
         return "\t"
-    counted = bare if re.search("[,;\t]", bare) else text.partition("\n")[0]
+    counted = bare if re.search("[,;\t]", bare) else re.split(BREAK, text, maxsplit=1)[0]
     return max(",;\t", key=counted.count)
 
 
 def _table(path: Path) -> Rows:
-    """Yield the rows of a Parquet file."""
+    """Yield the rows of a file of Parquet, or of Arrow as `datasets` saves it."""
     import pyarrow.parquet
 
     number = size = 0
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            _refuse_repeated(file.schema_arrow.names, str(path))
-            for batch in file.iter_batches(batch_size=BATCH):
+        with pyarrow.OSFile(str(path)) as file:
+            if ending(path) == ".arrow":
+                batches = pyarrow.ipc.open_stream(file)
+                names = batches.schema.names
+            else:
+                parquet = pyarrow.parquet.ParquetFile(file)
+                batches, names = parquet.iter_batches(batch_size=BATCH), parquet.schema_arrow.names
+            _refuse_repeated(names, str(path))
+            for batch in batches:
                 size += sum(map(_unpacked_size, batch.columns))
                 if size > MAX_SIZE:
                     raise _too_large(path)
-                for row in batch.to_pylist():
+                for row in rows_of(pyarrow.Table.from_batches([batch])):
                     number += 1
                     yield row, f"{path} row {number}"
-    except (pyarrow.ArrowException, OSError, ValueError) as fault:
-        raise UsageError(f"{path} is not a Parquet file: {str(fault)[:200]}", "write it again") from fault
+    except (pyarrow.ArrowException, OSError, ValueError, LookupError) as fault:
+        message = f"{path} is not a file of {ending(path)[1:].capitalize()}: {str(fault)[:200]}"
+        raise UsageError(message, "write it again") from fault
+
+
+def rows_of(table: Any) -> list[dict[str, Any]]:
+    """Return the rows of an Arrow table as a text file would have them.
+
+    Numbers of 32 bits have their shortest spelling, 0.1 and not 0.10000000149011612. Classes have the
+    names that `datasets` keeps in the schema.
+    """
+    import pyarrow
+
+    for number, name in enumerate(table.column_names):
+        if table.schema.types[number] in (pyarrow.float16(), pyarrow.float32()):
+            table = table.set_column(number, name, table[name].cast("string").cast("double"))
+    rows: list[dict[str, Any]] = table.to_pylist()
+    about = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
+    for name, feature in about.get("info", {}).get("features", {}).items():
+        if feature.get("_type") == "ClassLabel":
+            for row in rows:
+                # -1 stands for an unknown one.
+                row[name] = None if row[name] in (None, -1) else feature["names"][row[name]]
+    return rows
 
 
 def _unpacked_size(column: Any) -> int:
@@ -266,6 +298,6 @@ def _refuse_repeated(names: Iterable[str], where: str) -> None:
 READERS: dict[str, Callable[[Path], Rows]] = {
     **dict.fromkeys((".jsonl", ".json", ".ndjson"), _json),
     **dict.fromkeys((".csv", ".tsv"), _csv),
-    ".parquet": _table,
+    **dict.fromkeys((".parquet", ".arrow"), _table),
     **dict.fromkeys(DOCUMENTS, _document),
 }

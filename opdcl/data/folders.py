@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from opdcl.config.shipped import split_part
 from opdcl.data.files import DOCUMENTS, READERS, ending, is_regular, read_text
@@ -24,7 +23,7 @@ PARTS = {
     **dict.fromkeys(("test", "tests", "testing", "eval", "evaluation", "holdout", "heldout", "held"), "test"),
 }
 # What `datasets` and the Hub write beside the rows about them.
-ABOUT_ROWS = ("dataset_infos.json", "dataset_info.json")
+ABOUT_ROWS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 # Folders that hold what programs made or brought.
 FOREIGN = ("node_modules", "_build", "__pycache__", "site-packages")
 
@@ -48,10 +47,6 @@ def list_folder(source: str) -> Folder:
     """
     name, part = split_part(source)
     folder = Path(name)
-    for about, one in (("state.json", ""), ("dataset_dict.json", "['train']")):
-        if (folder / about).is_file():
-            hint = f"in Python: datasets.load_from_disk('{folder}'){one}.to_json('rows.jsonl')"
-            raise UsageError(f"{folder} is what save_to_disk wrote, which is not read", hint)
     files, left_out = _walk(folder)
     parts = _parts_of_card(folder, files)
     if parts:
@@ -100,41 +95,25 @@ def _parts_of_card(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
     Raises:
         UsageError: It cannot be read, has several subsets, or names files that are not there.
     """
-    from ruamel.yaml import YAML, YAMLError
-
     card = folder / "README.md"
-    head = re.match(r"---\n(.*?)\n---", read_text(card), re.DOTALL) if is_regular(card) else None
-    if head is None or "configs:" not in head[1]:
+    text = read_text(card) if is_regular(card) else ""
+    head = re.match(r"---\n(.*?)^(configs:.*?)^---", text, re.DOTALL | re.MULTILINE)
+    if head is None:
         return {}
-    parts: dict[str, list[Path]] = {}
+    from datasets import load_dataset_builder
+
+    where = f"{card}:{text.count(chr(10), 0, head.start(2)) + 1}"
+    if "://" in head[2]:  # it would be asked what is there
+        raise UsageError(f"{where}: configs names files elsewhere", "bring them here")
+    here = {os.path.realpath(file): file for file in files}
     try:
-        subsets = YAML(typ="safe").load(head[1]).get("configs") or []
-        chosen = [one for one in subsets if one.get("default") or one.get("config_name") == "default"]
-        if len(subsets) > 1 and len(chosen) != 1:
-            names = listed([str(one.get("config_name")) for one in subsets])
-            hint = "keep the subset that you mean in a folder of its own, or mark it there with default: true"
-            raise UsageError(f"{card} names several subsets: {names}", hint)
-        for one in chosen or subsets:
-            for part, pattern in _patterns(one.get("data_files") or []):
-                placed = {*folder.glob(f"{one.get('data_dir') or '.'}/{pattern}")}
-                found = [file for file in files if file in placed]
-                if not found:
-                    hint = "bring these files here, or remove them from configs"
-                    raise UsageError(f"{card} names {pattern}, and no file here is read by that name", hint)
-                known = parts.setdefault(part, [])
-                known += [file for file in found if file not in known]
-    except (YAMLError, AttributeError, KeyError, TypeError, ValueError, NotImplementedError) as fault:
-        hint = "write configs as the Hub wants them, or remove configs"
-        raise UsageError(f"{card}: its configs cannot be read: {str(fault)[:200]}", hint) from fault
-    return parts
-
-
-def _patterns(data_files: Any) -> Iterator[tuple[str, str]]:
-    """Yield the part and the name of each entry; files without a part are to train on."""
-    for entry in data_files if isinstance(data_files, list) else [data_files]:
-        part, paths = (entry["split"], entry["path"]) if isinstance(entry, dict) else ("train", entry)
-        for path in paths if isinstance(paths, list) else [paths]:
-            yield str(part), str(path)
+        with tempfile.TemporaryDirectory() as cache:
+            found = load_dataset_builder(os.path.abspath(folder), cache_dir=cache).config.data_files
+        return {str(part): [here[os.path.realpath(name)] for name in names] for part, names in found.items()}
+    except Exception as fault:  # datasets raises a dozen kinds; a KeyError is a file that is not read here
+        hint = "bring its files here, keep one subset, write it as the Hub wants it, or name one file"
+        reason = " ".join(str(fault).split())[:200]
+        raise UsageError(f"{where}: configs names files that cannot be read: {reason}", hint) from fault
 
 
 def _is_about(file: Path) -> bool:
@@ -145,12 +124,21 @@ def _is_about(file: Path) -> bool:
 
 
 def _walk(folder: Path) -> tuple[list[Path], list[str]]:
-    """Return the files that have a reader, in order, and the names of all others. Hidden ones have none."""
+    """Return the files that have a reader, in order, and the names of all others. Hidden ones have none.
+
+    A folder to which several links lead is entered once.
+    """
     files: list[Path] = []
     left_out: list[str] = []
-    for place, folders, names in os.walk(folder):
+    entered = {os.path.realpath(folder)}
+    for place, folders, names in os.walk(folder, followlinks=True):
         inside = Path(place).relative_to(folder)
-        closed = [name for name in folders if name.startswith(".") or name in FOREIGN]
+        closed = []
+        for name in sorted(folders, key=lambda name: os.path.islink(os.path.join(place, name))):
+            real = os.path.realpath(os.path.join(place, name))
+            if name.startswith(".") or name in FOREIGN or real in entered:
+                closed.append(name)
+            entered.add(real)
         left_out += [f"{inside / name}/" for name in closed]
         folders[:] = [name for name in folders if name not in closed]
         for name in names:

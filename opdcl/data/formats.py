@@ -199,19 +199,11 @@ def check_row(row: Any, where: str) -> Row:
         teacher=checked_text(teacher, "teacher") if teacher not in (None, "") else "",
         cluster=checked_text(cluster, "cluster", may_be_empty=True),
         group=str(fields.given.get("group", "")),
-        tools=read_tools(fields.take("tools")) or _functions(fields),
+        tools=read_tools(fields.take("tools")),
         variables=read_objects([variables], "chat_template_kwargs")[0],
         columns=tuple(map(str, row)),
         unread=(*fields.unread(), *read.unread),
     )
-
-
-def _functions(fields: Fields) -> list[Message] | None:
-    """Return the tools of a row in OpenAI's older format; a column of this name may hold anything else."""
-    functions = from_json_text(fields.given.get("functions"))
-    if not isinstance(functions, list) or not all(isinstance(f, dict) and "name" in f for f in functions):
-        return None
-    return read_tools(fields.take("functions"))
 
 
 def did_you_mean(columns: Collection[str]) -> str:

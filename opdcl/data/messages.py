@@ -53,8 +53,7 @@ RESULT_KEYS = ("name", "tool_call_id")
 RESULT_IN_MARKS = re.compile(
     r"\s*<tool_response>\s*((?:(?!</?tool_response>).)*?)\s*</tool_response>\s*", re.DOTALL
 )
-# Fields in which other formats keep the arguments of a call, and the schema of a tool.
-IN_PLACE_OF_ARGUMENTS = ("input", "parameters", "args", "kwargs", "params")
+# Fields in which other formats keep the schema of a tool.
 SCHEMAS = {"input_schema": "parameters", "inputSchema": "parameters"}
 TOOLS_HINT = (
     'a tool is {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}'
@@ -192,7 +191,7 @@ def _first(turn: Message, keys: tuple[str, ...]) -> Any:
 
 
 def _part(part: Any) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text":
+    if not isinstance(part, dict) or part.get("type") not in ("text", "input_text", "output_text"):
         kind = part.get("type") if isinstance(part, dict) else kind_of(part)
         raise UsageError(f"a message holds a part of type {kind}", ONLY_TEXT)
     return checked_text(part.get("text"), "text")
@@ -205,10 +204,6 @@ def _call(call: Message) -> Message:
     if not isinstance(name, str) or not name:
         raise UsageError("a tool call has no name", AS_OPENAI)
     given = function.get("arguments")
-    if others := [
-        key for key in IN_PLACE_OF_ARGUMENTS if given is None and not is_missing(function.get(key))
-    ]:
-        raise UsageError(f"the call of {name} has {others[0]} in place of arguments", AS_OPENAI)
     if is_missing(given) or given == "null":
         given = {}
     if not isinstance(from_json_text(given), dict):
@@ -267,7 +262,7 @@ def read_objects(value: Any, field: str) -> list[Message]:
 
 def kind_of(value: Any) -> str:
     """Return what a JSON value is, in words."""
-    return KINDS.get(type(value), type(value).__name__)
+    return KINDS.get(float if isinstance(value, float) else type(value), type(value).__name__)
 
 
 def checked_text(value: Any, name: str, may_be_empty: bool = False) -> str:

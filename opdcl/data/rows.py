@@ -10,7 +10,6 @@ import functools
 import itertools
 import json
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,12 +19,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from opdcl.config.own_tasks import is_task_file
 from opdcl.config.shipped import SHIPPED_DATA, package_folder, split_part
-from opdcl.data.files import read_file
+from opdcl.data.files import BATCH, read_file, rows_of
 from opdcl.data.folders import list_folder
 from opdcl.data.formats import DECIDING, BadRow, Row, check_row
 from opdcl.data.messages import FIELDS_HINT, kind_of
 from opdcl.data.own_tasks import task_files
-from opdcl.data.values import is_missing
+from opdcl.data.values import DECODER, is_missing
 from opdcl.errors import UsageError, listed, nearest, nearest_path
 from opdcl.hub import Repository, parse, snapshot
 
@@ -91,7 +90,7 @@ def check_lines(text: str, name: str, columns: Mapping[str, str] | None = None) 
 def records_in(text: str, name: str) -> list[tuple[dict[str, Any], str]]:
     """Return the rows of a JSONL text as they are, each with its place."""
     lines = enumerate(text.split("\n"), 1)
-    return [(json.loads(line), f"{name} row {number}") for number, line in lines if line]
+    return [(DECODER.decode(line), f"{name} row {number}") for number, line in lines if line]
 
 
 def check_all(rows: Iterable[tuple[Any, str]], columns: Mapping[str, str]) -> CheckedRows:
@@ -149,15 +148,6 @@ def unread(source: str, rows: list[Row]) -> str:
     names = [f"{shortened(name, 40)} ({count} row{'s' * (count > 1)})" for name, count in counts]
     fields = "1 field is" if len(names) == 1 else f"{len(names)} fields are"
     return f"{source}: {fields} not read: {listed(names, 8)}"
-
-
-def front_matter(source: str, rows: list[Row]) -> str:
-    """Say how many documents begin with settings for another program, which are learned as text."""
-    found = [row.where for row in rows if re.match(r"---\n.*?\n---(\n|\Z)", row.text or "", re.DOTALL)]
-    if not found:
-        return ""
-    count = "1 document begins" if len(found) == 1 else f"{len(found)} documents begin"
-    return f"{source}: {count} with front matter (first: {found[0]}), which is learned with the text"
 
 
 def shortened(text: str, limit: int) -> str:
@@ -297,5 +287,7 @@ def _hub(source: str, repository: Repository, split: str) -> Iterator[tuple[Any,
     except Exception as fault:  # datasets raises a dozen kinds; each means that its files are unusable
         hint = f"owner/name:subset names a subset; check that it has a split {split!r}"
         raise UsageError(f"dataset {source!r} cannot be read: {str(fault)[:200]}", hint) from fault
-    for number, row in enumerate(dataset, 1):
+    tables = dataset.with_format("arrow").iter(BATCH)
+    rows = (row for table in tables for row in rows_of(table))
+    for number, row in enumerate(rows, 1):
         yield row, f"{source} row {number}"

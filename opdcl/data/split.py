@@ -11,6 +11,7 @@ from typing import Any
 from opdcl.data.formats import Row
 from opdcl.data.rows import check_all
 from opdcl.data.similarity import content_words, pairs_alike
+from opdcl.data.values import Spelled
 from opdcl.errors import UsageError
 from opdcl.rundir.hashes import hash_value
 
@@ -55,7 +56,8 @@ def split_rows(
         hint = f"--test-share {larger:.2g}, or w" if larger <= 0.5 else "w"
         hint += "rite test rows: opdcl eval RUN --domain TEST.jsonl"
         raise UsageError(f"{found} stay together); fewer than {FEWEST} test rows show nothing", hint)
-    lines = [json.dumps(record, ensure_ascii=False, default=str) + "\n" for record, _ in records]
+    spelled = [row | {key: str(v) for key, v in row.items() if isinstance(v, Spelled)} for row, _ in records]
+    lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in spelled]
     test = "".join(line for i, line in enumerate(lines) if i in chosen)
     learned = "".join(line for i, line in enumerate(lines) if i not in chosen)
     note = (

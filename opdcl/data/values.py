@@ -7,12 +7,39 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
+from datetime import date, time
+from decimal import Decimal
 from typing import Any
 
 FLAGS = {
     **dict.fromkeys(("true", "yes", "good", "1", "1.0"), 1),
     **dict.fromkeys(("false", "no", "bad", "rejected", "0", "0.0", "-1", "-1.0"), 0),
 }
+
+
+class Spelled(float):
+    """A number of a JSON text, which is learned as it is spelled there: 0.10, 1e5."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"an object has the key {name[:60]!r} twice")
+    return found
+
+
+# Reads a JSON text so that nothing is lost: no spelling of a number, no value of a key.
+DECODER = json.JSONDecoder(
+    object_pairs_hook=_object, parse_float=Spelled, parse_int=lambda n: Spelled(n) if n == "-0" else int(n)
+)
 
 
 def is_missing(value: Any) -> bool:
@@ -51,7 +78,7 @@ class Fields:
 
 def as_flag(value: Any) -> bool | None:
     """Return a flag that says yes or no in some way, also as text as in a CSV file; None for others."""
-    found = FLAGS.get(str(value).strip().lower())
+    found = FLAGS.get(str(float(value) if isinstance(value, float) else value).strip().lower())
     return None if found is None else bool(found)
 
 
@@ -60,14 +87,16 @@ def from_json_text(value: Any) -> Any:
     if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
         return value
     try:
-        decoded = json.loads(value)
+        decoded = DECODER.decode(value)
     except (ValueError, RecursionError):
         return value
     return decoded
 
 
 def number_as_text(value: Any) -> Any:
-    """Return a finite number as a CSV file would write it, and any other value unchanged."""
+    """Return a finite number, date or time as a CSV file would write it, and any other value unchanged."""
+    if isinstance(value, Spelled | Decimal | date | time):
+        return str(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     return json.dumps(value) if isinstance(value, int) or math.isfinite(value) else value

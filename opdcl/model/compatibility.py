@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedTokenizerBase
 
-from opdcl.data.chat import on_one_day, render
+from opdcl.data.chat import PROBE, on_one_day, render
 from opdcl.errors import UsageError
 
 # Spaces, case, digits, scripts, emoji, code, line ends: where tokenizers of equal size differ.
@@ -54,8 +54,7 @@ def differences(
     a, b = (t.get_added_vocab() for t in pair)
     if differing := sorted(token for token in {*a, *b} - more if a.get(token) != b.get(token)):
         reasons.append(f"added tokens differ: {', '.join(differing[:5])}")
-    turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "It."}]
-    a, b = (render(t, turns, False) if t.chat_template else None for t in pair)
+    a, b = (render(t, PROBE, False) if t.chat_template else None for t in pair)
     if a != b:
         reasons.append(f"the chat template writes {a!r} and {b!r}"[:300])
     return reasons
@@ -63,14 +62,11 @@ def differences(
 
 def template_difference(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
     """Say how a conversation looks in a tokenizer's own chat template and in another; "" if alike."""
-    turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "It."}]
-    own = render(tokenizer, turns, False)
+    own = render(tokenizer, PROBE, False)
     try:
-        other = tokenizer.apply_chat_template(
-            turns, chat_template=on_one_day(template), tokenize=False, enable_thinking=False
-        )
-    except Exception as fault:  # the template is somebody else's
-        other = f"nothing: {type(fault).__name__} {fault}".rstrip()
+        other = render(tokenizer, PROBE, False, chat_template=on_one_day(template))
+    except UsageError as fault:
+        other = f"nothing: {fault.message}"
     return "" if own == other else f"it writes {other!r:.300}, this run {own!r:.300}"
 
 

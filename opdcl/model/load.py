@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from opdcl import parallel
 from opdcl.config.model import ModelConfig, TeacherModel
-from opdcl.data.chat import check_template, render, with_variables
+from opdcl.data.chat import check_template, with_variables
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
 from opdcl.hub import Repository, download_command, parse, reachable
 from opdcl.model import consent, door, quantized
@@ -142,7 +142,6 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if config.chat_template_kwargs and not isinstance(template, str):
         template = tokenizer.get_chat_template()  # the one of several that is the default
     tokenizer.chat_template = with_variables(template, config.chat_template_kwargs)
-    _try_template(config, tokenizer)
     check_template(tokenizer)
     return tokenizer
 
@@ -156,18 +155,6 @@ def _read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     source, options = _loading_options(config)
     with to_user_error(config):
         return door.read_tokenizer(source, **options)
-
-
-def _try_template(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a chat template that fails on one short turn: it may come from anywhere."""
-    try:
-        render(tokenizer, [{"role": "user", "content": "Hello."}], True)
-    except UsageError:  # it refuses this turn; the rows' own may be others
-        return
-    except Exception as fault:
-        reason = f"{type(fault).__name__} {str(fault)[:200]}".rstrip()
-        hint = "--set model.chat_template=FILE names another one"
-        raise UsageError(f"the chat template of model {config.id!r} fails: {reason}", hint) from fault
 
 
 def write_template(config: ModelConfig, folder: Path) -> Path | None:

@@ -14,7 +14,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.workflow import Workflow
 from opdcl.data.chat import note_on_clock
 from opdcl.data.formats import Row
-from opdcl.data.rows import front_matter, left_out, shortened, unread
+from opdcl.data.rows import left_out, shortened, unread
 from opdcl.errors import UsageError
 from opdcl.model.consent import refuse_stored_places
 from opdcl.pipeline.defaults import text_config
@@ -77,7 +77,6 @@ def checked_plan(
     files = job.inputs.files  # those of suites are read by now
     of_files = [left_out(source) for source in files]
     of_files += [unread(source, rows) for source, rows in files.items()]
-    of_files += [front_matter(source, rows) for source, rows in files.items()]
     return tasks, [note for note in dict.fromkeys(of_files + notes) if note]
 
 

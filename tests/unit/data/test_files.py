@@ -13,7 +13,7 @@ import pytest
 from opdcl.data import files
 from opdcl.data.files import READERS
 from opdcl.data.formats import Row
-from opdcl.data.rows import front_matter, left_out, load_rows, read_rows, source_files
+from opdcl.data.rows import left_out, load_rows, read_rows, source_files
 from opdcl.errors import UsageError
 
 ROWS = [
@@ -116,17 +116,14 @@ def test_the_files_of_a_folder_are_read_in_order(tmp_path, name):
     assert [row.answer for row in load_rows(str(tmp_path))] == [row["answer"] for row in ROWS]
 
 
-def test_what_datasets_writes_is_read_after_the_line_of_the_hint(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_what_datasets_saves_is_read(tmp_path):
     saved = datasets.Dataset.from_list(ROWS)
     saved.save_to_disk(tmp_path / "saved", num_shards=2)
-    datasets.DatasetDict(train=saved).save_to_disk(tmp_path / "parts")
-    (shard,) = (tmp_path / "parts" / "train").glob("*.arrow")
-    for place in (tmp_path / "saved", tmp_path / "parts", shard):
-        with pytest.raises(UsageError, match=r"save_to_disk wrote|format of \.arrow") as caught:
-            load_rows(str(place))
-        eval(caught.value.hint.removeprefix("in Python: "), {"datasets": datasets})
-        assert [row.answer for row in load_rows("rows.jsonl")] == [row["answer"] for row in ROWS]
+    datasets.DatasetDict(train=saved, test=saved).save_to_disk(tmp_path / "parts")
+    for place in (tmp_path / "saved", f"{tmp_path / 'parts'}@train"):
+        assert [row.answer for row in load_rows(str(place))] == [row["answer"] for row in ROWS]
+        assert "state.json" in left_out(str(place))
+    assert len(load_rows(str(next((tmp_path / "saved").glob("*1-of*.arrow"))))) == 1
 
 
 def test_a_document_is_read_alone_and_compressed(tmp_path):
@@ -153,9 +150,6 @@ def test_folders_that_programs_made_and_files_about_rows_are_left_out_by_name(tm
     write(tmp_path, dict.fromkeys(names, b"text"))
     assert len(load_rows(str(tmp_path))) == 1
     assert left_out(str(tmp_path)).endswith(": 2 left out: _build/, node_modules/")
-    write(tmp_path, {"b.md": b"---\ntitle: B\n---\nText.", "c.md": b"---\nText with a rule above."})
-    note = front_matter(str(tmp_path), load_rows(str(tmp_path)))
-    assert note.startswith(f"{tmp_path}: 1 document begins with front matter (first: {tmp_path}/b.md)")
     write(tmp_path / "rows", {"train.jsonl": lines(ROWS), "dataset_infos.json": b"{}"})
     assert len(load_rows(str(tmp_path / "rows"))) == len(ROWS)
 
@@ -239,22 +233,27 @@ def test_the_parts_that_a_readme_names_are_read_as_the_hub_does(tmp_path, name):
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
-        ("  - {split: train, path: none.jsonl}", "names none.jsonl, and no file here"),
-        ("  - {split: train, path: ../other.jsonl}", "names ../other.jsonl, and no file here"),
-        ("  - {split: train, path: https://a.b/c.jsonl}", "names https://a.b/c.jsonl, and no file here"),
-        ("  - {split: train}", "its configs cannot be read"),
-        ("  - [", "its configs cannot be read"),
-        ("  - fit.jsonl\n- config_name: other", "several subsets: default, other"),
+        (
+            "  - {split: train, path: none.jsonl}",
+            "configs names files that cannot be read: Unable to find .*none.jsonl",
+        ),
+        (
+            "  - {split: train, path: ../other.jsonl}",
+            "configs names files that cannot be read: .*/other.jsonl",
+        ),
+        ("  - {split: train, path: https://a.b/c.jsonl}", "configs names files elsewhere"),
+        ("  - {split: train}", "configs names files that cannot"),
+        ("  - [", "configs names files that cannot"),
+        ("  - fit.jsonl\n- config_name: other", "configs names files that cannot be read: .* 'other'"),
     ],
 )
 def test_a_readme_whose_parts_are_not_here_is_refused(tmp_path, entries, words):
-    card = (
-        HEAD.format(entries).replace("config_name: default", "config_name: one") if "several" in words else ""
-    )
-    write(tmp_path / "keys", {"fit.jsonl": lines(ROWS), "README.md": (card or HEAD.format(entries)).encode()})
+    head = HEAD.replace("default", "one") if "other" in words else HEAD
+    write(tmp_path / "keys", {"fit.jsonl": lines(ROWS), "README.md": head.format(entries).encode()})
     write(tmp_path, {"other.jsonl": lines(ROWS)})
-    with pytest.raises(UsageError, match=words.replace("default", "one")):
+    with pytest.raises(UsageError, match=f"README.md:2: {words}") as caught:
         load_rows(str(tmp_path / "keys"))
+    assert caught.value.hint
 
 
 def test_bad_rows_are_values_in_the_order_of_the_file(tmp_path):
@@ -269,12 +268,14 @@ def test_bad_rows_are_values_in_the_order_of_the_file(tmp_path):
     assert (caught.value.message, caught.value.hint) == (read.bad[0].message, read.bad[0].hint)
 
 
-TABLE = ":1 is one object, with rows or columns in it: "
 SENTENCES = {
-    "data.json": (as_bytes({"version": "1", "data": ROWS}, 2), f"{TABLE}version, data"),
-    "by_id.json": (as_bytes({f"id-{number}": row for number, row in enumerate(ROWS)}), f"{TABLE}id-0, id-1"),
-    "columns.json": (as_bytes({"question": {"0": "a"}, "answer": {"0": "b"}}), f"{TABLE}question, answer"),
-    "columns2.json": (as_bytes({"question": ["a"], "answer": ["b"]}), f"{TABLE}question, answer"),
+    "data.json": (as_bytes({"version": "1", "data": ROWS}, 2), ":1: the row has only version, data"),
+    "by_id.json": (
+        as_bytes({f"id-{i}": row for i, row in enumerate(ROWS)}),
+        ":1: the row has only id-0, id-1",
+    ),
+    "columns.json": (as_bytes({"question": {"0": "a"}, "answer": {"0": "b"}}), ":1: question is an object"),
+    "columns2.json": (as_bytes({"question": ["a"], "answer": ["b"]}), ":1: "),
     "other.json": (as_bytes({"model": "x", "layers": 3}, 2), ":1: the row has only model, layers"),
     "comma.json": (b'[\n{"text": "a"},\n]', ":3: not valid JSON"),
     "cut.json": (b'{"data": [\n{"text": "a"},\n{"text": ', ":3: not valid JSON"),
@@ -287,14 +288,14 @@ SENTENCES = {
     "half.jsonl.gz": (gzip.compress(lines(ROWS))[:-9], " is damaged or not compressed"),
     "plain.jsonl.gz": (lines(ROWS), " is damaged or not compressed"),
     "rows.jsonl.zst": (b"x", ": cannot tell the format of .zst"),
-    "rows.arrow": (b"x", ": cannot tell the format of .arrow"),
+    "rows.arrow": (b"x", " is not a file of Arrow"),
     "rows.parquet.gz": (gzip.compress(parquet(ROWS)), ": cannot tell the format of .parquet.gz"),
     "rows.xz": (b"", ": cannot tell the format of .xz"),
-    "half.parquet": (parquet(ROWS)[:200], " is not a Parquet file"),
+    "half.parquet": (parquet(ROWS)[:200], " is not a file of Parquet"),
     "twice.csv": (b"question,answer,answer\na,b,c\n", ":1 has several columns of the same name: answer"),
     "fields.csv": (b"question,answer\na,b\nc,d,e\n", ":3: the row has more fields than the header"),
     "blank.csv": (b"question,answer\nWho?,Ada.\n,London\n", ":3: question is empty"),
-    "broken.parquet": (b"PAR1 and nothing more", " is not a Parquet file"),
+    "broken.parquet": (b"PAR1 and nothing more", " is not a file of Parquet"),
     "third.jsonl": (b'{"text": "a"}\n{"text": "b"}\n{"text": "c"\n', ":3: not valid JSON"),
     "list.json": (b'[\n{"text": "a"},\n{"text": "b"\n]', ":4: not valid JSON"),
     "lists.json": (b'[{"text": "a"}]\n[{"text": "b"}]', ":1: the row is a list, not an object"),
@@ -399,4 +400,4 @@ def test_the_page_on_data_names_every_ending_that_is_read():
     from helpers.command import ROOT
 
     page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
-    assert [name for name in (*READERS, *files.CONVERTED, files.COMPRESSED) if f"`{name}`" not in page] == []
+    assert [name for name in (*READERS, files.COMPRESSED) if f"`{name}`" not in page] == []

@@ -159,8 +159,6 @@ REFUSED = [
      "a tool call has no name"),
     ({"messages": [user("x"), assistant("", tool_calls=[{"name": "f", "arguments": "x=1"}])]},
      "the arguments of f are text, not an object"),
-    ({"messages": [user("x"), assistant("", tool_calls=[{"name": "f", "input": {"x": 1}}])]},
-     "the call of f has input in place of arguments"),
     ({"messages": CHAT, "tools": [{"type": "web_search"}]}, "a tool is no function with a name: it has type"),
     ({"messages": CHAT, "tools": [{"functionDeclarations": [{"name": "f"}]}]},
      "a tool is no function with a name: it has functionDeclarations"),
@@ -362,7 +360,6 @@ BARE = {"name": "f", "description": "Do it.", "parameters": {"type": "object", "
         {"tools": [{"type": "function", **BARE}]},
         {"tools": [{**{k: BARE[k] for k in ("name", "description")}, "input_schema": BARE["parameters"]}]},
         {"tools": [{**{k: BARE[k] for k in ("name", "description")}, "inputSchema": BARE["parameters"]}]},
-        {"functions": [BARE]},
     ],
 )
 def test_tools_of_other_formats_are_wrapped_as_openai_does(given):
@@ -371,7 +368,7 @@ def test_tools_of_other_formats_are_wrapped_as_openai_does(given):
     assert not read.unread
 
 
-def test_a_column_of_functions_that_are_no_tools_is_named_and_not_read():
+def test_a_column_of_functions_is_named_and_not_read():
     (read,) = check_lines(json.dumps({"messages": CHAT, "functions": ["sin", "cos"]}), "r").usable
     assert (read.tools, read.unread) == (None, ("functions",))
 

@@ -8,6 +8,8 @@ from helpers.adapters import made_by_peft
 from helpers.command import opdcl
 
 from opdcl.config.model import ModelConfig
+from opdcl.data.chat import encode_prompt
+from opdcl.data.formats import Row
 from opdcl.errors import UsageError
 from opdcl.model.adapters import base_of
 from opdcl.model.load import load_tokenizer
@@ -76,10 +78,11 @@ def test_the_adapter_s_template_is_taken_if_base_has_none(named, adapter, tiny_m
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "fails: RecursionError"),
-        ("{{ 1 // 0 }}", "fails: ZeroDivisionError"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "conversation: RecursionError"),
+        ("{{ 1 // 0 }}", "conversation: ZeroDivisionError"),
     ],
 )
 def test_a_template_that_fails_is_refused(template, message, tiny_model):
+    tokenizer = load_tokenizer(ModelConfig(id=str(tiny_model), chat_template="{# #}" + template))
     with pytest.raises(UsageError, match=message):
-        load_tokenizer(ModelConfig(id=str(tiny_model), chat_template="{# #}" + template))
+        encode_prompt(Row([{"role": "user", "content": "Hello."}], None, None, "r:1"), tokenizer, 100)
