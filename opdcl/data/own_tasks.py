@@ -46,15 +46,18 @@ def task_files(file: Path) -> list[Path]:
 
 
 def _refuse_elsewhere(file: Path, known: list[Path]) -> None:
-    """Refuse a task that includes files of another folder: nobody would see that they change."""
+    """Refuse a task that includes files of another folder, except lm-eval's: nobody would see them change."""
+    import lm_eval.tasks
     from lm_eval.tasks._yaml_loader import load_yaml
 
+    stock = Path(lm_eval.tasks.__file__).resolve().parent
     included = load_yaml(file, resolve_func=False, recursive=False).get("include") or []
     for name in included if isinstance(included, list) else [included]:
         part = (file.parent / name).resolve()
-        if part not in known:
+        if part in known:
+            _refuse_elsewhere(part, known)
+        elif not part.is_relative_to(stock):
             raise UsageError(f"{file} includes {part}, of another folder", "copy it beside the task")
-        _refuse_elsewhere(part, known)
 
 
 def _placed(value: Any, folder: Path, known: list[Path]) -> Any:

@@ -32,12 +32,11 @@ ARTICLE = re.compile(
     rf"(?<![^\s\"'*_])(?:a|an|An(?= +[a-z])|[Tt]he|THE) +(?=[\"'*_.{MONEY}]*\w)"
     r"(?!(?:and|or|is|are|was|to|in|of|for|with|at|on|by|from|as)\b)"
 )
-PAIR = re.compile(rf"(?<!{CHAR})(\*\*|[\"'*_])(?=\S)(.{{1,200}}?)(?<=\S)\1(?!{CHAR})")
+PAIR = rf"(?<!{CHAR})(\*\*|[\"'*_])(?=\S)(.{{1,200}}?)(?<=\S)\1(?!{CHAR})"
 NUMBER = re.compile(r"\d(?:[\d.,']*\d)?")
 # What is rewritten before the words are found, in this order.
 REWRITTEN = [
-    (PAIR, r" \2 "),
-    (PAIR, r" \2 "),  # quotes around emphasis
+    *[(PAIR, r" \2 ")] * 2,  # quotes around emphasis
     ("!=", "\u2260"),
     ("<=", "\u2264"),
     (">=", "\u2265"),
