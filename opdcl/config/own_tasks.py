@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
-from opdcl.errors import UsageError, listed
+from opdcl.errors import UsageError
 
 ROLES = ("retention", "domain", "control")
 ENDINGS = (".yaml", ".yml")
@@ -15,11 +14,6 @@ ENDINGS = (".yaml", ".yml")
 def is_task_file(place: str) -> bool:
     """Tell whether a path names the file of a task."""
     return place.lower().endswith(ENDINGS)
-
-
-def is_task_path(place: str) -> bool:
-    """Return whether an entry of a list of suites is a file or folder; no suite's name looks like one."""
-    return is_task_file(place) or ("/" in place and os.path.isdir(place))
 
 
 def name_own_tasks(tree: dict[str, Any]) -> None:
@@ -37,7 +31,7 @@ def name_own_tasks(tree: dict[str, Any]) -> None:
     for role in ROLES:
         suites = evaluation.get(role)
         suites = [suites] if isinstance(suites, str) else suites
-        if isinstance(suites, list) and any(isinstance(s, str) and is_task_path(s) for s in suites):
+        if isinstance(suites, list) and any(isinstance(s, str) and is_task_file(s) for s in suites):
             evaluation[role] = [_named(suite, found) for suite in suites]
     for name, file in found.items():
         listings = [suite for role in ROLES for suite in (evaluation.get(role) or []) if suite == name]
@@ -49,23 +43,15 @@ def name_own_tasks(tree: dict[str, Any]) -> None:
 
 def _named(suite: Any, found: dict[str, str]) -> Any:
     """Return the name of a suite, and add its file to `found` if it is a path."""
-    if not isinstance(suite, str) or not is_task_path(suite):
+    if not isinstance(suite, str) or not is_task_file(suite):
         return suite
-    file = _file_in(Path(suite)) if os.path.isdir(suite) else Path(suite)
+    file = Path(suite)
     if not file.is_file():
         hint = "give the path of a task of lm-eval, or the name of a suite"
         raise UsageError(f"the task file {str(file)!r} does not exist", hint)
     if found.setdefault(file.stem, str(file)) != str(file):
         raise _same_name(file.stem, str(file), found[file.stem])
     return file.stem
-
-
-def _file_in(folder: Path) -> Path:
-    files = sorted(file for file in folder.iterdir() if is_task_file(file.name))
-    if len(files) != 1:
-        found = listed(file.name for file in files) or "no file of a task"
-        raise UsageError(f"{folder} holds {found}", f"name one file, such as {folder}/TASK.yaml")
-    return files[0]
 
 
 def _same_name(name: str, file: str, other: str) -> UsageError:

@@ -33,8 +33,8 @@ class GradedDocument(NamedTuple):
 def grade_requests(task: Any, requests: list[Instance], answers: Sequence[Any]) -> list[GradedDocument]:
     """Return the documents of requests, scored by what each of lm-eval's chains of filters leaves of answers.
 
-    That is the part of an answer that counts, such as a number. Each of several chains has a score of its own,
-    named as `metric_by` does, and that of the first has the metric's name, too.
+    That is the part of an answer that counts, such as a number. Each chain has a score of its own, named as
+    lm-eval does, `METRIC,CHAIN`; that of the first has the metric's name, too.
     """
     of_document: dict[int, list[Instance]] = {}
     for request, answer in zip(requests, answers, strict=True):
@@ -49,11 +49,6 @@ def grade_requests(task: Any, requests: list[Instance], answers: Sequence[Any]) 
         scores: Scores = {}
         for chain in chains:
             found = task.process_results(asked[0].doc, [one.filtered_resps[chain.name] for one in asked])
-            scores = found | scores | {metric_by(chain.name, metric): found[metric] for metric in found}
+            scores = found | scores | {f"{metric},{chain.name}": found[metric] for metric in found}
         graded.append(GradedDocument(asked[0].doc, [one.resps[0] for one in asked], scores))
     return graded
-
-
-def metric_by(chain: str, metric: str) -> str:
-    """Return the name of a metric by one chain of filters, as lm-eval writes it."""
-    return f"{metric},{chain}"

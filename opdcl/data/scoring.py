@@ -10,13 +10,11 @@ from functools import lru_cache
 from opdcl.repetition import UNSPACED
 
 # Marks by what they are compared as. Every dash but the short ones is compared as an en dash.
-SPELT = {
-    **dict.fromkeys("\u2018\u2019\u201a\u201b\u2032\u02b9\u02bb\u02bc\u02bd\u00b4`", "'"),
-    **dict.fromkeys("\u201c\u201d\u201e\u201f\u2033\u00ab\u00bb\u05f4", '"'),
-    **dict.fromkeys("\u2010\u2011\u2212", "-"),
-    **dict.fromkeys("\u2044\u2215\u00f7", "/"),
-    **{"\u2248": "~", "\u223c": "~", "\u00d7": "x", "\u066b": ".", "\u066c": ","},
-}
+SPELT = dict.fromkeys("\u2018\u2019\u201a\u201b\u2032\u02b9\u02bb\u02bc\u02bd\u00b4`", "'")
+SPELT |= dict.fromkeys("\u201c\u201d\u201e\u201f\u2033\u00ab\u00bb\u05f4", '"')
+SPELT |= dict(
+    zip("\u2010\u2011\u2212\u2044\u2215\u00f7\u2248\u223c\u00d7\u066b\u066c", "---///~~x.,", strict=True)
+)
 # What a writer may leave out: vowel points of Hebrew and Arabic, the stretching of Arabic words, and what
 # says whether a sign is drawn in colours.
 OPTIONAL = re.compile("[\u0591-\u05c7\u0610-\u061a\u0640\u064b-\u0652\u0670\u06d6-\u06ed\ufe00-\ufe0f]")

@@ -16,7 +16,7 @@ from opdcl.data.answering import Answering, answering_of
 from opdcl.data.chat import render_request, request_ids
 from opdcl.data.floors import content_free
 from opdcl.data.formats import PACKED_ROW, Row
-from opdcl.data.grading import Scores, metric_by, score_answers
+from opdcl.data.grading import Scores, score_answers
 from opdcl.data.nltk_tables import ensure_punkt
 from opdcl.data.own_tasks import own_task
 from opdcl.data.questions import question_task
@@ -76,7 +76,7 @@ class Suite:
         self.name, self.task = name, task
         self.metrics = _headline_first(name, self.task)
         if self.generative and len(task._filters) > 1:
-            self.metrics = [metric_by(chain.name, one) for one in self.metrics for chain in task._filters]
+            self.metrics = [f"{one},{chain.name}" for one in self.metrics for chain in task._filters]
         self.lines: list[str] = []
         """The file and line of each document, if all rows of a local file are documents."""
         metadata = self.task.config.metadata or {}

@@ -120,10 +120,8 @@ def _noise_notes(suite: MeasuredSuite) -> list[str]:
 def _filter_notes(suite: MeasuredSuite) -> list[str]:
     """Say where base scores nothing by one filter of answers, and something by another."""
     metric, _, used = (suite.metric or "").partition(",")
-    by_filter = {}
-    for name, score in suite.results.get("base", {}).get("metrics", {}).items():
-        if used and name.startswith(f"{metric},"):
-            by_filter[name.partition(",")[2]] = score
+    scores = suite.results.get("base", {}).get("metrics", {})
+    by_filter = {n.partition(",")[2]: scores[n] for n in scores if used and n.startswith(f"{metric},")}
     if all(by_filter.values()) or not any(by_filter.values()):
         return []
     found = " and ".join(f"{percent(score)} by the filter {name}" for name, score in by_filter.items())
