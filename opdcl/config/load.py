@@ -16,7 +16,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 
 from opdcl.config.effects import without_effect
-from opdcl.config.own_tasks import ENDINGS, ROLES, is_task_file, is_task_path, name_own_tasks
+from opdcl.config.own_tasks import ENDINGS, ROLES, is_task_file, name_own_tasks
 from opdcl.config.recover import split_share
 from opdcl.config.reference import SCHEMA, error_key, explain, explain_idle
 from opdcl.config.shipped import SHIPPED_DATA, find_workflow, split_part
@@ -360,10 +360,7 @@ def _own_tasks(value: Any, folder: Path) -> Any:
     """Resolve the paths of the user's own tasks among suites, whose names stay as they are."""
     if isinstance(value, list):
         return [_own_tasks(part, folder) for part in value]
-    if not isinstance(value, str) or ("/" not in value and not is_task_file(value)):
-        return value
-    path = _from_folder(value, folder)
-    return path if is_task_path(path) else value
+    return _from_folder(value, folder) if isinstance(value, str) and is_task_file(value) else value
 
 
 def _from_here(value: Any, key: str) -> Any:

@@ -31,18 +31,24 @@ class GradedDocument(NamedTuple):
 
 
 def grade_requests(task: Any, requests: list[Instance], answers: Sequence[Any]) -> list[GradedDocument]:
-    """Return the documents of requests, scored by what lm-eval's first chain of filters leaves of answers.
+    """Return the documents of requests, scored by what each of lm-eval's chains of filters leaves of answers.
 
-    That is the part of an answer that counts, such as a number.
+    That is the part of an answer that counts, such as a number. Each chain has a score of its own, named as
+    lm-eval does, `METRIC,CHAIN`; that of the first has the metric's name, too.
     """
     of_document: dict[int, list[Instance]] = {}
     for request, answer in zip(requests, answers, strict=True):
         request.resps = [answer]
         of_document.setdefault(request.doc_id, []).append(request)
-    first = task._filters[0]
-    first.apply(requests)
+    # Likelihoods have no parts.
+    chains = task._filters if task.OUTPUT_TYPE == "generate_until" else task._filters[:1]
+    for chain in chains:
+        chain.apply(requests)
     graded = []
     for asked in of_document.values():
-        scores = task.process_results(asked[0].doc, [one.filtered_resps[first.name] for one in asked])
+        scores: Scores = {}
+        for chain in chains:
+            found = task.process_results(asked[0].doc, [one.filtered_resps[chain.name] for one in asked])
+            scores = found | scores | {f"{metric},{chain.name}": found[metric] for metric in found}
         graded.append(GradedDocument(asked[0].doc, [one.resps[0] for one in asked], scores))
     return graded

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import unicodedata
+from difflib import SequenceMatcher
 
 from opdcl.data.similarity import STOP_WORDS, stem, words
 
@@ -101,11 +102,4 @@ def within(word: str, other: str, edits: int) -> bool:
 
 def copied_run(prompt: str, answer: str) -> int:
     """Return the length, in words, of the longest passage of the prompt that the answer repeats."""
-    asked, said = words(prompt), words(answer)
-    longest, ending = 0, [0] * (len(asked) + 1)
-    for word in said:
-        # From the back, so that each place still holds the run that ended before this word.
-        for i in range(len(asked), 0, -1):
-            ending[i] = ending[i - 1] + 1 if asked[i - 1] == word else 0
-        longest = max(longest, *ending)
-    return longest
+    return SequenceMatcher(None, words(prompt), words(answer), autojunk=False).find_longest_match().size

@@ -1,4 +1,4 @@
-"""Score short answers against gold answers, as SQuAD does, in any script. Shipped suites import it too."""
+"""Score short answers against gold answers by their words, in any script. Shipped suites import it too."""
 
 from __future__ import annotations
 
@@ -9,47 +9,113 @@ from functools import lru_cache
 
 from opdcl.repetition import UNSPACED
 
-# The kinds of characters that ASCII has as punctuation, signs of currency and mathematics among them.
-MARKS = {"Pc", "Pd", "Pe", "Pf", "Pi", "Po", "Ps", "Sc", "Sk", "Sm"}
-# Letters that are written where an apostrophe is meant, the degree sign, and a space of no width.
-MORE_MARKS = "\u02b9\u02bb\u02bc\u02bd\u00b0\u200b"
+# Marks by what they are compared as. Every dash but the short ones is compared as an en dash.
+SPELT = dict.fromkeys("\u2018\u2019\u201a\u201b\u2032\u02b9\u02bb\u02bc\u02bd\u00b4`", "'")
+SPELT |= dict.fromkeys("\u201c\u201d\u201e\u201f\u2033\u00ab\u00bb\u05f4", '"')
+SPELT |= dict(
+    zip("\u2010\u2011\u2212\u2044\u2215\u00f7\u2248\u223c\u00d7\u066b\u066c", "---///~~x.,", strict=True)
+)
 # What a writer may leave out: vowel points of Hebrew and Arabic, the stretching of Arabic words, and what
 # says whether a sign is drawn in colours.
 OPTIONAL = re.compile("[\u0591-\u05c7\u0610-\u061a\u0640\u064b-\u0652\u0670\u06d6-\u06ed\ufe00-\ufe0f]")
+
+# For the brackets of expressions: what relates a number to another, signs of currency, and all marks that may
+# belong to a word. Others end words. The rest are a letter or digit, and one that is no digit.
+RELATING = "<>\u2264\u2265\u2260~\u00b1\u221a\u00ac"
+MONEY = "$\u00a2-\u00a5\u058f\u060b\u09f2\u09f3\u0af1\u0bf9\u0e3f\u17db\u20a0-\u20cf"
+MARKS = rf"'\"\-/\\^*#@!.,:+=&%|\u2013\u2030{RELATING}{MONEY}"
+CHAR, LETTER = rf"[^\s{MARKS}]", rf"[^\s\d{MARKS}]"
+
+ARTICLE = re.compile(
+    rf"(?<![^\s\"'*_])(?:a|an|An(?= +[a-z])|[Tt]he|THE) +(?=[\"'*_.{MONEY}]*\w)"
+    r"(?!(?:and|or|is|are|was|to|in|of|for|with|at|on|by|from|as)\b)"
+)
+PAIR = rf"(?<!{CHAR})(\*\*|[\"'*_])(?=\S)(.{{1,200}}?)(?<=\S)\1(?!{CHAR})"
+NUMBER = re.compile(r"\d(?:[\d.,']*\d)?")
+# What is rewritten before the words are found, in this order.
+REWRITTEN = [
+    *[(PAIR, r" \2 ")] * 2,  # quotes around emphasis
+    ("!=", "\u2260"),
+    ("<=", "\u2264"),
+    (">=", "\u2265"),
+    (r"[-=]+>", " \u2192 "),
+    (r"\+/?-", "\u00b1"),
+    (r"\u00b0 *(?=[cfk]\b)", ""),  # 9 °C is also written 9 C
+    (rf"([-+])([{MONEY}])\s*(?=\d)", r"\2\1"),
+    (rf"(?<!\d)(?<!\d\s)([{MONEY}])\s*([-+]?{NUMBER.pattern})", r" \2 \1 "),
+    (rf"(?<![\d.,]|{CHAR})\.(?=\d)", "0."),
+    (rf"(?<!{LETTER})\u2013(?=\d)", "-"),
+    (rf"(?<=\d)\s+[-\u2013]\s+(?=\d+(?!{CHAR}))", "-"),
+    (r"(?<=\d)\s+([/*x:^])\s+(?=\d)", r"\1"),
+    (r"--+(?=\s|$)|(?<=\S)--+", " "),
+    (rf"(?<={LETTER})-(?={CHAR})|(?<={CHAR})-(?={LETTER})", " "),
+    (rf"\s*([{RELATING}])\s*", r" \1"),
+    (rf"(?<={CHAR})\+(?={CHAR})", " + "),
+]
+WORD = re.compile(
+    rf"[=&%\u2030{MONEY}]"
+    rf"|(?:(?<![^\s\"'=&,:])(?:\.|[-+#@!*/\\{RELATING}]+))?"
+    rf"{CHAR}+(?:(?:\^-?|[/\\*@#|]|(?<=\d)[-.:](?=\d)){CHAR}+)*"
+    r"(?:[+#*]+|-|(?<=\d)['\"])?"
+    rf"|[+{RELATING}]"
+)
 # A letter that is a word, with its vowels and tones.
-LETTER = re.compile(rf"[{UNSPACED}][^\w\s]*")
+LONE = re.compile(rf"[{UNSPACED}][^\w\s]*")
 
 
 def normalise(text: str) -> str:
-    """Lower the case, drop punctuation and articles, and squeeze spaces.
+    """Return the words of a text as they are compared, with a blank between two.
 
-    Different spellings of one text become one: composed and decomposed letters, full width, digits of any
-    script. In scripts without spaces each letter is a word. A text of nothing else keeps its articles, and
-    one of nothing but punctuation its punctuation.
+    Case, articles, quotes, brackets, and the marks of sentences are dropped. A mark that touches a letter or
+    digit, such as a sign, an operator, + or #, belongs to its word; %, =, & and signs of currency are words.
+    Spellings of one text become one: composed and decomposed letters, full width, digits of any script,
+    dashes, 1,000 and 1000, 1,05 and 1.05. In scripts without spaces each letter is a word. A text of nothing
+    but marks keeps them.
     """
-    spelt = _spelt(unicodedata.normalize("NFKC", _spelt(text)).casefold())
-    words = LETTER.sub(r" \g<0> ", re.sub(r"\b(a|an|the)\b", " ", spelt))
-    return next((" ".join(kept.split()) for kept in (words, spelt) if kept.strip()), text.strip())
+    text = re.sub("(?<=\\d)[\u00a0\u2009\u202f](?=\\d{3}(?!\\d))", ",", text)  # groups of a number
+    text = re.sub("[\u00b2\u00b3\u00b9\u2070-\u207b]+", r"^\g<0>", text)
+    spelt = _spelt(unicodedata.normalize("NFKC", _spelt(text)))
+    words = " ".join(NUMBER.sub(_number, ARTICLE.sub("", spelt).casefold()).split())
+    for pattern, instead in REWRITTEN:
+        words = re.sub(pattern, instead, words)
+    found = LONE.sub(r" \g<0> ", " ".join(one[0] for one in WORD.finditer(words)))
+    return " ".join((found if found.strip() else spelt if spelt.strip() else text).split())
 
 
 def _spelt(text: str) -> str:
     return "".join(map(_as_compared, text))
 
 
+def _number(found: re.Match[str]) -> str:
+    """Return a number without groups and with a decimal point; commas between several numbers part them."""
+    number = found[0]
+    if re.fullmatch(r"\d{1,3}([,'])\d{3}(\1\d{3})*(\.\d+)?", number):
+        return re.sub("[,']", "", number)
+    if re.fullmatch(r"\d+,\d+|\d{1,3}(\.\d{3})+,\d+", number):
+        return number.replace(".", "").replace(",", ".")
+    return number.replace(",", " ")
+
+
 @lru_cache(maxsize=1 << 14)
 def _as_compared(char: str) -> str:
-    """Return what stands for a character when answers are compared: a blank for punctuation."""
-    kind, form = unicodedata.category(char), unicodedata.decomposition(char)
-    if kind in MARKS or char in MORE_MARKS:
+    """Return what stands for a character when answers are compared: a blank for a mark that says nothing."""
+    form, plain = unicodedata.decomposition(char), unicodedata.normalize("NFKC", char)
+    char = SPELT.get(char, plain if len(plain) == 1 else char)
+    char = SPELT.get(char, char)  # of full width
+    kind = unicodedata.category(char)
+    if char == "_" or re.match(f"[{MARKS}]", char):
+        return char
+    if kind == "Pd":
+        return "\u2013"
+    if kind[0] == "P" or kind == "Sk" or char == "\u200b":
         return " "
     if kind == "Cf" or OPTIONAL.match(char):
         return ""
     if kind == "Nd":
         return str(unicodedata.decimal(char))
-    if kind == "So":  # a trade mark says nothing; any other sign is a word
+    if kind in ("So", "Sm"):  # a trade mark says nothing; any other sign is a word
         return " " if form.startswith("<super>") else f" {char} "
-    # 10² is not 102, and 2½ is not 21/2.
-    return f" {char}" if kind == "No" and form.startswith(("<super>", "<fraction>")) else char
+    return f" {char}" if form.startswith("<fraction>") else char  # 2½ is not 21/2
 
 
 def token_f1(answer: str, gold: str, question: str = "") -> float:

@@ -64,7 +64,7 @@ def stock_settings(name: str, file: Path) -> dict[str, Any]:
     except UsageError:
         raise
     except Exception as fault:  # a task's own code: a package is missing, or a metric has to be downloaded
-        hint = "install what the message names, such as pip install 'lm-eval[math]'"
+        hint = f"install what the message names, such as pip install 'lm-eval[math]', or correct {file.name}"
         raise UsageError(f"suite {name!r} cannot be used here: {str(fault)[:200]}", hint) from fault
     hint = f"choose another task; for questions and answers of your own, another name than {name}"
     if settings.get("output_type") == "loglikelihood_rolling":

@@ -75,6 +75,8 @@ class Suite:
     def __init__(self, name: str, task: Any):
         self.name, self.task = name, task
         self.metrics = _headline_first(name, self.task)
+        if self.generative and len(task._filters) > 1:
+            self.metrics = [f"{one},{chain.name}" for one in self.metrics for chain in task._filters]
         self.lines: list[str] = []
         """The file and line of each document, if all rows of a local file are documents."""
         metadata = self.task.config.metadata or {}

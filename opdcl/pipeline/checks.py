@@ -13,7 +13,7 @@ from opdcl.config.finetune import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.config.workflow import Workflow
 from opdcl.data.chat import note_on_clock
-from opdcl.data.formats import Row
+from opdcl.data.formats import PACKED_ROW, Row
 from opdcl.data.rows import left_out, shortened, unread
 from opdcl.errors import UsageError
 from opdcl.model.consent import refuse_stored_places
@@ -26,6 +26,7 @@ from opdcl.pipeline.trackers import check_trackers
 from opdcl.rundir.layout import TEMPLATE, RunDir
 
 if TYPE_CHECKING:
+    from opdcl.data.suites import Suite
     from opdcl.types import Prompts, StreamName
 
 
@@ -69,7 +70,7 @@ def checked_plan(
     if workflow.recover and "recover" in todo:
         notes += _check_recovery(job)
     if workflow.eval:
-        _check_suites(job, "eval" in todo)
+        notes += _check_suites(job, "eval" in todo)
     for stage in ("recover", "eval"):
         if stage in todo:
             notes.append(system_note(job, workflow.system_of(stage)))
@@ -387,22 +388,41 @@ def check_targets(model: ModelConfig, lora: LoraSection) -> None:
     raise UsageError(f"finetune.lora.target_modules: {named} matches no linear layer of {model.id}", hint)
 
 
-def _check_suites(job: Job, to_do: bool) -> None:
-    """Check that each prompt and its longest answer fit into the context."""
+def _check_suites(job: Job, to_do: bool) -> list[str]:
+    """Check that each prompt and its longest answer fit into the context; note answers that would be cut."""
     from opdcl.data.chat import encode_prompt
     from opdcl.stages.evaluate import max_answer_tokens
 
     config = job.workflow.eval
     suites = [job.suite(name) for name in config.suites()]
     if not to_do:
-        return
+        return []
+    notes = []
     for suite in suites:
         # As in lm-eval, texts whose likelihood is asked for lose their beginning.
         for number, ids in enumerate(job.prompt_ids[suite.name]):
             place = functools.partial(suite.place, number)
             max_answer_tokens(config, suite.answering.max_tokens, len(ids), job.context, place)
+        notes.append(_note_on_cut(job, suite))
     for row in job.closeness:
         encode_prompt(row, job.tokenizer, job.context - config.closeness_tokens)
+    return notes
+
+
+def _note_on_cut(job: Job, suite: Suite) -> str:
+    """Say how many expected answers of a user's rows are longer than the model's may be; else nothing."""
+    config = job.workflow.eval
+    golds = [doc["answers"][0] for doc in suite.documents(config.limit) if PACKED_ROW in doc]
+    lengths = [len(job.tokenizer(gold, add_special_tokens=False)["input_ids"]) for gold in golds]
+    limit = suite.answering.max_tokens if golds else 0
+    longer = sum(length > limit for length in lengths)
+    if not longer:
+        return ""
+    room = job.context - max(map(len, job.prompt_ids[suite.name])) - config.thought_tokens
+    needed = min(max(lengths), room)
+    found = f"warning: {longer} of {len(golds)} expected answers of suite {suite.name!r} are longer than the"
+    hint = f"--set eval.max_new_tokens={needed}" if needed > limit else "use shorter ones"
+    return f"{found} {limit} tokens at which answers are cut, so a perfect one scores less: {hint}"
 
 
 def _check_servers(workflow: Workflow, todo: set[str], sends_key: bool) -> None:

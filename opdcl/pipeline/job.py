@@ -14,7 +14,7 @@ from opdcl.config.load import with_setting
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.shipped import shipped_suites, split_part
 from opdcl.config.workflow import Workflow
-from opdcl.data import scoring
+from opdcl.data import grading, scoring
 from opdcl.data.chat import encode_prompt
 from opdcl.data.examples import Examples, TrainingRows, bad_rows, read_examples
 from opdcl.data.rows import Row, check_prompts
@@ -225,10 +225,13 @@ class Job:
         for name, teacher in workflow.teachers().items():
             if teacher.model and (files := model_files(teacher.model)):
                 hashes[f"recover.teachers.{name}.model"] = hash_of(files)
+        scorers = [Path(grading.__file__), Path(scoring.__file__)]
         for key, suite in suites.items():
             if shipped := shipped_suites().get(suite):
                 files = sorted(p for p in shipped.parent.iterdir() if p.is_file())
-                hashes[key] = hash_of([*files, Path(scoring.__file__)])
+                hashes[key] = hash_of([*files, *scorers])
+            elif key.startswith("eval."):
+                hashes[key] = hash_of(scorers)
         return hashes
 
     def check_rows(self) -> None:

@@ -89,9 +89,9 @@ def cell(estimate: Estimate | None, unit: Unit = RATIO, n: int | None = None) ->
 
 
 def metric_words(metric: str) -> str:
-    """Return a metric's name as people read it."""
-    name = metric.split(",")[0]
-    return METRIC_WORDS.get(name, name.replace("_", " "))
+    """Return a metric's name as people read it, with the filter of answers by which it is."""
+    name, _, chain = metric.partition(",")
+    return METRIC_WORDS.get(name, name.replace("_", " ")) + (f", by {chain}" if chain else "")
 
 
 def percent(fraction: float) -> str:

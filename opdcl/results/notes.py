@@ -92,7 +92,7 @@ def suite_notes(suite: MeasuredSuite) -> list[str]:
     if suite.unpaired:
         reason = "because not every measured state answered them; the further metrics still include them"
         notes.append(f"{suite.name}: {suite.unpaired} prompts are left out {reason}.")
-    notes += _noise_notes(suite) + _ceiling_notes(suite)
+    notes += _noise_notes(suite) + _ceiling_notes(suite) + _filter_notes(suite)
     if suite.role != "retention" or suite.floor is None or "base" not in suite.rows:
         return notes
     base, states = mean(suite.values("base"), suite.clusters), states_of([suite])
@@ -115,6 +115,18 @@ def _noise_notes(suite: MeasuredSuite) -> list[str]:
     apart = difference(again.values("base"), suite.values("base"), suite.clusters)
     noise = 100 * (apart.high - apart.low) / 2
     return [f"{suite.name}: base against itself, with other draws: ±{noise:.1f} points."]
+
+
+def _filter_notes(suite: MeasuredSuite) -> list[str]:
+    """Say where base scores nothing by one filter of answers, and something by another."""
+    metric, _, used = (suite.metric or "").partition(",")
+    scores = suite.results.get("base", {}).get("metrics", {})
+    by_filter = {n.partition(",")[2]: scores[n] for n in scores if used and n.startswith(f"{metric},")}
+    if all(by_filter.values()) or not any(by_filter.values()):
+        return []
+    found = " and ".join(f"{percent(score)} by the filter {name}" for name, score in by_filter.items())
+    hint = "what one filter does not find in answers is not what a model cannot do"
+    return [f"{suite.name}: base scores {found}: {hint}. {used} is used, the first of filter_list."]
 
 
 def _ceiling_notes(suite: MeasuredSuite) -> list[str]:

@@ -71,9 +71,7 @@ def configured(folder: Path, place: str = "mytasks/flags.yaml") -> EvalConfig:
     return load([str(folder / "flow.yaml")])[0].eval
 
 
-@pytest.mark.parametrize(
-    "place", ["mytasks/flags.yaml", "mytasks/", "./mytasks", "mytasks/../mytasks/flags.yaml"]
-)
+@pytest.mark.parametrize("place", ["mytasks/flags.yaml", "mytasks/../mytasks/flags.yaml"])
 def test_a_path_becomes_the_name_of_the_task_and_scores_like_any_suite(folder, place):
     config = configured(folder, place)
     assert (config.retention, config.domain) == (["flags"], ["handbook"])
@@ -89,7 +87,7 @@ def test_a_path_becomes_the_name_of_the_task_and_scores_like_any_suite(folder, p
 
 def test_a_task_of_multiple_choice_has_chance_as_its_floor(folder):
     (folder / "mytasks" / "flags.yaml").write_text(CHOICE)
-    suite = load_suite("flag_choice", configured(folder), trusted=True)
+    suite = load_suite("flags", configured(folder), trusted=True)
     assert suite.means(suite.floors(None, [])["chance"]) == {"acc": 0.5}
 
 
@@ -108,7 +106,13 @@ def test_the_command_resolves_a_path_where_it_is_given(folder, tiny_model):
         "exact_match"
     }
     # Other questions are another suite, though the path is the same.
-    again = ["run", str(folder / "tiny.yaml"), *words, "--set", f"eval.retention=[{folder}/mytasks]"]
+    again = [
+        "run",
+        str(folder / "tiny.yaml"),
+        *words,
+        "--set",
+        f"eval.retention=[{folder}/mytasks/flags.yaml]",
+    ]
     again += ["-o", str(folder / "runs" / "tiny"), "--dry-run", "--json"]
 
     def actions() -> set[str]:
@@ -130,23 +134,50 @@ def test_the_command_resolves_a_path_where_it_is_given(folder, tiny_model):
         assert "scored" in agreed.stdout
 
 
-def test_the_files_on_which_scores_depend_are_those_of_the_task(folder):
+def test_the_files_on_which_scores_depend_are_those_beside_the_task(folder):
     mine = folder / "mytasks"
-    (mine / "flags.yaml").write_text("include: parts/base.yaml\ntask: flags\n")
-    (mine / "parts").mkdir()
-    (mine / "parts" / "base.yaml").write_text(SCORED.replace("task: flags", ""))
-    (mine / "parts" / "utils.py").write_text(CODE)
-    (mine / "notes.md").write_text("Nothing of this is read.")
-    names = [str(file.relative_to(mine)) for file in source_files(str(mine / "flags.yaml"))]
-    assert names == ["flags.yaml", "parts/base.yaml", "parts/utils.py", "rows.jsonl"]
+    (mine / "flags.yaml").write_text("include: base.yaml\n")
+    (mine / "base.yaml").write_text(SCORED)
+    (mine / "utils.py").write_text(CODE)
+    (mine / "photo.png").write_text("Nothing of this is read.")
+    (folder / "linked.yaml").symlink_to(mine / "flags.yaml")
+    for place in (mine / "flags.yaml", folder / "linked.yaml"):
+        names = [file.name for file in source_files(str(place))]
+        assert names == ["base.yaml", "flags.yaml", "rows.jsonl", "utils.py"]
+    config = configured(folder, "linked.yaml")
+    suite = load_suite(config.retention[0], config, trusted=True)
+    assert suite.means(suite.scores(suite.documents(None), ["blue"] * 6)) == {"hit": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("include: ../base.yaml\n", "base.yaml, of another folder"),
+        ("include: part.yaml\n", "base.yaml, of another folder"),
+        (PLAIN.replace("rows.jsonl", "../far.jsonl"), "is not among the rows beside the task"),
+        (PLAIN.replace("rows.jsonl", "far.jsonl"), "is not among the rows beside the task"),
+        (PLAIN.replace("{test: rows.jsonl}", "{test: [rows.jsonl, FAR]}"), "is not among the rows"),
+    ],
+)
+def test_a_task_whose_files_lie_elsewhere_is_refused(folder, text, words, monkeypatch):
+    """Nobody would notice that they change."""
+    monkeypatch.chdir(folder)  # where `datasets` would find a file of this name
+    for name in ("base.yaml", "far.jsonl"):
+        (folder / name).write_text(PLAIN if name == "base.yaml" else json.dumps(ROWS[0]))
+    (folder / "mytasks" / "part.yaml").write_text("include: ../base.yaml\n")
+    (folder / "mytasks" / "flags.yaml").write_text(text.replace("FAR", str(folder / "far.jsonl")))
+    with pytest.raises(UsageError, match=re.escape(words)) as caught:
+        load_suite("flags", configured(folder), trusted=True)
+    assert "copy it" in caught.value.hint
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("group: flags\ntask: [a, b]\n", "is a group of tasks"),
-        ("name: flags\n", "names no task of lm-eval"),
-        ("task: flags\n- x", "is not valid YAML"),
+        ("name: flags\n", "cannot be loaded from"),
+        ("task: flags\n- x", "cannot be used here"),
+        ("- x\n", "Expected YAML dict"),
         (PLAIN + "metadata: !!python/object/apply:os.mkdir [ran]\n", "cannot be used here"),
         (PLAIN + "repeats: 4\n", "samples several answers"),
         (PLAIN.replace("generate_until", "loglikelihood_rolling"), "measures perplexity"),
@@ -159,8 +190,7 @@ def test_the_files_on_which_scores_depend_are_those_of_the_task(folder):
             PLAIN + "description: '{{nothing}}'\n",
             "row 1 of suite 'flags' cannot be scored: 'nothing' is undefined",
         ),
-        ("include: flags.yaml\ntask: flags\n", "includes itself"),
-        ("task: instructions\n", "is shipped with its data"),
+        ("include: flags.yaml\ntask: flags\n", "Include cycle"),
     ],
 )
 def test_what_cannot_be_measured_is_said(folder, text, words):
@@ -178,11 +208,12 @@ def test_what_cannot_be_measured_is_said(folder, text, words):
 def test_a_path_that_leads_nowhere_and_two_suites_of_one_name_are_refused(folder):
     with pytest.raises(UsageError, match=r"mytasks/other\.yaml' does not exist"):
         configured(folder, "mytasks/other.yaml")
-    (folder / "mytasks" / "second.yaml").write_text(PLAIN)
-    with pytest.raises(UsageError, match=r"holds the tasks flags\.yaml, second\.yaml"):
-        configured(folder, "mytasks/")
+    (folder / "flags.yaml").write_text(PLAIN)
     with pytest.raises(UsageError, match="would be the same suite 'flags'"):
-        configured(folder, "mytasks/flags.yaml, mytasks/second.yaml")
+        configured(folder, "mytasks/flags.yaml, flags.yaml")
+    (folder / "instructions.yml").write_text(PLAIN)
+    with pytest.raises(UsageError, match="is shipped with its data"):
+        load_suite("instructions", configured(folder, "instructions.yml"), trusted=True)
     os.mkfifo(folder / "mytasks" / "pipe.yaml")
     with pytest.raises(UsageError, match=r"pipe\.yaml' does not exist"):
         configured(folder, "mytasks/pipe.yaml")

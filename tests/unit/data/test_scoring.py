@@ -116,6 +116,39 @@ def test_a_right_answer_scores_one_and_a_wrong_one_nothing_in_every_script(row, 
         assert [*scores.values()] == [float(kind == "right")] * 3
 
 
-@given(st.text(st.sampled_from(string.printable)))
-def test_ascii_is_compared_as_squad_does(text):
-    assert not plain(text) or normalise(text).split() == plain(text)
+PAIRS = [json.loads(line) for line in HERE.with_name("pairs.jsonl").read_text("utf-8").splitlines()]
+WANTED = {"differ": (0, 0, 0), "longer": (0, 1, 0), "equal": (1, 1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("verdict", "one", "other"), [(row["verdict"], *pair) for row in PAIRS for pair in row["pairs"]]
+)
+def test_what_differs_in_one_mark_is_wrong_and_what_is_spelt_otherwise_is_right(verdict, one, other):
+    there, back = (process_results({"answers": [g]}, [a]) for a, g in ((one, other), (other, one)))
+    for scores, contains in ((there, WANTED[verdict][1]), (back, WANTED[verdict][2])):
+        assert (scores["exact_match"], scores["contains"]) == (WANTED[verdict][0], contains)
+        assert (scores["token_f1"] == 1) == (verdict == "equal")
+
+
+def test_there_are_pairs_of_all_kinds():
+    counts = dict.fromkeys(WANTED, 0)
+    for row in PAIRS:
+        counts[row["verdict"]] += len({tuple(pair) for pair in row["pairs"]})
+    assert counts["differ"] >= 100
+    assert counts["equal"] >= 80
+    assert counts["longer"] >= 10
+
+
+@given(st.text(st.sampled_from(string.ascii_letters + string.digits + "  ")))
+def test_plain_words_are_compared_as_squad_does(text):
+    words = [word for word in text.lower().split() if word not in ("a", "an", "the")]
+    assert [word for word in normalise(text).split() if word not in ("a", "an", "the")] == words
+
+
+@given(st.text(max_size=60), st.text(max_size=60))
+def test_any_text_is_equal_to_itself_and_both_ways_round_agree(one, other):
+    if one.strip():
+        assert set(process_results({"answers": [one]}, [f" {one} "]).values()) == {1}
+    there, back = (process_results({"answers": [g]}, [a]) for a, g in ((one, other), (other, one)))
+    assert there["exact_match"] == back["exact_match"]
+    assert there["token_f1"] == pytest.approx(back["token_f1"])

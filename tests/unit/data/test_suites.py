@@ -93,12 +93,14 @@ SUMS = [{"question": f"What is {i} + {i}?", "answer": f"Twice {i}.\n#### {2 * i}
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_another_stock_task_reads_a_local_file_and_scores_by_its_first_filter(tmp_path, ending):
+def test_another_stock_task_reads_a_local_file_and_scores_by_each_of_its_filters(tmp_path, ending):
     suite = load_file(tmp_path, "gsm8k", SUMS, ending)
     assert suite.documents(None) == SUMS
-    assert suite.metrics == ["exact_match"]
-    right, other = (suite.scores(SUMS, [text.format(2 * i) for i in range(9)]) for text in ("#### {}", "{}"))
-    assert (suite.means(right), suite.means(other)) == ({"exact_match": 1.0}, {"exact_match": 0.0})
+    strict, flexible = suite.metrics
+    assert (strict, flexible) == ("exact_match,strict-match", "exact_match,flexible-extract")
+    for text, by_strict in (("#### {}", 1), ("{}", 0)):
+        scores = suite.scores(SUMS, [text.format(2 * i) for i in range(9)])
+        assert suite.means(scores) == {strict: by_strict, flexible: 1}
 
 
 def test_few_shot_examples_come_from_the_file_and_never_show_the_row_that_is_asked(tmp_path):

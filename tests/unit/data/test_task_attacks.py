@@ -1,6 +1,5 @@
 """A task of somebody else's, without consent: whatever it is made of, nothing runs, and every reader ends."""
 
-import itertools
 import json
 import os
 
@@ -59,57 +58,31 @@ WAYS = {
 def test_without_consent_nothing_runs(folder, way):
     (folder / "inc.yaml").write_text("process_docs: !function utils.f\n")
     file = write(folder / "task.yaml", **WAYS[way])
-    for place in ([f"{folder}/task.yaml"], ["evil"]):  # named by the user, and as a run has stored it
-        config = validate({"eval": {"domain": place, "data": {"evil": str(file)}}}).eval
+    for place in ([f"{folder}/task.yaml"], ["task"]):  # named by the user, and as a run has stored it
+        config = validate({"eval": {"domain": place, "data": {"task": str(file)}}}).eval
         assert folder / "utils.py" in source_files(str(file))  # what plans are made from
         with pytest.raises(UsageError, match="and a task is code") as caught:
-            load_suite("evil", config)
+            load_suite("task", config)
         assert "--set model.trust_remote_code=true" in caught.value.hint
     assert not (folder / "RAN").exists()
 
 
-ENDLESS = {
-    "a pipe that is included": "include: pipe\n",
-    "a folder that is included": "include: [.]\n",
-    "a device that is included": "include: /dev/zero\n",
-    "itself": "include: task.yaml\n",
-    "a circle": "include: [circle.yaml]\n",
-    "a number that is included": "include: 5\n",
-    "a long chain": "include: 0.yaml\n",
-    "a deep value": "metadata: " + "[" * 5_000 + "]" * 5_000 + "\n",
-    "a value that holds itself": "dataset_kwargs: {data_files: &a [*a]}\n",
-    "no object": "- a\n",
-}
+def test_without_consent_no_file_of_a_task_is_opened(folder):
+    """Names of files are all that a plan needs, so what is in them cannot hold it up."""
+    (folder / "task.yaml").write_text("include: [pipe, /dev/zero, task.yaml]\n- " + "[" * 5_000)
+    (folder / "huge.yaml").write_text("a: &a [1, 1]\n" * 1_000)
+    os.mkfifo(folder / "pipe.yaml")
+    (folder / "zero.jsonl").symlink_to("/dev/zero")
+    (folder / "circle.yaml").symlink_to("circle.yaml")
+    (folder / "linked").symlink_to(folder)
+    assert validate({"eval": {"domain": ["task.yaml"]}}).eval.data == {"task": "task.yaml"}
+    names = [file.name for file in source_files(str(folder / "task.yaml"))]
+    assert names == ["huge.yaml", "rows.json", "task.yaml", "utils.py"]
 
 
-@pytest.mark.parametrize("case", ENDLESS)
-def test_what_would_never_end_is_refused(folder, case):
-    os.mkfifo(folder / "pipe")
-    (folder / "circle.yaml").write_text("include: link.yaml\n")
-    (folder / "link.yaml").symlink_to("circle.yaml")
-    for i in range(200):
-        (folder / f"{i}.yaml").write_text(f"include: {i + 1}.yaml\n")
-    (folder / "task.yaml").write_text(ENDLESS[case])
-    with pytest.raises(UsageError) as caught:
-        source_files(str(folder / "task.yaml"))
-    assert caught.value.hint
-
-
-VALUES = {
-    "values that hold each other": "dataset_kwargs: {data_files: *j}\n",
-    "a list under many names": f"l: &l [{'rows.json, ' * 2000}]\n"
-    + f"dataset_kwargs: {{data_files: {{{', '.join(f'{i}: *l' for i in range(2000))}}}}}\n",
-}
-
-
-@pytest.mark.parametrize("case", VALUES)
-def test_a_value_under_many_names_is_read_once(folder, case):
-    nested = "a: &a [1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
-        f"{n}: &{n} [{', '.join([f'*{o}'] * 9)}]\n" for o, n in itertools.pairwise("abcdefghij")
-    )
-    (folder / "task.yaml").write_text(f"task: evil\n{nested}{VALUES[case]}")
-    assert {file.name for file in source_files(str(folder / "task.yaml"))} <= {
-        "task.yaml",
-        "utils.py",
-        "rows.json",
-    }
+def test_a_circle_of_includes_ends_with_consent_too(folder):
+    (folder / "task.yaml").write_text("include: other.yaml\n")
+    (folder / "other.yaml").write_text("include: task.yaml\n")
+    config = validate({"eval": {"domain": ["task.yaml"]}}).eval
+    with pytest.raises(UsageError, match="Include cycle"):
+        load_suite("task", config, trusted=True)

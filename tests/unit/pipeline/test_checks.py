@@ -228,3 +228,21 @@ def test_each_target_must_match_a_linear_layer(tiny_model, targets, unmatched):
         check_targets(model, LoraSection(target_modules=targets))
     assert f"{unmatched} matches no linear layer" in caught.value.message
     assert "down_proj" in caught.value.hint
+
+
+def test_expected_answers_longer_than_the_cut_are_told_with_the_number_that_is_enough(project):
+    texts = ["word " * 40, "So.", "word " * 60]
+    rows = [{"question": f"Why {i}?", "answer": text.strip()} for i, text in enumerate(texts)]
+    (project / "long.jsonl").write_text(lines(*rows))
+
+    def notes(most: int) -> list[str]:
+        words = ["--set", "eval.domain=[long]", "--set", "eval.data.long=long.jsonl"]
+        words += ["--set", f"eval.max_new_tokens={most}", "-o", "out", "--dry-run", "--json"]
+        all_notes = json.loads(opdcl("run", "tiny.yaml", *words, cwd=project).stdout)["notes"]
+        return [note for note in all_notes if "expected answers" in note]
+
+    (said,) = notes(8)
+    assert "2 of 3 expected answers of suite 'long' are longer than the 8 tokens" in said
+    enough = int(said.rpartition("--set eval.max_new_tokens=")[2])
+    assert notes(enough) == []
+    assert "1 of 3 expected answers" in notes(enough - 1)[0]

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from helpers.synthetic import measure_states, rewrite_samples
+from helpers.synthetic import STATES, alter, measure_states, rewrite_samples, write
 
 from opdcl.results.stats import difference
 from opdcl.results.summary import Results
@@ -55,3 +55,20 @@ def test_neighbours_of_the_domain_have_a_sentence_once_tuned_is_measured(run):
     assert f"{said}, 10.0 % for tuned." in Results(run).summary.verdict.further
     measure_states(run, "neighbours", (20, 4, 15))
     assert f"{said}, 10.0 % for tuned, 37.5 % for recovered." in Results(run).summary.verdict.further
+
+
+@pytest.mark.parametrize("scores", [(0.0, 0.75), (0.75, 0.0), (0.0, 0.0), (0.5, 0.75)])
+def test_a_filter_by_which_base_scores_nothing_is_said(run, scores):
+    strict, flexible = "exact_match,strict-match", "exact_match,flexible-extract"
+    for state in STATES:
+        rows = read_jsonl(run.eval_samples(state, "instructions"))
+        for i, row in enumerate(rows):
+            row["scores"] = {strict: i < scores[0] * len(rows), flexible: i < scores[1] * len(rows)}
+        write(run.eval_samples(state, "instructions"), rows)
+        means = dict(zip((strict, flexible), scores, strict=True))
+        alter(run.eval_result(state, "instructions"), metric=strict, metrics=means)
+    said = [note for note in notes_on(run, "instructions") if "strict-match is used" in note]
+    assert bool(said) == (min(scores) == 0 < max(scores))
+    if said:
+        for score, name in zip(scores, ("strict-match", "flexible-extract"), strict=True):
+            assert f"{100 * score:.1f} % by the filter {name}" in said[0]

@@ -196,7 +196,11 @@ def test_a_task_with_several_filters_has_one_row_per_prompt_with_the_whole_respo
     assert [row["target"] for row in samples] == [row["answer"] for row in rows]
     # A filter leaves "[invalid]" of an answer without a number.
     assert "[invalid]" not in {row["response"] for row in samples}
-    assert (result["n"], result["metric"], result["metrics"]) == (7, "exact_match", {"exact_match": 0.0})
+    strict, flexible = "exact_match,strict-match", "exact_match,flexible-extract"
+    assert (result["n"], result["metric"], [*result["metrics"]]) == (7, strict, [strict, flexible])
+    # Without "####" the one finds nothing, and the other the last number.
+    answers = [f"{i} and {i} is {2 * i}" for i in range(7)]
+    assert suite.means(suite.scores(suite.documents(None), answers)) == {strict: 0, flexible: 1}
 
 
 def test_each_row_has_the_score_of_the_best_answer_without_content(backbone, tmp_path):
