@@ -97,7 +97,7 @@ def execute(
 def _lock(run: RunDir, output: Output, stack: contextlib.ExitStack) -> None:
     """Lock the run directory until the stack closes, if it is one that this command may write to."""
     refuse_foreign(run)
-    if dead := stack.enter_context(locked(run, output.note)):
+    if dead := stack.enter_context(locked(run)):
         output.note(f"took over the lock of process {dead.get('pid')}, which has ended")
 
 
