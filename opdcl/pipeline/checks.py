@@ -21,7 +21,7 @@ from opdcl.model.consent import refuse_stored_places
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task, make_plan
-from opdcl.pipeline.records import Records
+from opdcl.pipeline.records import Records, read_records
 from opdcl.pipeline.reuse import outcomes
 from opdcl.pipeline.trackers import check_trackers
 from opdcl.rundir.layout import TEMPLATE, RunDir
@@ -51,7 +51,8 @@ def checked_plan(
     """
     workflow = job.workflow
     job.check_rows()
-    tasks = make_plan(workflow, job.hashes, records)
+    donor = read_records(continued) if continued else None
+    tasks = make_plan(workflow, job.hashes, records, job.earlier_hashes, donor)
     if continued:
         refuse_other_finetune(job, tasks, continued)
     if not force:
