@@ -17,7 +17,7 @@ from opdcl.data.chat import note_on_clock
 from opdcl.data.formats import Row
 from opdcl.data.rows import front_matter, left_out, shortened, unread
 from opdcl.errors import UsageError
-from opdcl.model.consent import refuse_stored_places
+from opdcl.model.consent import refuse_stored_places, trackers_of
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task, make_plan
@@ -60,12 +60,13 @@ def checked_plan(
     _refuse_other_dtype(job, records)
     todo = {task.name for task in tasks if task.unfinished}
     refuse_stored_places(workflow, job.origins, job.run, todo)
-    _check_machine(workflow)
+    trackers, untracked = trackers_of(workflow, job.origins)
+    _check_machine(workflow, trackers)
     _check_gates(workflow, tasks)
     _check_tuned_model(job)
     notes = []
     if todo:
-        notes += [*_check_models(job), *check_adapters(job), note_on_clock(job.tokenizer)]
+        notes += [untracked, *_check_models(job), *check_adapters(job), note_on_clock(job.tokenizer)]
     if workflow.finetune and "finetune" in todo:
         notes += _check_finetune(job)
     if workflow.recover and "recover" in todo:
@@ -145,7 +146,7 @@ def _refuse_other_dtype(job: Job, records: Records) -> None:
         raise UsageError(f"this run started in {earlier} and would continue in {dtype}", hint)
 
 
-def _check_machine(workflow: Workflow) -> None:
+def _check_machine(workflow: Workflow, trackers: list[str]) -> None:
     """Check that the device, the models and the packages are here."""
     from opdcl.model.load import check_exists
     from opdcl.model.quantized import check_installed
@@ -153,7 +154,7 @@ def _check_machine(workflow: Workflow) -> None:
     for model in workflow.models():
         check_exists(model)
         check_installed(model)
-    check_trackers(workflow.track)
+    check_trackers(trackers)
 
 
 def _check_gates(workflow: Workflow, tasks: list[Task]) -> None:

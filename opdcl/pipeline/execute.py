@@ -22,6 +22,7 @@ from opdcl.config.workflow import Workflow
 from opdcl.console import Output, StageLine, quiet_libraries
 from opdcl.data.rows import recognised
 from opdcl.errors import GateError, InconclusiveError, Interrupted, OpdclError, UsageError
+from opdcl.model.consent import trackers_of
 from opdcl.pipeline.checks import checked_plan, foreign_adapters, refuse_foreign
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task
@@ -83,7 +84,7 @@ def execute(
             donors = [continued, *donors]
         tasks = parallel.on_first_worker(lambda: _settle(job, tasks, donors, base, output))
         mine = stack.enter_context(_own(job))
-        trackers = job.workflow.track if unfinished and first else []
+        trackers, _ = trackers_of(job.workflow, job.origins) if unfinished and first else ([], "")
         tracking = stack.enter_context(contextlib.closing(Tracking(trackers, run, output.note)))
         if backbone:
             if first:
