@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from opdcl import parallel
 from opdcl.config.evaluate import CLOSENESS
-from opdcl.config.load import dump
+from opdcl.config.load import dump, with_setting
 from opdcl.config.section import FINGERPRINT
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output, StageLine, quiet_libraries
@@ -172,7 +172,11 @@ def _settle(job: Job, tasks: list[Task], donors: Sequence[RunDir], base: str, ou
     # With former settings: runs of an earlier version have them, and equal arms are pooled.
     settings = job.workflow.model_dump(context=FINGERPRINT)
     write_json(run.config, {"workflow": settings, "origins": job.origins})
-    write_atomic(run.workflow, dump(job.workflow))
+    workflow = job.workflow
+    for key, place in job.sources.items():  # its own files are found from the file that names them
+        if Path(place).parent == run.data.resolve():
+            workflow = with_setting(workflow, key, f"{run.data.name}/{Path(place).name}")
+    write_atomic(run.workflow, dump(workflow))
     job.inputs.save()
     for note in copy_finished(tasks, run, donors, base):
         output.note(note)

@@ -216,7 +216,7 @@ class Job:
         if recover and recover.reward:
             suites["recover.reward.suite"] = recover.reward.suite
         hashes = {}
-        for key, source in self._sources.items():
+        for key, source in self.sources.items():
             hashes[key] = self.inputs.hash(source)
             if workflow.columns and (used := self._names_of_columns(key, source)):
                 hashes[key] = hash_value([hashes[key], used])
@@ -243,7 +243,7 @@ class Job:
         return {ours: columns[ours] for ours in self.inputs.renamed(source)}
 
     @property
-    def _sources(self) -> dict[str, str]:
+    def sources(self) -> dict[str, str]:
         """All rows and the data of suites, by the names of their fields."""
         data = self.workflow.eval.data if self.workflow.eval else {}
         return self.workflow.data_sources() | {f"eval.data.{suite}": path for suite, path in data.items()}
@@ -252,7 +252,7 @@ class Job:
     def earlier_hashes(self) -> dict[str, str]:
         """The hashes that earlier versions took: with the names of all columns, whatever a source has."""
         columns = self.workflow.columns
-        hashes = {key: self.inputs.hash(source) for key, source in self._sources.items()} if columns else {}
+        hashes = {key: self.inputs.hash(source) for key, source in self.sources.items()} if columns else {}
         return {key: hash_value([value, columns]) for key, value in hashes.items()}
 
     def check_rows(self) -> None:
