@@ -69,7 +69,7 @@ def read_model(
     place = {key: options[key] for key in ("revision", "gguf_file") if key in options}
     own = read_model_config(source, trust_remote_code=trust_remote_code, **place)
     if own._attn_implementation == "sdpa":
-        options["attn_implementation"] = "sdpa"
+        options["config"] = own
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, report = AutoModelForCausalLM.from_pretrained(
         source, trust_remote_code=trust_remote_code, **options

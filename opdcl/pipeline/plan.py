@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.finetune import FinetuneConfig, ReplaySection
+from opdcl.config.recover import split_share
 from opdcl.config.section import FINGERPRINT
 from opdcl.config.workflow import MACHINE, Workflow, meaningful_settings
 from opdcl.pipeline.records import STAGE_NUMBERS, Records, StoredStage
@@ -94,10 +95,13 @@ def _stage_inputs(
             del inputs[name]["replay"]["most"]
         recorded = made.record.inputs if made else {}
         for key, value in hashes.items():
-            part = f"content of {key.removeprefix(f'{name}.')}"
+            setting = key.removeprefix(f"{name}.")
+            part = f"content of {setting}"
             if key.startswith(f"{name}.") and not _was_not_recorded(part, made):
                 earlier = earlier_hashes.get(key, value)
                 inputs[name][part] = earlier if recorded.get(part) == earlier else value
+                if recorded.get(part) == inputs[name][part]:
+                    _name_as_recorded(inputs[name], recorded, setting)
         if starts_elsewhere:
             inputs[name]["start"] = hashes["start"]
         inputs[name][origin] = parent
@@ -115,6 +119,18 @@ def _has_limit(config: FinetuneConfig, made: StoredStage | None) -> bool:
         return True
     had_limit = made.record.is_done or "most" in made.record.config.get("replay", {})
     return not had_limit or config.replay.most != ReplaySection().most
+
+
+def _name_as_recorded(inputs: dict[str, Any], recorded: Mapping[str, Any], setting: str) -> None:
+    """Give a source that has its recorded content its recorded name, wherever it lies now."""
+    key, _, number = setting.partition(".")
+    now, then = inputs.get(key), recorded.get(key)
+    if isinstance(now, str) and isinstance(then, str):
+        inputs[key] = then
+    elif number and isinstance(now, list) and isinstance(then, list) and len(now) == len(then):
+        place = int(number)  # general prompts of several sources, each with its share
+        if split_share(now[place])[1] == split_share(then[place])[1]:
+            now[place] = then[place]
 
 
 def _was_not_recorded(part: str, stored: StoredStage | None) -> bool:
