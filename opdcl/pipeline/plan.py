@@ -57,7 +57,7 @@ def make_plan(
     earlier versions recorded of the same content. `donor` holds the records of a run that this one continues.
     """
     tasks, fingerprints, earlier = [], {}, earlier_hashes or {}
-    stored = {**(donor.stages if donor else {}), **records.stages}
+    stored = Records({**(donor or records).stages, **records.stages})
     base = _base_key(workflow, stored)
     for name, inputs in _stage_inputs(workflow, hashes, earlier, stored, base).items():
         identity = Identity(inputs)
@@ -68,24 +68,18 @@ def make_plan(
 
 
 def _stage_inputs(
-    workflow: Workflow,
-    hashes: dict[str, str],
-    earlier_hashes: dict[str, str],
-    stored: Mapping[str, StoredStage],
-    base: str,
+    workflow: Workflow, hashes: dict[str, str], earlier_hashes: dict[str, str], stored: Records, base: str
 ) -> dict[str, dict[str, Any]]:
     """Return everything that each training stage's result depends on; its hash is the stage's fingerprint."""
     inputs: dict[str, dict[str, Any]] = {}
     origin, parent = "model", base
     for name in STAGE_NUMBERS:
-        config, made = getattr(workflow, name), stored.get(name)
+        config, made = getattr(workflow, name), stored.stages.get(name)
         starts_elsewhere = name == "finetune" and workflow.start
         if config is None and not starts_elsewhere:
             continue
         if name == "recover" and "finetune" not in inputs:
-            finetune = stored.get("finetune")
-            finished = finetune.record.fingerprint if finetune and finetune.record.is_done else None
-            origin, parent = "finetune stage", finished or parent
+            origin, parent = "finetune stage", stored.finished("finetune") or parent
         inputs[name] = meaningful_settings(config.model_dump(context=FINGERPRINT)) if config else {}
         if config:
             inputs[name]["dtype"] = workflow.model.dtype
@@ -157,7 +151,7 @@ def _training_action(stored: StoredStage | None, identity: Identity) -> tuple[Ac
 def _eval_tasks(
     workflow: Workflow,
     hashes: dict[str, str],
-    earlier_hashes: dict[str, str],
+    earlier: dict[str, str],
     records: Records,
     made: dict[str, str],
 ) -> list[Task]:
@@ -181,7 +175,7 @@ def _eval_tasks(
     for suite, role in measured.items():
         for state, weights in states.items():
             keys = []
-            for of in (hashes, hashes | earlier_hashes):
+            for of in (hashes, hashes | earlier):
                 contents = [of.get(f"eval.data.{suite}"), of.get(f"eval.suite.{suite}")]
                 if suite == CLOSENESS:
                     contents = [of.get("eval.closeness"), str(config.closeness_tokens)]
@@ -196,11 +190,11 @@ def _eval_tasks(
     return tasks
 
 
-def _base_key(workflow: Workflow, stored: Mapping[str, StoredStage]) -> str:
+def _base_key(workflow: Workflow, stored: Records) -> str:
     """Return a hash of base's settings; that its weights are the same is asked when they are loaded.
 
     Consent to run code is none of them, but earlier versions counted it.
     """
     settings = meaningful_settings(workflow.model.model_dump(context=FINGERPRINT), MACHINE | {"dtype"})
     without, given = (Identity(settings | {"trust_remote_code": consent}).key for consent in (False, True))
-    return given if given in [made.record.inputs.get("model") for made in stored.values()] else without
+    return given if given in [made.record.inputs.get("model") for made in stored.stages.values()] else without

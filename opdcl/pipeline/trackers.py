@@ -127,13 +127,6 @@ def _log(tracker: Any, values: dict[str, Any], step: int) -> None:
     if tracker.name == "wandb":
         # As `step`, it would lose each row of a step that was reached before an interruption.
         tracker.log(values | {GLOBAL_STEP: step})
-    elif tracker.name == "mlflow":
-        import mlflow
-
-        texts = {key: value for key, value in values.items() if isinstance(value, str)}
-        tracker.log({key: value for key, value in values.items() if key not in texts}, step)
-        for key, text in texts.items():  # accelerate's class leaves them out
-            mlflow.log_text(text, f"{key}.md")
     else:
         tracker.log(values, step)
 
