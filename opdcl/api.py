@@ -286,7 +286,7 @@ def chat(
         source: Run directory, adapter folder, or Hub id of an adapter.
         prompts: One prompt or several; an iterator is read one prompt at a time.
         max_new_tokens: Longest answer, in tokens.
-        system: System prompt.
+        system: System prompt. Default: the one with which the run's suites are answered; "" for none.
         temperature: 0 takes the likeliest token; above, answers are sampled.
         trust_remote_code: Run Python code that comes with the base model. A run cannot allow that itself.
         quiet: Print errors only. Otherwise a terminal shows each answer as it grows.
@@ -299,11 +299,15 @@ def chat(
     """
     from opdcl.console import quiet_libraries
     from opdcl.outcomes import Outcome
+    from opdcl.results.scores import system_prompt
     from opdcl.results.tables import Table
+    from opdcl.rundir.layout import RunDir
 
     load = _chat_states(source, temperature, trust_remote_code)
     asked = [prompts] if isinstance(prompts, str) else prompts
     output = _output(quiet)
+    if system is None and (system := system_prompt(RunDir(Path(source)))):
+        output.note(f"system prompt of the run: {system}")
 
     def turns() -> "Iterator[Outcome]":
         states = load(output)

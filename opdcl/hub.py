@@ -6,13 +6,10 @@ What `hf download` has downloaded needs no network: the cache is searched by the
 from __future__ import annotations
 
 import functools
-import os
 import re
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlparse
 
 from opdcl.errors import OpdclError, UsageError
 
@@ -106,8 +103,10 @@ def holds(repository: Repository, file: str) -> bool:
 
 def to_user_error(fault: Exception, repository: Repository) -> OpdclError:
     """Translate an exception of the Hub client into an error with a hint."""
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
+    reason = "" if constants.HF_HUB_OFFLINE else _silence(constants.ENDPOINT)
+    silent = f"the Hub is unreachable{reason and f' ({reason})'}"
     name = f"{repository.kind} {str(repository)!r}"
     match fault:
         case errors.GatedRepoError():
@@ -120,10 +119,10 @@ def to_user_error(fault: Exception, repository: Repository) -> OpdclError:
             problem = f"{name} was found neither locally nor on the Hub (it may be private)"
             hint = "check the path or id; for a private repository set HF_TOKEN"
         case errors.IncompleteSnapshotError():
-            problem = f"{name} is only partly in the local cache and the Hub is unreachable"
+            problem = f"{name} is only partly in the local cache and {silent}"
             hint = f"while online: {download_command(repository)}"
         case errors.LocalEntryNotFoundError() | errors.OfflineModeIsEnabled():
-            problem = f"{name} is not a local path and not in the local cache, and the Hub is unreachable"
+            problem = f"{name} is not a local path and not in the local cache, and {silent}"
             hint = f"check the name; while online: {download_command(repository)}"
         case _:
             line = next((line.strip() for line in str(fault).splitlines() if line.strip()), "no reason given")
@@ -148,17 +147,16 @@ def reachable() -> bool:
     """Return within seconds whether the Hub may be asked and answers; its client would retry for a minute."""
     from huggingface_hub import constants
 
-    return not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT)
+    return not constants.HF_HUB_OFFLINE and not _silence(constants.ENDPOINT)
 
 
 @functools.cache
-def _answers(endpoint: str) -> bool:
-    if any(os.environ.get(key) for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY")):
-        return True  # a direct connection says nothing about the proxy
-    url = urlparse(endpoint)
+def _silence(endpoint: str) -> str:
+    """Return why the Hub does not answer as its client asks, also through a proxy; "" if it does."""
+    from huggingface_hub import get_session
+
     try:
-        address = (url.hostname, url.port or (80 if url.scheme == "http" else 443))
-        socket.create_connection(address, timeout=5).close()
-    except OSError:
-        return False
-    return True
+        get_session().head(endpoint, timeout=5)
+    except Exception as fault:  # the client has one for each fault of network, proxy and certificate
+        return f"{type(fault).__name__}: {str(fault)[:200]}"
+    return ""

@@ -35,23 +35,6 @@ EXAMPLES = {
 }
 
 
-# What other programs call a command.
-SYNONYMS = {
-    "train": "finetune",
-    "tune": "finetune",
-    "sft": "finetune",
-    "evaluate": "eval",
-    "test": "eval",
-    "ask": "chat",
-    "list": "ls",
-    "runs": "ls",
-    "status": "ls",
-    "new": "init",
-    "rm": "clean",
-    "delete": "clean",
-}
-
-
 def describe_commands(group: typer.Typer, prefix: str = "") -> None:
     """Give each command its first sentence as its summary, at any width, and its example."""
     for info in group.registered_commands:
@@ -86,8 +69,6 @@ def hint_for(fault: Any) -> str:
             return f"opdcl run {typed}"
         if typed in ("resume", "continue"):
             return "give the same command again: it continues where it stopped"
-        if meant := SYNONYMS.get(typed.lower().replace("-", "")):
-            return f"{EXAMPLES[meant]}  # did you mean {meant}?"
         near = next((n for n in names if typed.startswith(n)), "") or nearest(typed, names, 0.7)
         if near:
             return f"{command} {near} --help  # did you mean {near}?"
@@ -101,20 +82,7 @@ def _option_meant(fault: Any) -> str:
         options += [option for option in parameter.opts if option.startswith("--")]
     if fault.option_name == "--model" and "--base" in options:
         return "--base"  # other programs say model for it
-    return similar_option(fault.option_name, options) or similar_setting(fault.option_name)
-
-
-def similar_option(typed: str, options: list[str]) -> str:
-    """Return the option that is meant by a similar name, by its beginning, or by its initials."""
-    name = typed.lstrip("-")
-    for option in options:
-        initials = [word[0] for word in option[2:].split("-")]
-        if "".join(initials) == name:
-            return option
-    for option in options:
-        if option[2:].startswith(name):
-            return option
-    return nearest(f"--{name}", options, 0.7)
+    return nearest(fault.option_name, options, 0.7) or similar_setting(fault.option_name)
 
 
 def similar_setting(typed: str) -> str:

@@ -150,7 +150,7 @@ def _general_sources(recover: RecoverConfig) -> dict[str, str]:
 
 
 # Settings that runs of earlier versions do not name, and the values of today that mean what those did.
-ADDED_LATER = {"given_answers": False, "author": "base", "most": 2000, "beta": 0.5, "temperature": 1}.items()
+ADDED_LATER = {"given_answers": False, "author": "base", "beta": 0.5, "temperature": 1}.items()
 
 
 def meaningful_settings(config: dict[str, Any], ignored: set[str] = WITHOUT_MEANING) -> dict[str, Any]:

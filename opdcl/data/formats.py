@@ -45,7 +45,8 @@ class Row:
     `format` how it was written.
     `reply` is the rest of the answer's message: a thought, tool calls. `tools` are the tools
     that the model may call, `variables` those that the row sets in the chat template, `columns` its fields,
-    and `unread` those fields, of the row and of its messages, that hold something and are not read.
+    `unread` those fields, of the row and of its messages, that hold something and are not read, and `renamed`
+    those of ours that it has under other names.
     """
 
     prompt: list[Message]
@@ -61,6 +62,7 @@ class Row:
     variables: dict[str, Any] = field(default_factory=dict)
     columns: tuple[str, ...] = field(default=(), repr=False)
     unread: tuple[str, ...] = field(default=(), repr=False)
+    renamed: tuple[str, ...] = field(default=(), repr=False)
 
     def turns(self) -> list[Row]:
         """Return a row for each answer in the conversation, in order; this one comes last."""

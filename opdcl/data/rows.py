@@ -125,7 +125,7 @@ def _checked(row: Any, columns: Mapping[str, str], where: str) -> Row:
     kept = {key: value for key, value in row.items() if key not in theirs | passed_over}
     unread = [key for key in row if key in passed_over - theirs and not is_missing(row[key])]
     checked = check_row(kept | named, where)
-    return replace(checked, unread=(*checked.unread, *unread))
+    return replace(checked, unread=(*checked.unread, *unread), renamed=(*named,))
 
 
 def recognised(source: str, rows: list[Row]) -> str:

@@ -34,6 +34,9 @@ HINT = (
 SERVERS = ("recover.server.url", "recover.teachers.*.server.url", "eval.server.url")
 TEACHERS = ("recover.teachers.*.adapter", "recover.teachers.*.model.id", "recover.teachers.*.prompts")
 
+# Trackers, which send what a run measures to an account.
+TRACK = "track"
+
 # The origin of such a setting if a run has stored it.
 STORED = "stored in the run"
 
@@ -131,6 +134,14 @@ def refuse_stored_places(
     raise UsageError(message, f"if you trust it, name it yourself: {again}")
 
 
+def trackers_of(workflow: Workflow, origins: Mapping[str, str]) -> tuple[list[str], str]:
+    """Return the trackers that the user has named, and a note on those that only a run has named."""
+    if not (workflow.track and _is_stored(_origin(TRACK, origins))):
+        return list(workflow.track), ""
+    again = f"--set {TRACK}=[{','.join(workflow.track)}]"
+    return [], f"not tracked: a run directory cannot make this command use a tracker; {again} does"
+
+
 def is_stored_file(file: Path) -> bool:
     """Return whether a workflow file lies in a run directory, also in one that has lost its settings."""
     folders = [*Path(os.path.abspath(file)).parents, *file.resolve().parents]
@@ -145,7 +156,7 @@ def missing(model: ModelConfig, fault: BaseException) -> UsageError | None:
 
 
 def _reaches_beyond(key: str) -> bool:
-    return any(fnmatch.fnmatchcase(key, pattern) for pattern in (*SERVERS, *TEACHERS))
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in (*SERVERS, *TEACHERS, TRACK))
 
 
 def _origin(key: str, origins: Mapping[str, str]) -> str:

@@ -32,6 +32,8 @@ def read_model_config(source: str, *, trust_remote_code: bool, **options: Any) -
     config: PretrainedConfig = AutoConfig.from_pretrained(
         source, trust_remote_code=trust_remote_code, **options
     )
+    if config._attn_implementation not in (None, "eager"):  # kernels that somebody else had, such as flash's
+        config._attn_implementation = "sdpa"
     return config
 
 
@@ -64,7 +66,10 @@ def read_model(
     """
     from transformers import AutoModelForCausalLM
 
-    refuse_adapter_beside(source, options.get("revision"))
+    place = {key: options[key] for key in ("revision", "gguf_file") if key in options}
+    own = read_model_config(source, trust_remote_code=trust_remote_code, **place)
+    if own._attn_implementation == "sdpa":
+        options["config"] = own
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, report = AutoModelForCausalLM.from_pretrained(
         source, trust_remote_code=trust_remote_code, **options

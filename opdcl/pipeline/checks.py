@@ -16,11 +16,11 @@ from opdcl.data.chat import note_on_clock
 from opdcl.data.formats import PACKED_ROW, Row
 from opdcl.data.rows import left_out, shortened, unread
 from opdcl.errors import UsageError
-from opdcl.model.consent import refuse_stored_places
+from opdcl.model.consent import refuse_stored_places, trackers_of
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task, make_plan
-from opdcl.pipeline.records import Records
+from opdcl.pipeline.records import Records, read_records
 from opdcl.pipeline.reuse import outcomes
 from opdcl.pipeline.trackers import check_trackers
 from opdcl.rundir.layout import TEMPLATE, RunDir
@@ -51,7 +51,8 @@ def checked_plan(
     """
     workflow = job.workflow
     job.check_rows()
-    tasks = make_plan(workflow, job.hashes, records)
+    donor = read_records(continued) if continued else None
+    tasks = make_plan(workflow, job.hashes, records, job.earlier_hashes, donor)
     if continued:
         refuse_other_finetune(job, tasks, continued)
     if not force:
@@ -59,12 +60,13 @@ def checked_plan(
     _refuse_other_dtype(job, records)
     todo = {task.name for task in tasks if task.unfinished}
     refuse_stored_places(workflow, job.origins, job.run, todo)
-    _check_machine(workflow)
+    trackers, untracked = trackers_of(workflow, job.origins)
+    _check_machine(workflow, trackers)
     _check_gates(workflow, tasks)
     _check_tuned_model(job)
     notes = []
     if todo:
-        notes += [*_check_models(job), *check_adapters(job), note_on_clock(job.tokenizer)]
+        notes += [untracked, *_check_models(job), *check_adapters(job), note_on_clock(job.tokenizer)]
     if workflow.finetune and "finetune" in todo:
         notes += _check_finetune(job)
     if workflow.recover and "recover" in todo:
@@ -143,7 +145,7 @@ def _refuse_other_dtype(job: Job, records: Records) -> None:
         raise UsageError(f"this run started in {earlier} and would continue in {dtype}", hint)
 
 
-def _check_machine(workflow: Workflow) -> None:
+def _check_machine(workflow: Workflow, trackers: list[str]) -> None:
     """Check that the device, the models and the packages are here."""
     from opdcl.model.load import check_exists
     from opdcl.model.quantized import check_installed
@@ -151,7 +153,7 @@ def _check_machine(workflow: Workflow) -> None:
     for model in workflow.models():
         check_exists(model)
         check_installed(model)
-    check_trackers(workflow.track)
+    check_trackers(trackers)
 
 
 def _check_gates(workflow: Workflow, tasks: list[Task]) -> None:

@@ -14,6 +14,7 @@ from opdcl.pipeline.records import read_records
 from opdcl.results.tables import Table
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.seals import refuse_damaged
+from opdcl.train.finetune import planned_steps
 
 # Characters of the rendered row that a terminal shows.
 SHOWN = 2000
@@ -88,6 +89,7 @@ def _data(job: Job) -> dict[str, Any]:
             text = job.tokenizer.decode([token for token, _ in part])
             parts.append({"text": text, "learned": learned})
     size, where = examples.longest
+    rows_seen = planned_steps(finetune, len(examples.encoded))[0] * finetune.batch_size
     return {
         "source": finetune.data,
         "rows": rows.count,
@@ -96,6 +98,7 @@ def _data(job: Job) -> dict[str, Any]:
         "learned_tokens": sum(sum(example.learned) for example in examples.encoded),
         "longest": {"tokens": size, "where": where},
         "duplicates": len(repeated_rows(rows.usable)),
+        "passes": round(rows_seen / len(examples.encoded), 1) if examples.encoded else None,
         "replayed": replayed,
         "example": {"where": examples.rows[0].where if parts else "", "parts": parts},
     }
@@ -107,6 +110,8 @@ def data_table(plan: dict[str, Any]) -> list[Table]:
     if not data:
         return []
     rows = [["rows", f"{data['used']:,} of {data['rows']:,} in {data['source']}"]]
+    if data["passes"]:
+        rows.append(["passes", f"{data['passes']:g}: steps of whole batches learn each row that often"])
     if data["tokens"]:
         learned = f"{data['tokens']:,} per epoch, of which {data['learned_tokens']:,} are learned"
         longest = f"{data['longest']['tokens']:,} tokens, {data['longest']['where']}"

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from opdcl import parallel
 from opdcl.config.evaluate import CLOSENESS
-from opdcl.config.load import dump
+from opdcl.config.load import dump, with_setting
 from opdcl.config.section import FINGERPRINT
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output, StageLine, quiet_libraries
 from opdcl.data.rows import recognised
 from opdcl.errors import GateError, InconclusiveError, Interrupted, OpdclError, UsageError
+from opdcl.model.consent import trackers_of
 from opdcl.pipeline.checks import checked_plan, foreign_adapters, refuse_foreign
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task
@@ -83,7 +84,7 @@ def execute(
             donors = [continued, *donors]
         tasks = parallel.on_first_worker(lambda: _settle(job, tasks, donors, base, output))
         mine = stack.enter_context(_own(job))
-        trackers = job.workflow.track if unfinished and first else []
+        trackers, _ = trackers_of(job.workflow, job.origins) if unfinished and first else ([], "")
         tracking = stack.enter_context(contextlib.closing(Tracking(trackers, run, output.note)))
         if backbone:
             if first:
@@ -97,7 +98,7 @@ def execute(
 def _lock(run: RunDir, output: Output, stack: contextlib.ExitStack) -> None:
     """Lock the run directory until the stack closes, if it is one that this command may write to."""
     refuse_foreign(run)
-    if dead := stack.enter_context(locked(run, output.note)):
+    if dead := stack.enter_context(locked(run)):
         output.note(f"took over the lock of process {dead.get('pid')}, which has ended")
 
 
@@ -171,7 +172,11 @@ def _settle(job: Job, tasks: list[Task], donors: Sequence[RunDir], base: str, ou
     # With former settings: runs of an earlier version have them, and equal arms are pooled.
     settings = job.workflow.model_dump(context=FINGERPRINT)
     write_json(run.config, {"workflow": settings, "origins": job.origins})
-    write_atomic(run.workflow, dump(job.workflow))
+    workflow = job.workflow
+    for key, place in job.sources.items():  # its own files are found from the file that names them
+        if Path(place).parent == run.data.resolve():
+            workflow = with_setting(workflow, key, f"{run.data.name}/{Path(place).name}")
+    write_atomic(run.workflow, dump(workflow))
     job.inputs.save()
     for note in copy_finished(tasks, run, donors, base):
         output.note(note)

@@ -59,6 +59,11 @@ class Inputs:
             self.files[source] = self._rows[key].usable
         return self._rows[key]
 
+    def renamed(self, source: str) -> set[str]:
+        """Return the columns of ours that the rows which were read from a source have under other names."""
+        read = [checked for key, checked in self._rows.items() if key[0] == pinned(source)]
+        return {name for checked in read for row in checked.usable for name in row.renamed}
+
     def training_rows(self, workflow: Workflow) -> TrainingRows:
         """Return the checked rows of the fine-tune, and what is known of those that `bad_rows` leaves out.
 

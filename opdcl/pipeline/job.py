@@ -210,16 +210,16 @@ class Job:
 
         workflow, hash_of = self.workflow, self.inputs.hash_of
         recover, evaluation = workflow.recover, workflow.eval
-        fields = workflow.data_sources()
         suites: dict[str, str] = {}
         if evaluation:
-            fields |= {f"eval.data.{suite}": path for suite, path in evaluation.data.items()}
             suites = {f"eval.suite.{suite}": suite for suite in evaluation.suites()}
         if recover and recover.reward:
             suites["recover.reward.suite"] = recover.reward.suite
-        hashes = {key: self.inputs.hash(source) for key, source in fields.items()}
-        if workflow.columns:  # they decide what is read
-            hashes = {key: hash_value([value, workflow.columns]) for key, value in hashes.items()}
+        hashes = {}
+        for key, source in self.sources.items():
+            hashes[key] = self.inputs.hash(source)
+            if workflow.columns and (used := self._names_of_columns(key, source)):
+                hashes[key] = hash_value([hashes[key], used])
         for key, place in workflow.adapters().items():
             hashes[key] = hash_of(start_files(place, may_be_model=key == "start"))
         for name, teacher in workflow.teachers().items():
@@ -233,6 +233,30 @@ class Job:
             elif key.startswith("eval."):
                 hashes[key] = hash_of(scorers)
         return hashes
+
+    def _names_of_columns(self, key: str, source: str) -> dict[str, str]:
+        """Return the columns that the workflow names and a source has; it is read as the run does."""
+        columns: dict[Any, str] = self.workflow.columns
+        if key.startswith("eval.data."):
+            self.suite(key.removeprefix("eval.data."))
+        elif key == "finetune.data":
+            _ = self.training_rows  # of which some may be bad
+        else:
+            self.rows(source)
+        return {ours: columns[ours] for ours in self.inputs.renamed(source)}
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """All rows and the data of suites, by the names of their fields."""
+        data = self.workflow.eval.data if self.workflow.eval else {}
+        return self.workflow.data_sources() | {f"eval.data.{suite}": path for suite, path in data.items()}
+
+    @cached_property
+    def earlier_hashes(self) -> dict[str, str]:
+        """The hashes that earlier versions took: with the names of all columns, whatever a source has."""
+        columns = self.workflow.columns
+        hashes = {key: self.inputs.hash(source) for key, source in self.sources.items()} if columns else {}
+        return {key: hash_value([value, columns]) for key, value in hashes.items()}
 
     def check_rows(self) -> None:
         """Check that every row can be used where the workflow uses it.
@@ -251,4 +275,4 @@ class Job:
 
     def plan(self) -> list[Task]:
         """Return the plan for the present state of the run directory."""
-        return make_plan(self.workflow, self.hashes, read_records(self.run))
+        return make_plan(self.workflow, self.hashes, read_records(self.run), self.earlier_hashes)

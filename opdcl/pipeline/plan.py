@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from opdcl.config.evaluate import CLOSENESS
+from opdcl.config.finetune import FinetuneConfig, ReplaySection
+from opdcl.config.recover import split_share
 from opdcl.config.section import FINGERPRINT
 from opdcl.config.workflow import MACHINE, Workflow, meaningful_settings
 from opdcl.pipeline.records import STAGE_NUMBERS, Records, StoredStage
@@ -41,42 +44,87 @@ class Task:
         return f"eval {self.suite} {self.state}" if self.name == "eval" else self.name
 
 
-def make_plan(workflow: Workflow, hashes: dict[str, str], records: Records) -> list[Task]:
-    """Return all tasks in order; `hashes` has the hash of each data source by its key, as `finetune.data`."""
-    tasks, fingerprints = [], {}
-    for name, inputs in _stage_inputs(workflow, hashes, records).items():
+def make_plan(
+    workflow: Workflow,
+    hashes: dict[str, str],
+    records: Records,
+    earlier_hashes: dict[str, str] | None = None,
+    donor: Records | None = None,
+) -> list[Task]:
+    """Return all tasks in order.
+
+    `hashes` has the hash of each data source by its key, as `finetune.data`, and `earlier_hashes` what
+    earlier versions recorded of the same content. `donor` holds the records of a run that this one continues.
+    """
+    tasks, fingerprints, earlier = [], {}, earlier_hashes or {}
+    stored = Records({**(donor or records).stages, **records.stages})
+    base = _base_key(workflow, stored)
+    for name, inputs in _stage_inputs(workflow, hashes, earlier, stored, base).items():
         identity = Identity(inputs)
         action, why = _training_action(records.stages.get(name), identity)
         fingerprints[name] = identity.key
         tasks.append(Task(name, action, why, fingerprints[name], inputs=inputs))
-    return tasks + _eval_tasks(workflow, hashes, records, fingerprints)
+    return tasks + _eval_tasks(workflow, hashes, earlier, records, {"base": base, **fingerprints})
 
 
-def _stage_inputs(workflow: Workflow, hashes: dict[str, str], records: Records) -> dict[str, dict[str, Any]]:
+def _stage_inputs(
+    workflow: Workflow, hashes: dict[str, str], earlier_hashes: dict[str, str], stored: Records, base: str
+) -> dict[str, dict[str, Any]]:
     """Return everything that each training stage's result depends on; its hash is the stage's fingerprint."""
     inputs: dict[str, dict[str, Any]] = {}
-    origin, parent = "model", _model_hash(workflow)
+    origin, parent = "model", base
     for name in STAGE_NUMBERS:
-        config = getattr(workflow, name)
+        config, made = getattr(workflow, name), stored.stages.get(name)
         starts_elsewhere = name == "finetune" and workflow.start
         if config is None and not starts_elsewhere:
             continue
         if name == "recover" and "finetune" not in inputs:
-            origin, parent = "finetune stage", records.finished("finetune") or parent
+            origin, parent = "finetune stage", stored.finished("finetune") or parent
         inputs[name] = meaningful_settings(config.model_dump(context=FINGERPRINT)) if config else {}
         if config:
             inputs[name]["dtype"] = workflow.model.dtype
             if not inputs[name].get("system"):  # which runs of an earlier version do not have
                 inputs[name].pop("system", None)
+        if isinstance(config, FinetuneConfig) and not (config.replays and _has_limit(config, made)):
+            del inputs[name]["replay"]["most"]
+        recorded = made.record.inputs if made else {}
         for key, value in hashes.items():
-            part = f"content of {key.removeprefix(f'{name}.')}"
-            if key.startswith(f"{name}.") and not _was_not_recorded(part, records.stages.get(name)):
-                inputs[name][part] = value
+            setting = key.removeprefix(f"{name}.")
+            part = f"content of {setting}"
+            if key.startswith(f"{name}.") and not _was_not_recorded(part, made):
+                earlier = earlier_hashes.get(key, value)
+                inputs[name][part] = earlier if recorded.get(part) == earlier else value
+                if recorded.get(part) == inputs[name][part]:
+                    _name_as_recorded(inputs[name], recorded, setting)
         if starts_elsewhere:
             inputs[name]["start"] = hashes["start"]
         inputs[name][origin] = parent
         origin, parent = f"{name} stage", Identity(inputs[name]).key
     return inputs
+
+
+def _has_limit(config: FinetuneConfig, made: StoredStage | None) -> bool:
+    """Return whether the limit of a fine-tune's replay is part of its key.
+
+    Keys did not have today's limit, though earlier versions replayed without one. What these have finished
+    stays finished; what they have begun is not continued by steps of another order.
+    """
+    if made is None or "most" in made.record.inputs.get("replay", {"most": None}):
+        return True
+    had_limit = made.record.is_done or "most" in made.record.config.get("replay", {})
+    return not had_limit or config.replay.most != ReplaySection().most
+
+
+def _name_as_recorded(inputs: dict[str, Any], recorded: Mapping[str, Any], setting: str) -> None:
+    """Give a source that has its recorded content its recorded name, wherever it lies now."""
+    key, _, number = setting.partition(".")
+    now, then = inputs.get(key), recorded.get(key)
+    if isinstance(now, str) and isinstance(then, str):
+        inputs[key] = then
+    elif number and isinstance(now, list) and isinstance(then, list) and len(now) == len(then):
+        place = int(number)  # general prompts of several sources, each with its share
+        if split_share(now[place])[1] == split_share(then[place])[1]:
+            now[place] = then[place]
 
 
 def _was_not_recorded(part: str, stored: StoredStage | None) -> bool:
@@ -101,7 +149,11 @@ def _training_action(stored: StoredStage | None, identity: Identity) -> tuple[Ac
 
 
 def _eval_tasks(
-    workflow: Workflow, hashes: dict[str, str], records: Records, training: dict[str, str]
+    workflow: Workflow,
+    hashes: dict[str, str],
+    earlier: dict[str, str],
+    records: Records,
+    made: dict[str, str],
 ) -> list[Task]:
     config = workflow.eval
     if config is None:
@@ -111,10 +163,10 @@ def _eval_tasks(
     how = meaningful_settings(decoding) | {"dtype": workflow.model.dtype}
     if system := workflow.system_of("eval"):
         how["system"] = system
-    states = {"base": _model_hash(workflow)}
+    states = {"base": made["base"]}
     for state, stage in STAGE_OF.items():
         # An earlier command may have made the adapter that this workflow does not make itself.
-        if weights := training.get(stage) or records.finished(stage):
+        if weights := made.get(stage) or records.finished(stage):
             states[state] = weights
     measured = config.suites()
     if config.closeness and len(states) > 1:  # base alone is at no distance from anything
@@ -122,21 +174,27 @@ def _eval_tasks(
     tasks = []
     for suite, role in measured.items():
         for state, weights in states.items():
-            contents = [hashes.get(f"eval.data.{suite}"), hashes.get(f"eval.suite.{suite}")]
-            if suite == CLOSENESS:
-                contents = [hashes.get("eval.closeness"), str(config.closeness_tokens)]
-            fingerprint = Identity([weights, suite, role, how, *contents]).key
-            task = Task("eval", "run", "not measured", fingerprint, state=state, suite=suite, role=role)
+            keys = []
+            for of in (hashes, hashes | earlier):
+                contents = [of.get(f"eval.data.{suite}"), of.get(f"eval.suite.{suite}")]
+                if suite == CLOSENESS:
+                    contents = [of.get("eval.closeness"), str(config.closeness_tokens)]
+                keys.append(Identity([weights, suite, role, how, *contents]).key)
+            task = Task("eval", "run", "not measured", keys[0], state=state, suite=suite, role=role)
             if (state, suite) in records.results:
-                if records.results[state, suite] == fingerprint:
-                    task = replace(task, action="skip", why="done")
+                if (known := records.results[state, suite]) in keys:
+                    task = replace(task, action="skip", why="done", fingerprint=known)
                 else:
                     task = replace(task, why="the model, suite or decoding has changed")
             tasks.append(task)
     return tasks
 
 
-def _model_hash(workflow: Workflow) -> str:
-    """Return a hash of base's settings; that its weights are the same is asked when they are loaded."""
-    settings = workflow.model.model_dump(context=FINGERPRINT)
-    return Identity(meaningful_settings(settings, MACHINE | {"dtype"})).key
+def _base_key(workflow: Workflow, stored: Records) -> str:
+    """Return a hash of base's settings; that its weights are the same is asked when they are loaded.
+
+    Consent to run code is none of them, but earlier versions counted it.
+    """
+    settings = meaningful_settings(workflow.model.model_dump(context=FINGERPRINT), MACHINE | {"dtype"})
+    without, given = (Identity(settings | {"trust_remote_code": consent}).key for consent in (False, True))
+    return given if given in [made.record.inputs.get("model") for made in stored.stages.values()] else without

@@ -31,12 +31,11 @@ class Tracking:
 
     def __init__(self, names: Sequence[str], run: RunDir, note: Callable[[str], None]):
         self._note, self._file = note, run.path / "tracking.json"
-        # The id names this run in a tracker across interruptions; `sent` counts rows by stage.
-        self._record: dict[str, Any] = {"id": uuid.uuid4().hex[:8], "sent": {}}
+        # The id names this run in a tracker across interruptions.
+        self._record: dict[str, Any] = {"id": uuid.uuid4().hex[:8]}
         if self._file.exists():
             self._record |= read_json(self._file)
-        # Of each stage the bytes of metrics.jsonl that were read, and the rows in them.
-        self._read: dict[Path, tuple[int, int]] = {}
+        self._read: dict[Path, int] = {}  # bytes of metrics.jsonl, by stage
         self._trackers: dict[str, Any] = {}
         for name in names:
             with self._dropped_if_it_fails(name):
@@ -47,17 +46,11 @@ class Tracking:
         """Send the metrics that a stage has written since the last call; `offset` is added to their steps."""
         if not self._trackers:
             return
-        place, count = self._read.get(stage.path, (0, 0))
-        place, rows = read_new_rows(stage.metrics, place)
+        self._read[stage.path], rows = read_new_rows(stage.metrics, self._read.get(stage.path, 0))
         name = stage.path.name.split("-", 1)[1]
         for row in rows:
-            count += 1
-            if count > self._record["sent"].get(name, 0):  # else an earlier process has sent it
-                values = {f"train/{name}/{key}": value for key, value in _numbers(row).items()}
-                self.send(values, offset + row["step"])
-                self._record["sent"][name] = count
-                write_json(self._file, self._record)
-        self._read[stage.path] = place, count
+            values = {f"train/{name}/{key}": value for key, value in _numbers(row).items()}
+            self.send(values, offset + row["step"])
 
     def send(self, values: dict[str, Any], step: int) -> None:
         """Send numbers and texts."""
@@ -134,13 +127,6 @@ def _log(tracker: Any, values: dict[str, Any], step: int) -> None:
     if tracker.name == "wandb":
         # As `step`, it would lose each row of a step that was reached before an interruption.
         tracker.log(values | {GLOBAL_STEP: step})
-    elif tracker.name == "mlflow":
-        import mlflow
-
-        texts = {key: value for key, value in values.items() if isinstance(value, str)}
-        tracker.log({key: value for key, value in values.items() if key not in texts}, step)
-        for key, text in texts.items():  # accelerate's class leaves them out
-            mlflow.log_text(text, f"{key}.md")
     else:
         tracker.log(values, step)
 

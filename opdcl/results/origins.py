@@ -36,7 +36,7 @@ def split_seeds(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
     Contents are among the settings: the same name or path may have held something else for another run.
     """
     # Closeness has prompts of its own, and changes no score.
-    ignored = WITHOUT_MEANING | {CLOSENESS}
+    ignored = WITHOUT_MEANING | {CLOSENESS, "trust_remote_code"}
     settings, seeds = {}, {}
     sections = {key: value for key, value in run.settings().items() if key not in IGNORED}
     for key, value in flatten(sections).items():

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from opdcl.config.recover import RecoverConfig
 from opdcl.results import response_stats
 from opdcl.results.format import POINTS, SCORE, SHARE, interval, is_few, percent, points
 from opdcl.results.origins import rows_set_aside
@@ -254,7 +255,8 @@ def _advice(summary: Summary, settings: Mapping[str, Any]) -> str:
     found, recovery, kept = findings.retention_status, findings.recovery, findings.domain_retention
     more_steps = f"opdcl recover RUN --steps {_twice(recover.get('steps'))} -o RUN-2"
     if kept and kept.value < MOST_OF_THE_GAIN:
-        rows = _twice(recover.get("domain_rollouts") or recover.get("rollouts"))
+        is_known = isinstance(recover.get("rollouts"), int)
+        rows = _twice(RecoverConfig.model_construct(**recover).completions("domain") if is_known else None)
         command = f"opdcl recover RUN --set recover.domain_rollouts={rows} -o RUN-2"
         return f"To keep more of the domain, learn from more of its rows in each step: {command}"
     advice = found.advice

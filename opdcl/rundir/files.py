@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from opdcl.errors import OpdclError, UsageError
+from opdcl.errors import UsageError
 
 RESTORE = "restore the file, or start a new run"
 DAY = 86_400  # seconds
@@ -25,9 +25,6 @@ UNFINISHED = ".opdcl-"
 
 # The name of a temporary folder that its maker keeps locked: `.NAME.opdcl-PID-RANDOM`.
 LOCKED = re.compile(r"\..+\.opdcl-\d+-\w+")
-
-# The lock files that this process holds, and what it wrote into them.
-_guarded: dict[Path, str] = {}
 
 
 def cache_home() -> Path:
@@ -42,38 +39,8 @@ def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-@contextlib.contextmanager
-def guarded(lock: Path, mine: str) -> Iterator[None]:
-    """Let no file appear beside a lock file, or below, once the lock file holds other than `mine`."""
-    _guarded[lock.absolute()] = mine
-    try:
-        yield
-    finally:
-        del _guarded[lock.absolute()]
-
-
-def is_lost(lock: Path, mine: str) -> bool:
-    """Return whether another process has written into a lock file; one that cannot be read proves nothing."""
-    try:
-        return lock.read_bytes() != mine.encode()
-    except OSError:
-        return False
-
-
-def taken_over(folder: Path) -> OpdclError:
-    message = f"{folder} was taken over by another process while this one gave no sign of life"
-    return OpdclError(message, "wait until that process ends, then run the same command again")
-
-
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file that holds either the old or the complete new content, even after a power failure.
-
-    Raises:
-        OpdclError: The file is in a run whose lock another process has taken over.
-    """
-    for lock, mine in [*_guarded.items()]:
-        if path.absolute().is_relative_to(lock.parent) and is_lost(lock, mine):
-            raise taken_over(lock.parent)
+    """Write a file that holds either the old or the complete new content, even after a power failure."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         _write_beside(path, content)

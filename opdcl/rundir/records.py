@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -109,8 +110,32 @@ class _Step(_Record):
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Return the content of a run's `config.json`: its `workflow`, and the `origins` of its settings."""
-    return _read(file, _Config)
+    """Return the content of a run's `config.json`: its `workflow`, and the `origins` of its settings.
+
+    Rows that the run itself holds are named where they lie now: it may have been moved or copied.
+    """
+    config = _read(file, _Config)
+    texts = [*_texts(config["workflow"])]
+    # The places are whole. Rows in memory are written into a file that is named as their setting.
+    earlier = {Path(section[name]).parent for section, name, key in texts if _is_own(section[name], key)}
+    for section, name, _ in texts:
+        place, here = Path(section[name]), file.parent / "data" / Path(section[name]).name
+        if place.parent in earlier and here.is_file():
+            section[name] = str(here.resolve())
+    return config
+
+
+def _texts(section: dict[str, Any], above: str = "") -> Iterator[tuple[dict[str, Any], str, str]]:
+    """Yield each text among settings: the section that holds it, its name there, and its whole key."""
+    for name, value in section.items():
+        if isinstance(value, dict):
+            yield from _texts(value, f"{above}{name}.")
+        elif isinstance(value, str):
+            yield section, name, f"{above}{name}"
+
+
+def _is_own(place: str, key: str) -> bool:
+    return Path(place).parts[-2:] == ("data", f"{key}.jsonl")
 
 
 def read_stage(file: Path) -> dict[str, Any]:

@@ -22,14 +22,11 @@ WRONG = {
         "without an option",
     ),
     "finetune -o out": ("ROWS", "opdcl finetune rows.jsonl", "opdcl finetune --help"),
-    "finetune x --lr 1e-4": ("No such option: --lr\n", "did you mean --learning-rate?"),
-    "finetune x --learn 1e-4": ("did you mean --learning-rate?",),
+    "finetune x --lr 1e-4": ("No such option: --lr\n", "hint: opdcl finetune --help"),
+    "finetune x --learning_rate 1e-4": ("did you mean --learning-rate?",),
     "finetune x --batch-size 4": ("did you mean --set finetune.batch_size=VALUE?",),
     "recover": ("SOURCE", "hint: opdcl recover runs/mine"),
-    "evaluate x": (
-        "No such command 'evaluate'.\n",
-        "opdcl eval runs/mine --domain test-rows.jsonl  # did you mean eval?",
-    ),
+    "evaluate x": ("No such command 'evaluate'.\n", "opdcl eval --help  # did you mean eval?"),
     "quickstart": ("No such command 'quickstart'.\n", "hint: opdcl run quickstart"),
     "run quickstart --set recover.steps 4": (
         "--set 'recover.steps' is not KEY=VALUE",

@@ -3,6 +3,7 @@
 import json
 import random
 import shlex
+import shutil
 
 import pytest
 from helpers.command import opdcl
@@ -80,3 +81,30 @@ def test_a_fine_tune_sets_rows_aside_and_an_evaluation_asks_them(tmp_path, tiny_
     assert len(questions((tmp_path / "run" / "data" / "test-rows.jsonl").read_text())) == 24
     other = opdcl(*words, 0.5, cwd=tmp_path)
     assert (other.returncode, "content of data" in other.stderr) == (2, True)
+
+
+def test_a_moved_and_a_copied_run_ask_their_own_rows_whatever_lies_at_the_old_place(tmp_path, tiny_model):
+    def rows(name):
+        made = [{"question": f"Where is {name} {i}?", "answer": f"At {name} {i}"} for i in range(24)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+        return f"{name}.jsonl"
+
+    small = ("--base", tiny_model, "--set", "model.dtype=float32", "--replay", "0", "--epochs", "0.1")
+    for name in ("mill", "pond"):
+        made = ("finetune", rows(name), "-o", "run", *small, "--test-share", "0.5")
+        assert opdcl(*made, cwd=tmp_path).returncode == 0
+        shutil.copytree(tmp_path / "run", tmp_path / name)
+        if name == "mill":
+            shutil.rmtree(tmp_path / "run")
+    for name in ("mill", "pond"):  # the run of the ponds lies where both were made
+        asked = opdcl("eval", name, "--limit", "1", "--dry-run", cwd=tmp_path)
+        assert asked.returncode == 0, asked.stderr
+        assert f"domain: {name}/data/test-rows.jsonl" in asked.stderr
+        again = opdcl("run", f"{name}/workflow.yaml", "-o", name, cwd=tmp_path)
+        assert "nothing to do" in again.stderr, again.stderr
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "mill").rename(tmp_path / "moved")
+    for _ in range(2):
+        asked = opdcl("eval", "moved", "--limit", "1", "--set", "eval.closeness=null", cwd=tmp_path)
+        assert asked.returncode == 0, asked.stderr
+    assert "mill" in (tmp_path / "moved/evals/tuned/test-rows.samples.jsonl").read_text()

@@ -1,5 +1,6 @@
 """Chat: every state answers, with the system prompt and temperature asked for, and nothing is remembered."""
 
+import shutil
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,9 @@ import opdcl
 from opdcl.config.model import ModelConfig
 from opdcl.deploy.chat import Chat
 from opdcl.errors import UsageError
+from opdcl.rundir.files import write_json
+from opdcl.rundir.hashes import adapter_hash
+from opdcl.rundir.layout import RunDir
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +84,26 @@ def test_a_prompt_on_the_command_line_is_not_repeated(tuned):
     assert (
         done.stderr == f"cut at 2 tokens: base, adapter\nnext: opdcl export {tuned / 'tuned'} -o my-model\n"
     )
+
+
+def test_a_run_answers_with_its_own_system_prompt_unless_another_one_is_given(tuned, tiny_model, tmp_path):
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(tuned / "tuned", run.stage(1, "finetune").adapter)
+    record = {
+        "status": "done",
+        "fingerprint": "f",
+        "adapter_sha256": adapter_hash(run.stage(1, "finetune").adapter),
+    }
+    write_json(run.stage(1, "finetune").record, record)
+    model = {"id": str(tiny_model), "dtype": "float32"}
+    write_json(
+        run.config,
+        {"workflow": {"model": model, "recover": {"system": "Answer as a pirate would."}}, "origins": {}},
+    )
+
+    def answers(**more):
+        (outcome,) = opdcl.chat(run.path, "Hello", max_new_tokens=8, quiet=True, **more)
+        return outcome.data["answers"]
+
+    assert answers() == answers(system="Answer as a pirate would.")
+    assert answers() != answers(system="")

@@ -3,13 +3,14 @@
 import ast
 import json
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.adapters import made_by_peft
 from helpers.command import ROOT, opdcl
-from huggingface_hub import constants
+from huggingface_hub import close_session, constants
 
 from opdcl import hub
 from opdcl.config.model import ModelConfig
@@ -121,3 +122,29 @@ def test_an_adapter_put_onto_a_model_has_no_dropout_as_first_and_as_second(loade
 
 def test_a_tokenizer_beside_an_adapter_is_read(both):
     assert len(load_tokenizer(ModelConfig(id=str(both)))) > 0
+
+
+@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation"])
+def test_attention_that_somebody_else_had_installed_is_not_asked_for(tiny_model, tmp_path, key):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {key: "flash_attention_2"}))
+    config = ModelConfig(id=str(folder), dtype="float32")
+    assert skeleton(config).config._attn_implementation == "sdpa"
+    assert load_model(config).config._attn_implementation == "sdpa"
+
+
+def test_behind_a_proxy_that_blocks_the_hub_the_cache_is_used_and_the_reason_is_said(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        closed = taken.getsockname()[1]
+    for name in ("HTTPS_PROXY", "https_proxy"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{closed}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    try:
+        close_session()  # the next one reads the environment anew
+        assert not hub.reachable()
+        with pytest.raises(UsageError, match=r"not in the local cache, and the Hub is unreachable \(Conn"):
+            hub.snapshot(hub.Repository("model", "someone/cached-nowhere"))
+    finally:
+        close_session()
+        hub._silence.cache_clear()

@@ -41,6 +41,13 @@ def test_rows_tokens_longest_row_and_duplicates_are_counted(plan, tmp_path, load
     assert "questions with several different answers: 1" in notes
 
 
+@pytest.mark.parametrize(("epochs", "batch", "passes"), [(5, 16, 5.3), (0.5, 16, 1.3), (2, 4, 2.0)])
+def test_the_passes_over_few_rows_are_those_of_whole_steps(plan, epochs, batch, passes, loaded):
+    made = plan(f"finetune.epochs={epochs}", f"finetune.batch_size={batch}")
+    assert made["data"]["passes"] == passes
+    assert ["passes", f"{passes:g}"] in [[row[0], row[1].split(":")[0]] for row in data_table(made)[0].rows]
+
+
 def test_rows_that_base_or_the_student_will_write_are_named(plan, loaded):
     def shown(*settings: str) -> list[list[str]]:
         (table,) = data_table(plan(*settings))

@@ -156,11 +156,19 @@ CHANGES: dict[str, tuple[str, ...]] = {
 # Settings that change where, how often or how a result is shown or kept, and not what it is.
 WITHOUT_RESULT = {"name", "description", "track", "arms", "seeds", "model.deterministic", "model.shard"}
 WITHOUT_RESULT |= {"finetune.save_steps", "recover.server.url", "recover.teachers.server.url"}
-WITHOUT_RESULT |= {"eval.server.url", *(key for key in CHANGES if key.startswith("gates."))}
+WITHOUT_RESULT |= {
+    "model.trust_remote_code",
+    "eval.server.url",
+    *(key for key in CHANGES if key.startswith("gates.")),
+}
 
 # Settings in which the seeds of one arm may differ.
 SAME_ARM = {"name", "description", "arms", "seeds", "finetune.seed", "recover.seed", "finetune.save_steps"}
-SAME_ARM |= {"eval.closeness", *(key for key in CHANGES if key.startswith("gates."))}
+SAME_ARM |= {
+    "model.trust_remote_code",
+    "eval.closeness",
+    *(key for key in CHANGES if key.startswith("gates.")),
+}
 
 
 @pytest.fixture(scope="module")
@@ -271,10 +279,10 @@ def test_runs_that_differ_in_a_setting_are_no_seeds_of_one_arm(key, project):
 
 def test_a_run_that_was_made_before_a_setting_came_is_of_the_arm_of_today(project):
     run, found = RunDir(project / "earlier"), []
-    settings = job_of(["finetune.replay.share=0.5"]).workflow.model_dump(mode="json")
+    settings = job_of(["finetune.replay={share: 0.5, most: 9}"]).workflow.model_dump(mode="json")
     write_json(run.config, {"workflow": settings, "origins": {}})
     found.append(as_key(split_seeds(run)))
-    del settings["finetune"]["replay"]["author"], settings["finetune"]["replay"]["most"]
+    del settings["finetune"]["replay"]["author"]
     del settings["recover"]["given_answers"]
     del settings["recover"]["loss"]["beta"], settings["recover"]["on_policy"]["temperature"]
     write_json(run.config, {"workflow": settings, "origins": {}})

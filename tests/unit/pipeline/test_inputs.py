@@ -16,6 +16,8 @@ from opdcl.pipeline.dry_run import describe
 from opdcl.pipeline.execute import execute
 from opdcl.pipeline.inputs import Inputs
 from opdcl.pipeline.job import Job
+from opdcl.pipeline.plan import make_plan
+from opdcl.pipeline.records import Records, StageRecord, StoredStage
 from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
 
@@ -75,7 +77,25 @@ def test_named_columns_are_read_told_and_part_of_the_run(project):
     }
     other = opdcl(*words, "--columns", "question=Frage,answer=Thema", "--set", "finetune.lora.r=2")
     assert other.returncode == 2
-    assert "finetune changed: content of data" in other.stderr
+    assert "finetune changed: content of data\n" in other.stderr
+
+
+def test_names_of_columns_count_where_a_source_has_one(project):
+    """Those of a later file leave earlier results as they are; so do keys of before, which had them all."""
+    lines = (project / "rows.jsonl").read_text()
+    (project / "other.jsonl").write_text(lines.replace("question", "Q").replace("answer", "A"))
+    run, made = RunDir(project / "run"), ["finetune.replay={share: 0.5}"]
+    data = ["eval.domain=[other]", "eval.data={other: other.jsonl}", "columns={question: Q, answer: A}"]
+    alone = Job(load(["tiny.yaml"], [*made, "eval=null", "recover=null"])[0], run)
+    later = Job(load(["tiny.yaml"], [*made, *data])[0], run)
+    assert later.hashes["finetune.data"] == alone.hashes["finetune.data"]
+    assert later.hashes["finetune.replay.prompts"] == alone.hashes["finetune.replay.prompts"]
+    assert later.hashes["eval.data.other"] != Inputs().hash("other.jsonl")
+    before = make_plan(later.workflow, later.hashes | later.earlier_hashes, Records())
+    tuned = StageRecord(fingerprint=before[0].fingerprint, inputs=before[0].inputs, status="running")
+    stored = Records({"finetune": StoredStage(tuned, checkpoint="checkpoint-2")})
+    assert make_plan(later.workflow, later.hashes, stored, later.earlier_hashes)[0].action == "resume"
+    assert make_plan(later.workflow, later.hashes, stored)[0].action == "stale"
 
 
 @pytest.mark.parametrize("columns", ["question", "question=", "=Frage", "query=Frage"])

@@ -10,6 +10,7 @@ from opdcl.pipeline.plan import Task, make_plan
 from opdcl.pipeline.records import read_records, stage_folder
 from opdcl.rundir.files import write_json
 from opdcl.rundir.hashes import ADAPTER, file_hash, seal
+from opdcl.rundir.identity import Identity
 from opdcl.rundir.layout import RunDir
 
 DATA = {"finetune.data": "rows-1", "recover.general": "prompts-1", "recover.domain": "rows-1"}
@@ -328,3 +329,40 @@ def test_a_recovery_of_an_earlier_version_is_done_although_it_names_no_weights_o
     finish(tree, run)
     now = plan(tree, run, {**DATA, "recover.teachers.big.model": "weights-1"})
     assert {*actions(now).values()} == {"skip"}
+
+
+REPLAYING = {"finetune": {**FINETUNE, "replay": {"share": 0.5}}}
+
+
+def recorded(run: RunDir, status: str = "done", **config: object) -> dict:
+    """Write the fine-tune of `REPLAYING` as earlier versions did, and return what its key was made of."""
+    finish(REPLAYING, run, status=status)
+    file = stage_folder(run, "finetune").record
+    record = json.loads(file.read_text())
+    del record["inputs"]["replay"]["most"]
+    key = Identity(record["inputs"]).key
+    write_json(file, record | {"fingerprint": key, "config": config})
+    if status != "done":
+        seal(stage_folder(run, "finetune").trainer / "checkpoint-2")
+    return record["inputs"]
+
+
+def test_a_fine_tune_that_replays_counts_the_limit_and_what_was_finished_without_stays_finished(run):
+    unlimited = recorded(run)
+    assert actions(plan(REPLAYING, run)) == {"finetune": "skip"}
+    assert plan(REPLAYING, RunDir(run.path / "other"))["finetune"].fingerprint != Identity(unlimited).key
+    limited = {"finetune": {**FINETUNE, "replay": {"share": 0.5, "most": 9}}}
+    assert actions(plan(limited, run)) == {"finetune": "stale"}
+
+
+@pytest.mark.parametrize(("config", "action"), [({}, "stale"), ({"replay": {"most": 2000}}, "resume")])
+def test_a_fine_tune_that_was_begun_without_a_limit_is_not_continued(run, config, action):
+    recorded(run, "running", **config)
+    assert actions(plan(REPLAYING, run)) == {"finetune": action}
+
+
+def test_a_fine_tune_that_replays_nothing_has_no_limit(run):
+    keys = [
+        plan({"finetune": {**FINETUNE, "replay": {"share": 0.0, **more}}}, run) for more in ({}, {"most": 9})
+    ]
+    assert keys[0]["finetune"].fingerprint == keys[1]["finetune"].fingerprint

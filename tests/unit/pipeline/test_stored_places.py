@@ -199,3 +199,25 @@ def test_a_run_whose_model_is_none_is_damaged(folder, model):
         return
     with pytest.raises(UsageError, match="is damaged"):
         base_of_run(run, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_tracked"),
+    [
+        (("recover", "theirs"), False),
+        (("run", "theirs/workflow.yaml", "-o", "theirs"), False),
+        (("recover", "theirs", "--set", "track=[tensorboard]"), True),
+    ],
+)
+def test_a_tracker_that_only_a_run_has_named_is_not_used(folder, words, is_tracked):
+    run = received(folder)
+    stored = json.loads((run / "config.json").read_text())
+    stored["workflow"] |= {"track": ["tensorboard"], "eval": None}
+    stored["origins"]["track"] = "--set"
+    (run / "config.json").write_text(json.dumps(stored))
+    (run / "workflow.yaml").write_text(json.dumps(stored["workflow"]))
+    done = opdcl(*words, "--set", "recover.steps=1", "--set", "finetune.epochs=0.3", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert (run / "tracking").exists() == is_tracked
+    assert ("not tracked: " in done.stderr) != is_tracked
+    assert is_tracked or "--set track=[tensorboard] does" in done.stderr

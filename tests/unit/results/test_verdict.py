@@ -10,6 +10,7 @@ from helpers.synthetic import change, measure_fully, measure_states, pages
 
 from opdcl import api
 from opdcl.cli import app
+from opdcl.config.recover import RecoverConfig
 from opdcl.results import plots
 from opdcl.results.document import summarise
 from opdcl.results.report_tables import terminal_rows
@@ -71,6 +72,20 @@ def test_few_prompts_are_a_first_look_and_change_no_status(measured):
 def test_what_to_do_next_is_said(measured, recovered):
     # D is 0.88.
     assert "keep more of the domain" in measured(320, 80, recovered)["to_do"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows"),
+    [
+        ({"rollouts": 8, "max_new_tokens": 192, "domain_max_new_tokens": 32}, 48),
+        ({"rollouts": 8, "max_new_tokens": 64, "domain_max_new_tokens": 32}, 16),
+        ({"rollouts": 8, "domain_rollouts": 24}, 24),
+    ],
+)
+def test_the_advice_to_learn_from_more_rows_doubles_those_of_a_step(run, measured, settings, rows):
+    change(run, "recover", **settings)
+    assert RecoverConfig(**settings).completions("domain") == rows
+    assert f"recover.domain_rollouts={2 * rows} " in measured(320, 80, 280)["to_do"]
 
 
 def domain_kept(run):

@@ -1,0 +1,157 @@
+"""A hint on a finished run is followed to the letter: nothing is trained again that had not changed."""
+
+import json
+import re
+import shlex
+import shutil
+
+import pytest
+from helpers.command import opdcl
+
+TASK = """task: flags
+dataset_path: json
+dataset_kwargs: {data_files: {test: test.jsonl}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: [], max_gen_toks: 8, do_sample: false}
+metric_list:
+  - {metric: exact_match, aggregation: mean, higher_is_better: true}
+"""
+
+# What is typed on a finished run and refused -> the stages that it would have made otherwise than they are.
+REFUSED = {
+    "eval run --domain task/flags.yaml": "",
+    "eval run --domain other.jsonl": "",
+    "eval run --domain missing.jsonl": "",
+    "eval run --domain rowz.jsonl": "",
+    "eval run --domain sub/questions.jsonl": "",
+    "eval run --retention instructons": "",
+    "eval run --data rows.jsonl": "",
+    "eval run --data questions=rowz.jsonl": "",
+    "eval run -o elsewhere": "",
+    "eval run --columns question": "",
+    "eval run --max-drop much": "",
+    "eval run --set model.dtype=bfloat16": "",
+    "eval run --set eval.limits=3": "",
+    "eval run --set eval.limit": "",
+    "eval run --set recover.steps=9": "recover",
+    "eval run --set finetune.seed=9": "finetune recover",
+    "eval run --set eval.server.url=http://127.0.0.1:9/v1": "",
+    "eval run/stages/01-finetune": "",
+    "recover run --steps 9": "recover",
+    "recover run --domain other.jsonl": "recover",
+    "recover run --prompts rowz.jsonl": "recover",
+    "recover run --base missing-model": "finetune recover",
+    "recover run --step 9": "recover",
+    "finetune rows.jsonl -o run --epochs 9": "finetune recover",
+    "finetune rowz.jsonl -o run": "finetune recover",
+    "finetune rows.jsonl -o rows.jsonl": "finetune",
+    "run tiny.yaml -o run --set recover.steps=9": "recover",
+    "run tiny.yaml -o run --set recover.stepz=9": "recover",
+    "run tinny.yaml -o run": "",
+    "report run/stages": "",
+    "report run/stages/01-finetune/adapter": "recover",  # in another run
+    "report run --gates rows.jsonl": "finetune",  # in another run
+    "compare run": "",
+    "chat run Hello --temperature -1": "",
+    "chat run/stages/01-finetune Hello": "",
+    "export run -o taken": "",
+    "export run -o model --state tunde": "",
+}
+
+# What stands for something of the user's in a hint.
+STAND_FOR = {
+    "question=NAME,answer=NAME": "question=Q,answer=A",
+    "PROMPTS": "prompts.jsonl",
+    "ROWS": "rows.jsonl",
+    "NAME": "another",
+    "SUITE": "another",
+    "RUN": "run",
+    "WORKFLOW": "tiny.yaml",
+}
+ONE = r"(?:(?:--set|--columns|--data|--domain|--max-drop|-o) \S*[^\s;,().?]|--trust-remote-code|--force)"
+OPTIONS = re.compile(rf"(?<![\w-]){ONE}(?: {ONE})*")
+
+
+@pytest.fixture
+def folder(finished, project, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(finished, "run")
+    for name in ("rows.jsonl", "prompts.jsonl", "tiny.yaml"):
+        shutil.copy(project / name, name)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    for place in ("task", "sub", "taken"):
+        (tmp_path / place).mkdir()
+    (tmp_path / "task/flags.yaml").write_text(TASK)
+    for name in ("task/test.jsonl", "sub/questions.jsonl"):
+        shutil.copy("rows.jsonl", name)
+    others = [{"Q": row["question"], "A": row["answer"]} for row in rows]
+    (tmp_path / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others))
+    return tmp_path
+
+
+def ways(words: list[str], message: str, hint: str) -> list[list[str]]:
+    """Return the commands that a hint names for one that was refused."""
+    for typed, meant in STAND_FOR.items():
+        hint = re.sub(rf"(?<![\w-]){typed}(?![\w-])", meant, hint)
+    hint = hint.partition("  # ")[0]
+    found, same = [], words[2:]
+    if words[0] == "run":  # whose run is an option
+        same = words[4:]
+    for text in re.findall(r"opdcl ([a-z]+ [^;,()]*)", hint):
+        found.append(shlex.split(text) + (same if "same options" in hint else []))
+    for text in OPTIONS.findall(re.sub(r"opdcl [a-z]+ [^;,()]*", "", hint)):
+        options, kept = shlex.split(text), [*words]
+        if options[0] in kept[1:] and options[0] != "--set":  # it takes the place of the one that was typed
+            place = kept.index(options[0])
+            del kept[place : place + 2]
+        found.append([*kept, *options])
+    if meant := re.search(r"did you mean (\S+)\?", hint):
+        wrong = re.search(r"'([^']+)'|unknown key (\S+)|No such option: (\S+)", message)
+        typed = next(filter(None, wrong.groups()))
+        found.append([word.replace(typed, meant[1]) for word in words])
+    if "leave out -o" in hint:
+        place = words.index("-o")
+        found.append(words[:place] + words[place + 2 :])
+    return found
+
+
+def try_out(words: list[str]):
+    has_dry_run = words[0] in ("run", "finetune", "recover", "eval")
+    return opdcl(*words, *(["--dry-run", "--json"] if has_dry_run else []))
+
+
+def trained_again(words: list[str], done) -> set[str]:
+    """Return the stages that a command would train."""
+    if words[0] not in ("run", "finetune", "recover", "eval") or "--help" in words:
+        return set()
+    again = ("run", "resume", "stale")
+    return {t["stage"] for t in json.loads(done.stdout)["tasks"] if t["action"] in again} - {"eval"}
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_no_hint_on_a_finished_run_trains_again_what_had_not_changed(folder, command):
+    waiting, followed, changed = [shlex.split(command)], [], set(REFUSED[command].split())
+    before = {file: file.stat().st_mtime_ns for file in folder.glob("run/stages/*/stage.json")}
+    hints, ends = 0, []
+    while waiting:
+        words = waiting.pop(0)
+        if words in followed or len(followed) > 12:
+            continue
+        followed.append(words)
+        done = try_out(words)
+        if done.returncode == 0:
+            trained = trained_again(words, done)
+            assert trained <= changed, (words, trained)
+            ends.append(words)
+            continue
+        error, hint = done.stderr.rpartition("hint: ")[::2]
+        assert hint, (words, done.stderr)
+        assert words == followed[0] or error.startswith("error: "), (words, done.stderr)
+        hints += 1
+        waiting += ways(words, error, hint)
+    print(f"{command}: {hints} refusals with hints, {len(followed) - 1} commands followed, ends {ends}")
+    assert hints
+    assert {file: file.stat().st_mtime_ns for file in before} == before
