@@ -73,10 +73,10 @@ def split_rows(
     answers = _answers(rows)
     known = {answers[i] for i in range(len(rows)) if i not in chosen}
     shared = sum(answers[i] in known for i in chosen)
+    of = f", which say {things} different things," if things < len(chosen) else ""
     note = (
-        f"{len(chosen)} of {len(rows)} rows, which say {things} different things, are set aside as a test; "
+        f"{len(chosen)} of {len(rows)} rows{of} are set aside as a test; no learned row says nearly the same"
     )
-    note += "no learned row says nearly the same"
     note += f", but {shared} have an answer that learned rows have too" if shared else ""
     note += ". They show what carries over to new questions, not facts: nobody knows one that was held back"
     return learned, test, note

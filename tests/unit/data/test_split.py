@@ -17,8 +17,8 @@ from opdcl.errors import UsageError
 from opdcl.results.intervals import difference
 from opdcl.results.scores import MeasuredSuite
 
-FIRST, LAST = "Ola Bri Cor Dun Fen Gal Hor Ist Jor Kel".split(), ("mar", "vane", "noch", "wick")
-NAMES = [a + b for a in FIRST for b in LAST]
+FIRST = ("Ola", "Bri", "Cor", "Dun", "Fen", "Gal", "Hor", "Ist", "Jor", "Kel")
+NAMES = [a + b for a in FIRST for b in ("mar", "vane", "noch", "wick")]
 
 
 def rows() -> list[tuple[dict, str]]:
