@@ -21,9 +21,11 @@ from opdcl.model.consent import refuse_stored_places
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task, make_plan
-from opdcl.pipeline.records import Records
+from opdcl.pipeline.records import Records, learned_rows
 from opdcl.pipeline.reuse import outcomes
 from opdcl.pipeline.trackers import check_trackers
+from opdcl.results.notes import learned_note
+from opdcl.results.origins import Learned, holder, learned_by, line_of
 from opdcl.rundir.layout import TEMPLATE, RunDir
 
 if TYPE_CHECKING:
@@ -70,7 +72,7 @@ def checked_plan(
     if workflow.recover and "recover" in todo:
         notes += _check_recovery(job)
     if workflow.eval:
-        _check_suites(job, "eval" in todo)
+        notes += _check_suites(job, "eval" in todo)
     for stage in ("recover", "eval"):
         if stage in todo:
             notes.append(system_note(job, workflow.system_of(stage)))
@@ -390,22 +392,36 @@ def check_targets(model: ModelConfig, lora: LoraSection) -> None:
     raise UsageError(f"finetune.lora.target_modules: {named} matches no linear layer of {model.id}", hint)
 
 
-def _check_suites(job: Job, to_do: bool) -> None:
-    """Check that each prompt and its longest answer fit into the context."""
+def _check_suites(job: Job, to_do: bool) -> list[str]:
+    """Check that each prompt and its longest answer fit into the context; return notes on learned ones."""
     from opdcl.data.chat import encode_prompt
     from opdcl.stages.evaluate import max_answer_tokens
 
-    config = job.workflow.eval
+    config, notes = job.workflow.eval, []
     suites = [job.suite(name) for name in config.suites()]
     if not to_do:
-        return
+        return []
+    learned = learned_in(job)
     for suite in suites:
         # As in lm-eval, texts whose likelihood is asked for lose their beginning.
         for number, ids in enumerate(job.prompt_ids[suite.name]):
             place = functools.partial(suite.place, number)
             max_answer_tokens(config, suite.answering.max_tokens, len(ids), job.context, place)
+        if suite.generative:
+            samples = [suite.record(doc, [None]) for doc in suite.documents(config.limit)]
+            notes.append(learned_note(suite.name, learned.count(samples), len(samples)))
     for row in job.closeness:
         encode_prompt(row, job.tokenizer, job.context - config.closeness_tokens)
+    return notes
+
+
+def learned_in(job: Job) -> Learned:
+    """Return the rows that the tuned model of a run has learned, or is going to."""
+    start, finetune = job.workflow.start, job.workflow.finetune
+    before = holder(start)[0] if start else None
+    learned = learned_by(*line_of(before)) if before else Learned()
+    own = learned_rows(job.training_rows.usable) if finetune else Learned()
+    return Learned(learned.questions | own.questions, learned.clusters | own.clusters)
 
 
 def _check_servers(workflow: Workflow, todo: set[str], sends_key: bool) -> None:
