@@ -25,7 +25,7 @@ from opdcl.pipeline.records import Records, learned_rows
 from opdcl.pipeline.reuse import outcomes
 from opdcl.pipeline.trackers import check_trackers
 from opdcl.results.notes import learned_note
-from opdcl.results.origins import Learned, holder, learned_by, line_of
+from opdcl.results.origins import count_learned, holder, learned_by, line_of
 from opdcl.rundir.layout import TEMPLATE, RunDir
 
 if TYPE_CHECKING:
@@ -401,7 +401,8 @@ def _check_suites(job: Job, to_do: bool) -> list[str]:
     suites = [job.suite(name) for name in config.suites()]
     if not to_do:
         return []
-    learned = learned_in(job)
+    start, rows = job.workflow.start, job.training_rows.usable if job.workflow.finetune else []
+    learned = learned_rows(rows) | learned_by(*line_of(holder(start)[0] if start else None))
     for suite in suites:
         # As in lm-eval, texts whose likelihood is asked for lose their beginning.
         for number, ids in enumerate(job.prompt_ids[suite.name]):
@@ -409,19 +410,10 @@ def _check_suites(job: Job, to_do: bool) -> list[str]:
             max_answer_tokens(config, suite.answering.max_tokens, len(ids), job.context, place)
         if suite.generative:
             samples = [suite.record(doc, [None]) for doc in suite.documents(config.limit)]
-            notes.append(learned_note(suite.name, learned.count(samples), len(samples)))
+            notes.append(learned_note(suite.name, count_learned(samples, learned), len(samples)))
     for row in job.closeness:
         encode_prompt(row, job.tokenizer, job.context - config.closeness_tokens)
     return notes
-
-
-def learned_in(job: Job) -> Learned:
-    """Return the rows that the tuned model of a run has learned, or is going to."""
-    start, finetune = job.workflow.start, job.workflow.finetune
-    before = holder(start)[0] if start else None
-    learned = learned_by(*line_of(before)) if before else Learned()
-    own = learned_rows(job.training_rows.usable) if finetune else Learned()
-    return Learned(learned.questions | own.questions, learned.clusters | own.clusters)
 
 
 def _check_servers(workflow: Workflow, todo: set[str], sends_key: bool) -> None:

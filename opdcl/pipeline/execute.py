@@ -25,14 +25,7 @@ from opdcl.errors import GateError, InconclusiveError, Interrupted, OpdclError, 
 from opdcl.pipeline.checks import checked_plan, foreign_adapters, refuse_foreign
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task
-from opdcl.pipeline.records import (
-    StageRecord,
-    learned_rows,
-    read_record,
-    read_records,
-    stage_folder,
-    write_learned,
-)
+from opdcl.pipeline.records import StageRecord, read_record, read_records, stage_folder, write_learned
 from opdcl.pipeline.reuse import copy_finished, refuse_other_base, take_start
 from opdcl.pipeline.trackers import Tracking, scores
 from opdcl.results.origins import SET_ASIDE
@@ -272,9 +265,9 @@ class Session:
         )
         record.write(stage)
         if task.name == "finetune" and not earlier:
-            test = str((self.run.data / f"{SET_ASIDE}.jsonl").resolve())
-            set_aside = self.job.inputs.hash(test) if test in self.job.inputs.given else None
-            write_learned(stage, learned_rows(self.job.examples.rows), set_aside)
+            inputs, test = self.job.inputs, str((self.run.data / f"{SET_ASIDE}.jsonl").resolve())
+            set_aside = inputs.hash(test) if test in inputs.given else None
+            write_learned(stage, self.job.examples.rows, set_aside)
         offset = steps_done(self.run, before=stage)
         reset_peak_memory()
         started = time.perf_counter()

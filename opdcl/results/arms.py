@@ -20,7 +20,7 @@ from opdcl.results.board import Board, Column, cells, compared, pool, said_by, s
 from opdcl.results.closeness import Closeness
 from opdcl.results.format import CHANGE, NATS, SHARE, cell, interval, metric_words
 from opdcl.results.intervals import Estimate
-from opdcl.results.origins import START, as_key, learned_by, line_of, without_seed
+from opdcl.results.origins import START, as_key, count_learned, learned_by, line_of, without_seed
 from opdcl.results.page import Page
 from opdcl.results.samples import Group, answers_by_run
 from opdcl.results.scores import MeasuredSuite, Row, section, states_of, values_of
@@ -174,7 +174,7 @@ def _remedy(model: Results, other: Results) -> str:
     """Return the command that measures one run as the other was measured; never on what it has learned."""
     evaluation, learned = section(model.run, "eval"), learned_by(*line_of(other.run))
     for suite in model.headline.values():
-        if count := learned.count(suite.measured):
+        if count := count_learned(suite.measured, learned):
             known = f"{other.path} has learned {count} of the {len(suite.measured)} prompts of {suite.name}"
             return f"{known}: measure both on rows that neither has, opdcl eval RUN --domain TEST.jsonl"
     words = ["opdcl", "eval", other.path]

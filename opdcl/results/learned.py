@@ -10,7 +10,7 @@ from pathlib import Path
 
 from opdcl.results import stats
 from opdcl.results.board import Column, scores_of
-from opdcl.results.origins import learned_by, rows_set_aside
+from opdcl.results.origins import count_learned, learned_by, rows_set_aside
 from opdcl.results.scores import section
 from opdcl.results.summary import Results
 
@@ -24,9 +24,7 @@ def domain_suite(step: Column, start: Results | None = None) -> tuple[str | None
     domains = [name for name, suite in first.named.items() if suite.role == "domain"]
     if not section(first.run, "finetune") or not domains:
         return None, ""
-    if len(domains) == 1:
-        return domains[0], ""
-    named = [name for name in domains if _asks_rows_of(first, name)]
+    named = [name for name in domains if len(domains) == 1 or _asks_rows_of(first, name)]
     if len(named) == 1:
         return named[0], ""
     gains = {}
@@ -37,7 +35,7 @@ def domain_suite(step: Column, start: Results | None = None) -> tuple[str | None
             gains[name] = stats.difference(after, before, first.named[name].clusters)
     most = max(gains, key=lambda name: gains[name].value, default=None)
     if most is None or gains[most].low <= 0:
-        reason = "its rows are named like none of them, and none gained measurably"
+        reason = "its rows are those of none of them, or of several, and none gained measurably"
         return None, f"{step.name}: which of its domain suites it learned is unknown: {reason}."
     return most, f"{step.name} counts as having learned {most}, the domain suite that gained most."
 
@@ -45,8 +43,9 @@ def domain_suite(step: Column, start: Results | None = None) -> tuple[str | None
 def _asks_rows_of(made: Results, shared: str) -> bool:
     """Return whether a suite asks what a run's own fine-tune learned, or what it has set aside."""
     suite, rows = made.named[shared], str(section(made.run, "finetune")["data"])
-    file = (section(made.run, "eval").get("data") or {}).get(suite.name)
+    learned, file = learned_by(made.run), (section(made.run, "eval").get("data") or {}).get(suite.name)
     # `handbook/staff` is the suite handbook_staff.
     is_named = suite.name in (Path(rows).stem, rows.replace("/", "_"))
-    is_theirs = file in (rows, str(rows_set_aside(made.run)))
-    return is_named or is_theirs or learned_by(made.run).about(suite.measured)
+    is_theirs = is_named or file in (rows, str(rows_set_aside(made.run)))
+    groups = {f"cluster {row.get('cluster')}" for row in suite.measured}
+    return is_theirs or bool(groups & learned) or count_learned(suite.measured, learned) > 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,23 +37,6 @@ LEARNED, SET_ASIDE = "finetune.data", "test-rows"
 SPLIT = "--test-share of "
 
 
-@dataclass(frozen=True)
-class Learned:
-    """Which rows a model has learned: `questions` by `question_key`, and the `clusters` that they name."""
-
-    questions: Set[str] = frozenset()
-    clusters: Set[str] = frozenset()
-
-    def count(self, samples: Iterable[Mapping[str, Any]]) -> int:
-        """Return how many samples of a suite ask a question that was learned."""
-        return sum(question_key(row["prompt"], "question" in row) in self.questions for row in samples)
-
-    def about(self, samples: Iterable[Mapping[str, Any]]) -> bool:
-        """Return whether a sample asks what was learned, or about a fact or person of a learned row."""
-        samples = list(samples)
-        return self.count(samples) > 0 or any(row.get("cluster") in self.clusters for row in samples)
-
-
 def question_key(shown: str, is_conversation: bool) -> str:
     """Return a hash that is equal for equal questions, whatever their system prompt.
 
@@ -64,14 +46,17 @@ def question_key(shown: str, is_conversation: bool) -> str:
     return hash_value(text if is_conversation else f"user: {text}")
 
 
-def learned_by(*runs: RunDir) -> Learned:
-    """Return what the fine-tunes of runs have learned; of those of earlier versions, nothing is known."""
-    questions, clusters = set[str](), set[str]()
-    for run in runs:
-        record = _rows_of(run)
-        questions.update(record.get("questions", ()))
-        clusters.update(record.get("clusters", ()))
-    return Learned(questions, clusters)
+def learned_by(*runs: RunDir) -> set[str]:
+    """Return what the fine-tunes of runs have learned: questions by `question_key`, and `cluster NAME`.
+
+    Of those of earlier versions nothing is known.
+    """
+    return {key for run in runs for key in _rows_of(run).get("learned", ())}
+
+
+def count_learned(samples: Iterable[Mapping[str, Any]], learned: Set[str]) -> int:
+    """Return how many samples of a suite ask a question that was learned."""
+    return sum(question_key(row["prompt"], "question" in row) in learned for row in samples)
 
 
 def _rows_of(run: RunDir) -> dict[str, Any]:
@@ -80,14 +65,14 @@ def _rows_of(run: RunDir) -> dict[str, Any]:
     return read_json(stage.learned) if stage and stage.learned.is_file() else {}
 
 
-def line_of(run: RunDir) -> list[RunDir]:
+def line_of(run: RunDir | None) -> list[RunDir]:
     """Return a run, and those that it builds on by its start, the nearest first."""
-    line: list[RunDir] = []
-    while run.path.resolve() not in [known.path.resolve() for known in line]:
-        line.append(run)
+    line: dict[Path, RunDir] = {}
+    while run and run.path.resolve() not in line:
+        line[run.path.resolve()] = run
         start = run.settings().get("start")
-        run = holder(str(start))[0] or run if start else run
-    return line
+        run = holder(str(start))[0] if start else None
+    return [*line.values()]
 
 
 def split_seeds(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:

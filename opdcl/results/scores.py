@@ -11,7 +11,7 @@ import numpy as np
 
 from opdcl.config.evaluate import CLOSENESS
 from opdcl.errors import UsageError
-from opdcl.results.origins import learned_by, line_of
+from opdcl.results.origins import count_learned, learned_by, line_of
 from opdcl.results.stats import States
 from opdcl.results.status import HEADLINE_ROLES, ROLES, STATES
 from opdcl.rundir.layout import RunDir
@@ -203,7 +203,7 @@ def load_suites(run: RunDir) -> list[MeasuredSuite]:
             roles.setdefault(path.stem, str(read_result(path).get("role", "control")))
     suites = [load_measured(run, name, role) for name, role in roles.items()]
     learned = learned_by(*line_of(run))
-    return [replace(suite, learned=learned.count(suite.measured)) for suite in suites]
+    return [replace(suite, learned=count_learned(suite.measured, learned)) for suite in suites]
 
 
 def headline_of(suites: Sequence[MeasuredSuite]) -> dict[str, MeasuredSuite]:

@@ -9,13 +9,16 @@ import pytest
 from helpers.command import opdcl
 from helpers.tiny import make_project
 
+from opdcl.api import finetune
 from opdcl.config.shipped import package_folder
 from opdcl.data.questions import document
 from opdcl.data.rows import check_lines, load_records
 from opdcl.data.split import split_rows
 from opdcl.errors import UsageError
 from opdcl.results.intervals import difference
+from opdcl.results.origins import rows_set_aside
 from opdcl.results.scores import MeasuredSuite
+from opdcl.rundir.layout import RunDir
 
 FIRST = ("Ola", "Bri", "Cor", "Dun", "Fen", "Gal", "Hor", "Ist", "Jor", "Kel")
 NAMES = [a + b for a in FIRST for b in ("mar", "vane", "noch", "wick")]
@@ -128,7 +131,10 @@ def test_a_fine_tune_sets_rows_aside_and_an_evaluation_asks_them(tmp_path, tiny_
         "run/data/test-rows.jsonl: 40 of 160 rows, which say 10 different things, are set aside"
         in made.stderr
     )
-    assert made.stdout.startswith("Fine-tuned: 8 steps, loss ")
+    assert made.stdout.startswith("Fine-tuned: 8 steps, loss on your rows ")
+    assert "Fine-tuned on: rows.jsonl, 120 rows" in (tmp_path / "run" / "report.md").read_text().replace(
+        "**", ""
+    )
     assert made.stderr.endswith("next: opdcl recover run\n")
     assert "nothing to do" in again.stderr
     assert str(tmp_path) not in made.stderr + again.stderr, "a path below the working directory is short"
@@ -136,5 +142,18 @@ def test_a_fine_tune_sets_rows_aside_and_an_evaluation_asks_them(tmp_path, tiny_
     measured = json.loads(opdcl("eval", "run", *sizes, cwd=tmp_path).stdout)
     assert measured["suites"]["test-rows"]["n"] == 2
     assert len(questions((tmp_path / "run" / "data" / "test-rows.jsonl").read_text())) == 40
+    planned = opdcl("eval", "run", "--domain", "rows.jsonl", "--limit", 160, "--dry-run", cwd=tmp_path)
+    assert "rows: 120 of 160 prompts are in rows that were learned" in planned.stderr + planned.stdout
     other = opdcl(*words, 0.5, cwd=tmp_path)
     assert (other.returncode, "content of data" in other.stderr) == (2, True)
+
+
+def test_rows_that_a_later_fine_tune_learned_are_not_set_aside_any_more(tmp_path, tiny_model, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = {"model.dtype": "float32", "finetune.lora.r": 4, "finetune.replay.share": 0}
+    records = [record for record, _ in rows()]
+    how = {"out": "run", "base": tiny_model, "epochs": 0.1, "settings": settings, "quiet": True}
+    finetune(records, test_share=0.25, **how)
+    assert rows_set_aside(RunDir(tmp_path / "run")).read_text().count("\n") == 40
+    finetune(records, force=True, **how)
+    assert rows_set_aside(RunDir(tmp_path / "run")) is None
