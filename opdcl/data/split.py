@@ -49,10 +49,10 @@ def split_rows(
         raise UsageError(f"{plain.where} is plain text, and a test asks questions", hint)
     wanted, chosen, things = round(share * len(rows)), dict[int, str](), 0
     said, groups = [f"{row.key()}\n{row.answer}" for row in rows], _groups(rows)
-    for first, group in sorted((hash_value(min(said[i] for i in group)), group) for group in groups):
-        if len(chosen) + len(group) <= wanted and all(rows[i].answer for i in group):
-            named = next((rows[i].cluster for i in group if rows[i].cluster), first if len(group) > 1 else "")
-            chosen |= dict.fromkeys(group, named)
+    for first, alike in sorted((hash_value(min(said[i] for i in alike)), alike) for alike in groups):
+        if len(chosen) + len(alike) <= wanted and all(rows[i].answer for i in alike):
+            named = next((rows[i].cluster for i in alike if rows[i].cluster), first if len(alike) > 1 else "")
+            chosen |= dict.fromkeys(alike, named)
             things += 1
     if things < FEWEST:
         found = f"{len(chosen)} of {len(rows)} rows can be set aside ({wanted} are wanted, and similar ones"
@@ -65,8 +65,8 @@ def split_rows(
     lines = []
     for i, (record, _) in enumerate(records):
         # Wordings of one thing are right or wrong together, which an interval has to know.
-        named = not rows[i].cluster and chosen.get(i)
-        of_one = {columns.get("cluster", "cluster"): named} if named else {}
+        group = "" if rows[i].cluster else chosen.get(i)
+        of_one = {columns.get("cluster", "cluster"): group} if group else {}
         lines.append(json.dumps(record | of_one, ensure_ascii=False, default=str) + "\n")
     test = "".join(lines[i] for i in sorted(chosen))
     learned = "".join(line for i, line in enumerate(lines) if i not in chosen)

@@ -92,8 +92,7 @@ def suite_notes(suite: MeasuredSuite) -> list[str]:
     if suite.unpaired:
         reason = "because not every measured state answered them; the further metrics still include them"
         notes.append(f"{suite.name}: {suite.unpaired} prompts are left out {reason}.")
-    if learned := learned_note(suite.name, suite.learned, len(suite.measured)):
-        notes.append(learned)
+    notes += filter(None, [learned_note(suite.name, suite.learned, len(suite.measured))])
     notes += _noise_notes(suite) + _ceiling_notes(suite)
     if suite.role != "retention" or suite.floor is None or "base" not in suite.rows:
         return notes
