@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,7 +15,7 @@ from opdcl.data.values import Spelled
 from opdcl.errors import UsageError
 from opdcl.rundir.hashes import hash_value
 
-# Fewer test rows show nothing.
+# Fewer test rows that say different things show nothing.
 FEWEST = 10
 
 # Two texts at least this similar say nearly the same; of two questions with one answer, `ASKED` is enough.
@@ -23,6 +23,10 @@ SAME, ASKED = 0.8, 0.3
 
 # An answer of fewer content words, such as "yes" or "2006", is shared by rows that have nothing in common.
 LONG = 4
+
+# If so few rows have an answer, and at most a twentieth of all, they say one thing in several wordings. More
+# rows share a label.
+FEW = 10
 
 
 def split_rows(
@@ -44,27 +48,45 @@ def split_rows(
     if plain := next((row for row in rows if not row.prompt), None):
         hint = "write test rows: opdcl eval RUN --domain TEST.jsonl"
         raise UsageError(f"{plain.where} is plain text, and a test asks questions", hint)
-    wanted, chosen = round(share * len(rows)), set[int]()
-    said = [f"{row.key()}\n{row.answer}" for row in rows]
-    for group in sorted(_groups(rows), key=lambda group: hash_value(min(said[i] for i in group))):
-        if len(chosen) + len(group) <= wanted and all(rows[i].answer for i in group):
-            chosen.update(group)
-    if len(chosen) < FEWEST:
+    wanted, chosen, things = round(share * len(rows)), dict[int, str](), 0
+    said, groups = [f"{row.key()}\n{row.answer}" for row in rows], _groups(rows)
+    for first, alike in sorted((hash_value(min(said[i] for i in alike)), alike) for alike in groups):
+        if len(chosen) + len(alike) <= wanted and all(rows[i].answer for i in alike):
+            named = next((rows[i].cluster for i in alike if rows[i].cluster), first if len(alike) > 1 else "")
+            chosen |= dict.fromkeys(alike, named)
+            things += 1
+    if things < FEWEST:
         found = f"{len(chosen)} of {len(rows)} rows can be set aside ({wanted} are wanted, and similar ones"
         # A few more than the fewest, because groups are set aside whole.
-        larger = max(share * 1.5, math.ceil(120 * FEWEST / len(rows)) / 100)
+        larger = max(share * 1.5, math.ceil(120 * FEWEST / len(groups)) / 100)
         hint = f"--test-share {larger:.2g}, or w" if larger <= 0.5 else "w"
         hint += "rite test rows: opdcl eval RUN --domain TEST.jsonl"
-        raise UsageError(f"{found} stay together); fewer than {FEWEST} test rows show nothing", hint)
-    spelled = [row | {key: str(v) for key, v in row.items() if isinstance(v, Spelled)} for row, _ in records]
-    lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in spelled]
-    test = "".join(line for i, line in enumerate(lines) if i in chosen)
+        few = f"they say {things} different things, and fewer than {FEWEST} show nothing"
+        raise UsageError(f"{found} stay together): {few}", hint)
+    lines = []
+    for i, (record, _) in enumerate(records):
+        spelled = {key: str(value) for key, value in record.items() if isinstance(value, Spelled)}
+        # Wordings of one thing are right or wrong together, which an interval has to know.
+        group = "" if rows[i].cluster else chosen.get(i)
+        of_one = {columns.get("cluster", "cluster"): group} if group else {}
+        lines.append(json.dumps(record | spelled | of_one, ensure_ascii=False, default=str) + "\n")
+    test = "".join(lines[i] for i in sorted(chosen))
     learned = "".join(line for i, line in enumerate(lines) if i not in chosen)
+    answers = _answers(rows)
+    known = {answers[i] for i in range(len(rows)) if i not in chosen}
+    shared = sum(answers[i] in known for i in chosen)
+    of = f", which say {things} different things," if things < len(chosen) else ""
     note = (
-        f"{len(chosen)} of {len(rows)} rows are set aside as a test; no learned row says nearly the same. "
-        "They show what carries over to new questions, not facts: nobody knows one that was held back"
+        f"{len(chosen)} of {len(rows)} rows{of} are set aside as a test; no learned row says nearly the same"
     )
+    note += f", but {shared} have an answer that learned rows have too" if shared else ""
+    note += ". They show what carries over to new questions, not facts: nobody knows one that was held back"
     return learned, test, note
+
+
+def _answers(rows: list[Row]) -> list[str]:
+    """Return the content words of each answer; those of a text without any, the text."""
+    return [" ".join(content_words(row.answer or "")) or str(row.answer) for row in rows]
 
 
 def _groups(rows: list[Row]) -> list[list[int]]:
@@ -90,14 +112,17 @@ def _pairs(rows: list[Row]) -> Iterator[tuple[Any, Any]]:
     import numpy as np
 
     asked = [" ".join(m["content"] for m in row.prompt if m["role"] != "system") for row in rows]
-    answers = np.array([row.answer or "" for row in rows], object)
-    # The same words, of which none may be a content word; and the same fact or person, where rows name it.
-    for keys in (asked, [row.cluster or f"row {i}" for i, row in enumerate(rows)]):
+    answers = np.array(_answers(rows), object)
+    often, few = Counter(answers), min(FEW, len(rows) // 20)
+    answered = [text if rows[i].answer and often[text] <= few else i for i, text in enumerate(answers)]
+    # The same words, of which none may be a content word; the same fact or person, where rows name it; and an
+    # answer that hardly any others have.
+    for keys in (asked, [row.cluster or i for i, row in enumerate(rows)], answered):
         first = {key: i for i, key in reversed([*enumerate(keys)])}
         yield np.arange(len(rows)), np.array([first[key] for key in keys])
     for left, right, near in pairs_alike(asked, ASKED):
         same = (near >= SAME) | (answers[left] == answers[right])
         yield left[same], right[same]
-    long = np.array([i for i, answer in enumerate(answers) if len(content_words(answer)) >= LONG], int)
+    long = np.array([i for i, answer in enumerate(answers) if len(answer.split()) >= LONG], int)
     for left, right, _ in pairs_alike(list(answers[long]), SAME):
         yield long[left], long[right]

@@ -20,9 +20,11 @@ from opdcl.model.consent import refuse_stored_places, trackers_of
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task, make_plan
-from opdcl.pipeline.records import Records, read_records
+from opdcl.pipeline.records import Records, learned_rows, read_records
 from opdcl.pipeline.reuse import outcomes
 from opdcl.pipeline.trackers import check_trackers
+from opdcl.results.notes import learned_note
+from opdcl.results.origins import count_learned, holder, learned_by, line_of
 from opdcl.rundir.layout import TEMPLATE, RunDir
 
 if TYPE_CHECKING:
@@ -391,14 +393,16 @@ def check_targets(model: ModelConfig, lora: LoraSection) -> None:
 
 
 def _check_suites(job: Job, to_do: bool) -> list[str]:
-    """Check that each prompt and its longest answer fit into the context; note answers that would be cut."""
+    """Check that each prompt and its longest answer fit; note answers that would be cut, and learned rows."""
     from opdcl.data.chat import encode_prompt
     from opdcl.stages.evaluate import max_answer_tokens
 
-    config = job.workflow.eval
+    config, notes = job.workflow.eval, []
     suites = [job.suite(name) for name in config.suites()]
     if not to_do:
         return []
+    start, rows = job.workflow.start, job.training_rows.usable if job.workflow.finetune else []
+    learned = learned_rows(rows) | learned_by(*line_of(holder(start)[0] if start else None))
     notes = []
     for suite in suites:
         # As in lm-eval, texts whose likelihood is asked for lose their beginning.
@@ -406,6 +410,9 @@ def _check_suites(job: Job, to_do: bool) -> list[str]:
             place = functools.partial(suite.place, number)
             max_answer_tokens(config, suite.answering.max_tokens, len(ids), job.context, place)
         notes.append(_note_on_cut(job, suite))
+        if suite.generative:
+            samples = [suite.record(doc, [None]) for doc in suite.documents(config.limit)]
+            notes.append(learned_note(suite.name, count_learned(samples, learned), len(samples)))
     for row in job.closeness:
         encode_prompt(row, job.tokenizer, job.context - config.closeness_tokens)
     return notes

@@ -26,9 +26,10 @@ from opdcl.model.consent import trackers_of
 from opdcl.pipeline.checks import checked_plan, foreign_adapters, refuse_foreign
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Task
-from opdcl.pipeline.records import StageRecord, read_record, read_records, stage_folder
+from opdcl.pipeline.records import StageRecord, read_record, read_records, stage_folder, write_learned
 from opdcl.pipeline.reuse import copy_finished, refuse_other_base, take_start
 from opdcl.pipeline.trackers import Tracking, scores
+from opdcl.results.origins import SET_ASIDE
 from opdcl.rundir import seals
 from opdcl.rundir.environment import machine_of, versions
 from opdcl.rundir.files import now, write_atomic, write_json
@@ -267,6 +268,10 @@ class Session:
             rows=self.job.training_rows.count if task.name == "finetune" else None,
         )
         record.write(stage)
+        if task.name == "finetune" and not earlier:
+            inputs, test = self.job.inputs, str((self.run.data / f"{SET_ASIDE}.jsonl").resolve())
+            set_aside = inputs.hash(test) if test in inputs.given else None
+            write_learned(stage, self.job.examples.rows, set_aside)
         offset = steps_done(self.run, before=stage)
         reset_peak_memory()
         started = time.perf_counter()

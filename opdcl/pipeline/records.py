@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from opdcl.data.formats import Row
 from opdcl.errors import UsageError
+from opdcl.results.origins import question_key
 from opdcl.rundir.files import RESTORE, now, write_json
 from opdcl.rundir.hashes import ADAPTER, adapter_hash, file_hash
 from opdcl.rundir.layout import RunDir, StageDir
@@ -109,3 +111,15 @@ def read_records(run: RunDir) -> Records:
     for file in run.evals.glob("*/*.json"):
         results[file.parent.name, file.stem] = read_result(file).get("fingerprint")
     return Records(stages, results)
+
+
+def learned_rows(rows: Iterable[Row]) -> set[str]:
+    """Return what a model learns of rows, as `learned_by`: a conversation asks a question for each answer."""
+    turns = [turn for row in rows for turn in row.turns() if turn.prompt]
+    questions = {question_key(turn.shown(), len(turn.prompt) > 1) for turn in turns}
+    return questions | {f"cluster {turn.cluster}" for turn in turns if turn.cluster}
+
+
+def write_learned(stage: StageDir, rows: Iterable[Row], set_aside: str | None) -> None:
+    """Record what a fine-tune learns, and the hash of the file of rows that were set aside from it."""
+    write_json(stage.learned, {"learned": sorted(learned_rows(rows)), "set_aside": set_aside})

@@ -24,7 +24,7 @@ from opdcl.pipeline.job import Job
 from opdcl.pipeline.open import open_or_begin, run_beside
 from opdcl.pipeline.reuse import offered
 from opdcl.pipeline.sweep import describe_all, execute_all, expand
-from opdcl.results.origins import LEARNED, SET_ASIDE, rows_set_aside
+from opdcl.results.origins import LEARNED, SET_ASIDE, SPLIT, sets_asked
 from opdcl.results.status import STATES
 from opdcl.results.tables import Table
 from opdcl.rundir.files import cache_home
@@ -51,7 +51,10 @@ def run_files(
     consent.refuse_consent_of_files(flow, origins)
     folder = as_folder(out or Path("runs") / flow.name)
     if test_share is not None:
-        records = records_in(rows[LEARNED], LEARNED) if LEARNED in rows else load_records(flow.finetune.data)
+        if LEARNED in rows:
+            records = records_in(rows[LEARNED], LEARNED)
+        else:
+            records, origins[LEARNED] = load_records(flow.finetune.data), f"{SPLIT}{flow.finetune.data}"
         rows[LEARNED], rows[SET_ASIDE], note = split_rows(records, flow.columns, test_share)
         output.note(f"{folder}/data/{SET_ASIDE}.jsonl: {note}")
     return _carry_out(flow, origins, folder, rows, None, output, **how)
@@ -78,9 +81,10 @@ def add_stage(
     output = Output("quiet" if quiet else "human")
     names_domain = "eval.domain" in flags or any(text.startswith("eval.domain=") for text in overrides)
     asks_already = names_domain or (saved["workflow"].get("eval") or {}).get("domain")
-    if stage == "eval" and not asks_already and (file := rows_set_aside(RunDir(folder))):
+    asked = sets_asked(RunDir(folder)) if stage == "eval" and not asks_already else {}
+    for name, file in asked.items():
         output.note(f"domain: {file}, the rows that the fine-tune has set aside")
-        flags |= {"eval.domain": [SET_ASIDE], f"eval.data.{SET_ASIDE}": str(file)}
+        flags |= {"eval.domain": [*asked], f"eval.data.{name}": str(file)}
     stored = consent.without_consent(saved, folder)
     flow, origins = load_tree(*stored, overrides, flags, stage, output.note)
     consent.refuse_stored_consent(saved["workflow"], flow, folder)

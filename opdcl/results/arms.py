@@ -20,7 +20,7 @@ from opdcl.results.board import Board, Column, cells, compared, pool, said_by, s
 from opdcl.results.closeness import Closeness
 from opdcl.results.format import CHANGE, NATS, SHARE, cell, interval, metric_words
 from opdcl.results.intervals import Estimate
-from opdcl.results.origins import START, as_key, without_seed
+from opdcl.results.origins import START, as_key, count_learned, learned_by, line_of, without_seed
 from opdcl.results.page import Page
 from opdcl.results.samples import Group, answers_by_run
 from opdcl.results.scores import MeasuredSuite, Row, section, states_of, values_of
@@ -163,12 +163,20 @@ def mismatch(role: str, one: MeasuredSuite | None, other: MeasuredSuite | None) 
         return f"{name} is scored by {one.metric} and by {other.metric}"
     if len(one.prompts) != len(other.prompts):
         return f"{name} was answered on {len(one.prompts)} and on {len(other.prompts)} prompts"
-    return "" if one.prompts == other.prompts else f"{name} has different prompts in the two runs"
+    return (
+        ""
+        if one.prompts == other.prompts
+        else f"{name} has other prompts, or answers to them, in the two runs"
+    )
 
 
 def _remedy(model: Results, other: Results) -> str:
-    """Return the command that measures one run as the other was measured."""
-    evaluation = section(model.run, "eval")
+    """Return the command that measures one run as the other was measured; never on what it has learned."""
+    evaluation, learned = section(model.run, "eval"), learned_by(*line_of(other.run))
+    for suite in model.headline.values():
+        if count := count_learned(suite.measured, learned):
+            known = f"{other.path} has learned {count} of the {len(suite.measured)} prompts of {suite.name}"
+            return f"{known}: measure both on rows that neither has, opdcl eval RUN --domain TEST.jsonl"
     words = ["opdcl", "eval", other.path]
     for role, suite in model.headline.items():
         words += [f"--{role}", suite.name]

@@ -10,7 +10,7 @@ and Ranzato, arXiv 1706.08840). For retention suites the best earlier score incl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from opdcl.results.board import Board, Column, cells, compared, pool, said_by, s
 from opdcl.results.format import CHANGE, NATS, SCORE, cell, points
 from opdcl.results.intervals import Estimate
 from opdcl.results.learned import domain_suite
-from opdcl.results.origins import holder, places_of
+from opdcl.results.origins import holder, places_of, without_seed
 from opdcl.results.page import Page
 from opdcl.results.scores import MeasuredSuite
 from opdcl.results.summary import Results
@@ -165,15 +165,36 @@ def _shared_suites(members: list[Results]) -> tuple[dict[str, MeasuredSuite], li
     suites: dict[str, MeasuredSuite] = {}
     notes = []
     for member in members:
+        member.named = {}
         for suite in member.suites:
-            first = suites.setdefault(suite.name, suite) if suite.rows else None
-            if first is None:
-                del member.named[suite.name]
-            elif (suite.metric, suite.prompts) != (first.metric, first.prompts):
-                del member.named[suite.name]
-                reason = f"it has other prompts of {suite.name}, or another metric"
-                notes.append(f"{suite.name} is left out for {member.path}: {reason}.")
+            if not suite.rows:
+                continue
+            name = _shared_name(suite, suites, member)
+            first = suites.setdefault(name, replace(suite, name=name))
+            if (suite.metric, suite.prompts) == (first.metric, first.prompts):
+                member.named[name] = suite
+            else:
+                reason = f"it has other prompts of {name}, or another metric"
+                notes.append(f"{name} is left out for {member.path}: {reason}.")
     return suites, notes
+
+
+def _shared_name(suite: MeasuredSuite, suites: dict[str, MeasuredSuite], member: Results) -> str:
+    """Return the name of a run's suite among all: the rows that each run sets aside have one name.
+
+    Domain suites that ask the same are one, and those of one name without a prompt in common are two.
+    """
+    known = suites.get(suite.name)
+    if suite.role != "domain":
+        return suite.name
+    for name in (suite.name, *suites):
+        other = suites.get(name)
+        alike = other and (other.metric, other.prompts) == (suite.metric, suite.prompts)
+        if alike and name not in member.named:
+            return name
+    if known and not {row["prompt"] for row in suite.measured} & {row["prompt"] for row in known.measured}:
+        return f"{suite.name} of {without_seed(member.place.name, member.seeds)}"
+    return suite.name
 
 
 def _step(name: str, members: list[Results], suites: dict[str, MeasuredSuite]) -> Column:

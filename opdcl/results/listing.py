@@ -48,8 +48,7 @@ def _line(run: RunDir) -> tuple[list[str], dict[str, Any]]:
     data |= {key: document[key] for key in ("recovery", "domain_retention")}
     distance = None
     if near := summary.closeness:
-        last = next(state for state in reversed(STATES) if state in near.states)
-        distance = near.states[last].get("distance")
+        distance = next(found["distance"] for state in reversed(STATES) if (found := near.states[state]))
     ratios = [summary.findings.recovery, summary.findings.domain_retention]
     cells = [str(run.path), state, *(value(ratio) if ratio else MISSING for ratio in ratios)]
     cells.append(value(distance, NATS) if distance else MISSING)

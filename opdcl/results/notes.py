@@ -92,6 +92,7 @@ def suite_notes(suite: MeasuredSuite) -> list[str]:
     if suite.unpaired:
         reason = "because not every measured state answered them; the further metrics still include them"
         notes.append(f"{suite.name}: {suite.unpaired} prompts are left out {reason}.")
+    notes += filter(None, [learned_note(suite.name, suite.learned, len(suite.measured))])
     notes += _noise_notes(suite) + _ceiling_notes(suite) + _filter_notes(suite)
     if suite.role != "retention" or suite.floor is None or "base" not in suite.rows:
         return notes
@@ -104,6 +105,14 @@ def suite_notes(suite: MeasuredSuite) -> list[str]:
         reason = f"base is not measurably above the floor of {floor}"
         notes.append(f"{suite.name}: {reason}, so this suite can hardly show forgetting.")
     return notes
+
+
+def learned_note(suite: str, learned: int, prompts: int) -> str:
+    """Say how many prompts of a suite were learned; "" if none was."""
+    if not learned:
+        return ""
+    what = f"{suite}: {learned} of {prompts} prompts are in rows that were learned"
+    return f"{what}. They show what is remembered, and not what carries over to new questions."
 
 
 def _noise_notes(suite: MeasuredSuite) -> list[str]:

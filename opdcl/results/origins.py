@@ -7,6 +7,8 @@ adapter of a run is known by the settings of that run without its seeds, and any
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.load import flatten
 from opdcl.config.workflow import ADDED_LATER, WITHOUT_MEANING
 from opdcl.errors import UsageError
-from opdcl.rundir.hashes import ADAPTER, hash_files
+from opdcl.rundir.files import read_json
+from opdcl.rundir.hashes import ADAPTER, hash_files, hash_value
 from opdcl.rundir.identity import Identity, recorded_contents, weights_of_base
 from opdcl.rundir.layout import RunDir, StageDir
+from opdcl.rundir.records import read_config
 
 SEEDS = {"seed", "data_seed"}
 
@@ -28,6 +32,47 @@ START, TEACHER = "start", ".adapter"
 
 # The rows of a fine-tune, and those that it sets aside, in the folder of rows that were given in memory.
 LEARNED, SET_ASIDE = "finetune.data", "test-rows"
+
+# The origin of rows of which some are set aside, before the source that the user named.
+SPLIT = "--test-share of "
+
+
+def question_key(shown: str, is_conversation: bool) -> str:
+    """Return a hash that is equal for equal questions, whatever their system prompt.
+
+    `shown` is the prompt as readers see it: of a conversation, each turn with its role.
+    """
+    text = re.sub(r"\Asystem: .*?\n\n(?=user: )", "", shown, flags=re.DOTALL)
+    return hash_value(text if is_conversation else f"user: {text}")
+
+
+def learned_by(*runs: RunDir) -> set[str]:
+    """Return what the fine-tunes of runs have learned: questions by `question_key`, and `cluster NAME`.
+
+    Of those of earlier versions nothing is known.
+    """
+    return {key for run in runs for key in _rows_of(run).get("learned", ())}
+
+
+def count_learned(samples: Iterable[Mapping[str, Any]], learned: Set[str]) -> int:
+    """Return how many samples of a suite ask a question that was learned."""
+    return sum(question_key(row["prompt"], "question" in row) in learned for row in samples)
+
+
+def _rows_of(run: RunDir) -> dict[str, Any]:
+    """Return what a fine-tune has recorded of its rows."""
+    stage = run.find_stage("finetune")
+    return read_json(stage.learned) if stage and stage.learned.is_file() else {}
+
+
+def line_of(run: RunDir | None) -> list[RunDir]:
+    """Return a run, and those that it builds on by its start, the nearest first."""
+    line: dict[Path, RunDir] = {}
+    while run and run.path.resolve() not in line:
+        line[run.path.resolve()] = run
+        start = run.settings().get("start")
+        run = holder(str(start))[0] if start else None
+    return [*line.values()]
 
 
 def split_seeds(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -47,10 +92,12 @@ def split_seeds(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
             seeds[key] = value
         elif option not in ignored and not is_unset:
             settings[key] = value
+        # Each run has a copy of its own of rows that were given in memory, or set aside.
+        if key.startswith("eval.data.") and Path(value).name in (f"{key}.jsonl", f"{SET_ASIDE}.jsonl"):
+            settings[key] = Path(value).name
     for key, value in recorded_contents(run).items():
         if not is_adapter(key):
-            section, _, name = key.partition(".")
-            settings[f"{section}.content of {name}"] = value[:12]
+            settings[key] = f"{Path(str(settings.get(key, ''))).name} ({value[:12]})"
     if weights := weights_of_base(run.read_manifest()):
         settings["model.weights"] = weights[:12]
     return settings, seeds
@@ -135,4 +182,24 @@ def rows_set_aside(run: RunDir) -> Path | None:
     """Return the file of the rows that a fine-tune has set aside for a test; None if it has not."""
     learned = Path((run.settings().get("finetune") or {}).get("data") or "")
     file = learned.parent / f"{SET_ASIDE}.jsonl"
-    return file if learned.name == f"{LEARNED}.jsonl" and file.is_file() else None
+    # One of an earlier fine-tune may still lie there.
+    return file if file.is_file() and _rows_of(run).get("set_aside") == hash_files([file]) else None
+
+
+def sets_asked(run: RunDir) -> dict[str, Path]:
+    """Return the rows set aside by a run and by those that it builds on: name of the suite -> file."""
+    found = {}
+    for made in line_of(run):
+        name = re.sub(r"[^\w-]", "_", without_seed(made.path.resolve().name, split_seeds(made)[1]))
+        if file := rows_set_aside(made):
+            found[SET_ASIDE if made is run else f"{SET_ASIDE}-{name}"] = file
+    return found
+
+
+def as_named(run: RunDir, source: str) -> str:
+    """Return a source of rows as a user named it, where a run has a copy of its own."""
+    key = Path(source).name.removesuffix(".jsonl")
+    if key not in (LEARNED, "recover.domain", "recover.general"):
+        return source
+    origin = read_config(run.config).get("origins", {}).get(key, "")
+    return origin.removeprefix(SPLIT) if origin.startswith(SPLIT) else "rows given in memory"

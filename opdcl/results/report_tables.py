@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from opdcl.config.shipped import SHIPPED_DATA
 from opdcl.results import format
 from opdcl.results.format import CHANGE, Unit, cell, metric_words
+from opdcl.results.origins import as_named
 from opdcl.results.response_stats import MARGINS
 from opdcl.results.scores import section
 from opdcl.results.status import HEADLINE_ROLES, NON_INFERIORITY_MARGIN, STATES
@@ -254,13 +255,13 @@ def made(run: RunDir, manifest: dict[str, Any], base_model: str) -> dict[str, st
     record = run.stage_record("finetune")
     data = section(run, "finetune").get("data")
     if record and data:
-        facts["Fine-tuned on"] = _short_name(str(data))
+        facts["Fine-tuned on"] = _short_name(as_named(run, str(data)))
         if record.get("rows"):
             facts["Fine-tuned on"] += f", {record['rows']:,} rows"
     if run.stage_record("recover"):
         recover = section(run, "recover")
         sources = [recover.get(stream) for stream in ("general", "domain")]
-        if prompts := [_short_name(source) for source in sources if isinstance(source, str)]:
+        if prompts := [_short_name(as_named(run, s)) for s in sources if isinstance(s, str)]:
             facts["Recovered with prompts of"] = " and ".join(prompts)
     if manifest["created"]:
         where = _where(manifest)

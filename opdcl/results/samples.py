@@ -191,10 +191,13 @@ def pick_examples(samples: Mapping[str, Sequence[Group]]) -> list[PickedExample]
 def regained_prompts(suites: Sequence[MeasuredSuite], most: int = 3) -> list[str]:
     """Return prompts that the fine-tune lost and the recovery regained, the most readable ones first.
 
-    Conversations are left out, because their last question alone would be another prompt.
+    Conversations are left out, because their last question alone would be another prompt. So is multiple
+    choice, which was never asked as a prompt: likelihoods of given answers were compared.
     """
     prompts = []
     for suite in suites:
+        if any("likelihoods" in row for row in suite.measured):
+            continue
         conversations = {row["doc_id"] for row in suite.measured if "question" in row}
         for group in sort_samples(suite):
             for sample in group.samples if group.title == SKILL[PASS, FAIL, PASS] else ():

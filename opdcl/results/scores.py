@@ -11,6 +11,7 @@ import numpy as np
 
 from opdcl.config.evaluate import CLOSENESS
 from opdcl.errors import UsageError
+from opdcl.results.origins import count_learned, learned_by, line_of
 from opdcl.results.stats import States
 from opdcl.results.status import HEADLINE_ROLES, ROLES, STATES
 from opdcl.rundir.layout import RunDir
@@ -40,6 +41,8 @@ class MeasuredSuite:
     """Number of prompts left out because a measured state did not answer them."""
     faults: list[str] = field(default_factory=list)
     """Which scores are no numbers; a state with one counts as not measured."""
+    learned: int = 0
+    """How many prompts are those of rows that the run, or one that it builds on, has learned."""
 
     @property
     def complete(self) -> bool:
@@ -83,8 +86,8 @@ class MeasuredSuite:
 
     @property
     def prompts(self) -> list[tuple]:
-        """The number and text of each prompt, in the order of the rows."""
-        return [(row["doc_id"], row["prompt"]) for row in self.measured]
+        """The number and text of each prompt, and the answer to it, in the order of the rows."""
+        return [(row["doc_id"], row["prompt"], row.get("target")) for row in self.measured]
 
     @property
     def description(self) -> dict[str, Any]:
@@ -198,7 +201,9 @@ def load_suites(run: RunDir) -> list[MeasuredSuite]:
     for path in sorted(run.evals.glob("*/*.json")):
         if path.parent.name in STATES and path.stem != CLOSENESS:
             roles.setdefault(path.stem, str(read_result(path).get("role", "control")))
-    return [load_measured(run, name, role) for name, role in roles.items()]
+    suites = [load_measured(run, name, role) for name, role in roles.items()]
+    learned = learned_by(*line_of(run))
+    return [replace(suite, learned=count_learned(suite.measured, learned)) for suite in suites]
 
 
 def headline_of(suites: Sequence[MeasuredSuite]) -> dict[str, MeasuredSuite]:

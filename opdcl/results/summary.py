@@ -22,6 +22,9 @@ from opdcl.rundir.layout import RunDir
 from opdcl.rundir.records import read_metrics
 from opdcl.rundir.seals import changes
 
+# Steps over whose losses a mean is shown: that of one step depends on its rows.
+LAST_STEPS = 5
+
 PAIRS = (("tuned", "base"), ("recovered", "tuned"), ("recovered", "base"))
 
 
@@ -152,11 +155,20 @@ def _measured(results: Results) -> Summary:
 
 
 def _trained(run: RunDir) -> tuple[str, str] | None:
-    """Return what the last training stage did, and its steps and loss; None if none has trained here."""
+    """Return what the last training stage did, and its steps and loss; None if none has trained here.
+
+    The loss is the mean of the last steps of one kind. Other kinds have another loss, such as replayed rows.
+    """
     stage = run.last_stage()
-    losses = [row["loss"] for row in read_metrics(stage.metrics) if "loss" in row] if stage else []
-    did = "Fine-tuned" if stage and stage.path.name.endswith("finetune") else "Recovery trained"
-    return (did, f"{len(losses)} step{'s' * (len(losses) > 1)}, loss {losses[-1]:.2g}") if losses else None
+    rows = [row for row in read_metrics(stage.metrics) if "loss" in row] if stage else []
+    if not stage or not rows:
+        return None
+    did, stream, of = "Recovery trained", "general", "general prompts"
+    if stage.path.name.endswith("finetune"):
+        did, stream, of = "Fine-tuned", "domain", "your rows"
+    losses = [row["loss"] for row in rows if row.get("stream", stream) == stream][-LAST_STEPS:]
+    loss = f", loss on {of} {sum(losses) / len(losses):.2g}" if losses else ""
+    return did, f"{len(rows)} step{'s' * (len(rows) > 1)}{loss}"
 
 
 def _scores(suite: MeasuredSuite) -> Scores:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from opdcl.config.recover import RecoverConfig
 from opdcl.results import response_stats
 from opdcl.results.format import POINTS, SCORE, SHARE, interval, is_few, percent, points
+from opdcl.results.notes import learned_note
 from opdcl.results.origins import rows_set_aside
 from opdcl.results.result_types import Summary, Verdict
 from opdcl.results.scores import PLAIN_WORDS
@@ -73,7 +74,8 @@ def conclude(
         verdict = Verdict("Base alone", f"{_scores_of_base(summary)}.", [NOTHING_COMPARED])
     else:
         to_do, written = _advice(summary, settings), writing_sentence(summary.writing_tests)
-        further = [_distance(summary.closeness), _neighbours(summary), written, to_do]
+        learned = [learned_note(s.name, s.learned, len(s.measured)) for s in (retention, domain) if s]
+        further = [*learned, _distance(summary.closeness), _neighbours(summary), written, to_do]
         heading, sentence = _outcome(summary, retention, domain)
         verdict = Verdict(heading, f"{sentence}.", [*filter(None, further)], to_do)
     return replace(summary, verdict=verdict)
@@ -232,8 +234,10 @@ def _distance(near: Closeness | None) -> str:
     states = [near.states[state] for state in STATES[1:] if near.states.get(state)]
     distances = [max(state["distance"].value, 0) for state in states]
     moved = " -> ".join(f"{distance:.2f}" for distance in distances) + " nats a token"
-    if len(states) > 1 and distances[0]:
-        moved += f", {max(100 * (1 - distances[1] / distances[0]), 0):.0f} % gone"
+    if len(states) > 1 and distances[1] > distances[0]:
+        moved += ", farther than before"
+    elif len(states) > 1 and distances[0]:
+        moved += f", {100 * (1 - distances[1] / distances[0]):.0f} % gone"
     shares = [f"{100 * state['domain_manner'].value:.0f} %" for state in states]
     changed = f"{shares[0]} before, {shares[1]} after" if len(shares) > 1 else shares[0]
     style = f"Unrelated requests answered in domain style: {changed} ({near.n} requests)."

@@ -34,6 +34,7 @@ class StageDir:
         self.record = self.path / "stage.json"
         self.metrics = self.path / "metrics.jsonl"
         self.replay = self.path / "replay.jsonl"  # general prompts with their answers
+        self.learned = self.path / "learned.json"  # which rows a fine-tune learns, by hashes
         self.adapter = self.path / "adapter"
         self.trainer = self.path / "trainer"  # holds checkpoint-N/
         self.best = self.trainer / "best"  # the adapter that a recovery would end with now

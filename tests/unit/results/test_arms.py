@@ -26,7 +26,8 @@ def test_different_rows_under_the_same_path_make_different_arms(make):
             {"status": "done", "inputs": {"content of data": content, "seed": 0}},
         )
     comparison = compared(runs)
-    assert comparison["differences"] == {"finetune.content of data": {"a-s0": "1" * 12, "a-s1": "2" * 12}}
+    rows = {name: f"handbook ({digit * 12})" for name, digit in (("a-s0", "1"), ("a-s1", "2"))}
+    assert comparison["differences"] == {"finetune.data": rows}
 
 
 def test_the_same_seeds_twice_are_not_two_seeds(make):
@@ -112,7 +113,7 @@ def test_without_domain_suites_only_retention_is_compared(three, tmp_path):
     ("other", "message"),
     [
         ({"n": 30}, "instructions was answered on 30 and on 40 prompts"),
-        ({"prompt": "Another"}, "instructions has different prompts in the two runs"),
+        ({"prompt": "Another"}, "instructions has other prompts, or answers to them, in the two runs"),
         ({"metric": "f1"}, "instructions is scored by f1 and by accuracy"),
     ],
 )
