@@ -275,10 +275,8 @@ class RecoverConfig(Section):
             )
 
     def _check_reward(self, group: int) -> None:
-        if self.method == "interpolate" or self.loss.kind == "cross_entropy":
-            raise ValueError(
-                "reward needs method alternating or general, and a loss.kind other than cross_entropy"
-            )
+        if not self.steps or self.loss.kind == "cross_entropy":
+            raise ValueError("reward needs steps, and a loss.kind other than cross_entropy")
         if self.lmbda != 1:
             raise ValueError("reward needs the student's own completions: set lmbda 1")
         if self.rollouts != "auto" and self.rollouts % group:

@@ -66,7 +66,7 @@ def checked_plan(
     _check_machine(workflow, trackers)
     _check_gates(workflow, tasks)
     _check_tuned_model(job)
-    notes = []
+    notes: list[str] = []
     if todo:
         notes += [untracked, *_check_models(job), *check_adapters(job), note_on_clock(job.tokenizer)]
     if workflow.finetune and "finetune" in todo:
@@ -403,7 +403,7 @@ def _check_suites(job: Job, to_do: bool) -> list[str]:
         return []
     start, rows = job.workflow.start, job.training_rows.usable if job.workflow.finetune else []
     learned = learned_rows(rows) | learned_by(*line_of(holder(start)[0] if start else None))
-    notes = []
+    notes: list[str] = []
     for suite in suites:
         # As in lm-eval, texts whose likelihood is asked for lose their beginning.
         for number, ids in enumerate(job.prompt_ids[suite.name]):
