@@ -1,6 +1,5 @@
 """Several worker processes share one run: each does its share of every step, and all hold the same adapter.
 
-    opdcl run quickstart --num-processes 2
     accelerate launch --config_file workflows/accelerate/data-parallel.yaml -m opdcl run quickstart
 
 Rollouts, grades, gradients and answers are split and merged here, not by a wrapper around the model. A step
@@ -19,20 +18,11 @@ import atexit
 import contextlib
 import os
 import re
-import shutil
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from opdcl.errors import EnvironmentFault, Interrupted, OpdclError, UsageError
-from opdcl.signals import ending
+from opdcl.errors import EnvironmentFault, OpdclError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -43,13 +33,7 @@ T = TypeVar("T")
 # Environment variables that launchers set; the trainers' libraries would act on them.
 LAUNCHERS = re.compile("RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|ACCELERATE_|FSDP_")
 
-# Seconds that the other workers get to exit after one has failed, or was interrupted and saves a checkpoint.
-GRACE, GRACE_TO_SAVE = 10, 120
-
-# Environment variable by which a worker of `launch` knows the process that started it.
-LAUNCHER = "OPDCL_LAUNCHER"
-
-_rank, _count, _requested = 0, 1, 1
+_rank, _count = 0, 1
 _to_shard = _sharded = False
 
 
@@ -73,95 +57,14 @@ def launched() -> bool:
     return _count > 1 or int(os.environ.get("WORLD_SIZE") or 1) > 1
 
 
-def request_workers(number: int) -> None:
-    """Let `join` start this command line again as several workers."""
-    global _requested
-    _requested = number
-
-
-def launch(number: int) -> int:
-    """Run this command line as several workers; return the exit code of worker 0, or of one that failed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # The workers' copies of the run lie in this folder, which is deleted even if they crash.
-    with tempfile.TemporaryDirectory(prefix="opdcl-") as scratch:
-        threads = str(max(1, (os.cpu_count() or 1) // number))
-        common = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        common |= {
-            LAUNCHER: str(os.getpid()),
-            "TMPDIR": scratch,
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
-        }
-        # -P: a folder in the current directory is not a package.
-        command = [sys.executable, "-P", "-m", "opdcl", *sys.argv[1:]]
-        workers = []
-        for i in range(number):
-            env = os.environ | common | {"RANK": str(i), "LOCAL_RANK": str(i)}
-            # In a session of its own, a worker gets Ctrl-C once: from this process.
-            workers.append(subprocess.Popen(command, env=env, start_new_session=True))
-        return _wait_for(workers)
-
-
-def _wait_for(workers: list[subprocess.Popen]) -> int:
-    """Wait until all workers exit, and pass signals on. After a failure, kill those that take too long."""
-
-    def pass_on(number, frame):
-        for worker in workers:
-            worker.send_signal(number)
-
-    for number in ending():
-        signal.signal(number, pass_on)
-    deadline: float | None = None
-    while running := [worker for worker in workers if worker.poll() is None]:
-        if deadline is None and (failed := [w.returncode for w in workers if w.returncode]):
-            deadline = time.monotonic() + (GRACE_TO_SAVE if Interrupted.exit_code in failed else GRACE)
-        if deadline and time.monotonic() > deadline:
-            for worker in running:
-                worker.kill()
-        time.sleep(0.1)
-    first, *others = [worker.returncode for worker in workers]
-    code = first if first > 0 else next((c for c in others if c > 0), first)
-    return code if code >= 0 else 128 - code
-
-
-def _exit_with_launcher(launcher: int) -> None:
-    """End this worker when its launcher has been killed: it would continue unseen, and keep the run locked.
-
-    It gets SIGTERM, so it saves a checkpoint. The launcher's temporary folder is deleted.
-    """
-    scratch = os.environ["TMPDIR"]
-
-    def is_orphan() -> bool:
-        return os.getppid() != launcher
-
-    def clean_up() -> None:
-        if is_orphan():
-            shutil.rmtree(scratch, ignore_errors=True)
-
-    def watch() -> None:
-        while not is_orphan():
-            time.sleep(1)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(GRACE_TO_SAVE)
-        clean_up()
-        os._exit(Interrupted.exit_code)  # it may wait forever for a worker that has ended
-
-    atexit.register(clean_up)
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def join() -> None:
-    """Connect to the other workers, if any. If several were requested, run them, then exit as they do.
+    """Connect to the other workers, if any.
 
     Raises:
-        SystemExit: The requested workers have exited.
         UsageError: The launcher is configured for DeepSpeed.
         EnvironmentFault: There are fewer GPUs than workers.
     """
     global _rank, _count, _to_shard
-    if _requested > 1 and not launched():
-        sys.exit(launch(_requested))
     if _count > 1 or not launched():
         return
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
@@ -169,8 +72,6 @@ def join() -> None:
             "DeepSpeed is not supported: an adapter is too small to be partitioned",
             "to spread the base's layers over the GPUs as ZeRO-3 does: --set model.shard=true",
         )
-    if launcher := os.environ.pop(LAUNCHER, ""):
-        _exit_with_launcher(int(launcher))
     local = int(os.environ.get("LOCAL_RANK") or 0)
     cards = [card for card in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if card]
     if cards and local >= len(cards):

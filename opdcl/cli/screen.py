@@ -6,7 +6,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING
 
-from opdcl import parallel
+from opdcl import launcher
 from opdcl.console import Output
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def reset() -> None:
 
 def start(json: bool, quiet: bool = False, workers: int = 1) -> None:
     """Choose what is printed, and how many workers run. From here on nothing but `output` reaches stdout."""
-    parallel.request_workers(workers)
+    launcher.request_workers(workers)
     output.mode = "json" if json else "quiet" if quiet else "human"
     sys.stdout = sys.stderr
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opdcl import parallel
+from opdcl import launcher, parallel
 from opdcl.arguments import PathLike, Settings, as_folder, as_settings, strings
 from opdcl.config.load import load, load_tree, with_setting
 from opdcl.config.workflow import Workflow
@@ -122,6 +122,7 @@ def _carry_out(
             lines, plans = describe_all(flow, origins, folder, inputs, force, output.note)
         return Plan(title, [Table(title, ["run", "stage", "action", "why"], lines, "")], plans)
     if several:
+        launcher.start_workers()
         parallel.join()
         if comparison := execute_all(flow, origins, folder, inputs, output, force):
             return Comparison(comparison, folder)
@@ -134,6 +135,7 @@ def _carry_out(
     refuse_foreign(run)
     inputs.read(flow)
     if not dry_run:
+        launcher.start_workers()
         parallel.join()
         job = Job(flow, run, inputs, origins)
         return Result(folder, execute(job, output, force, continued=donor))

@@ -256,7 +256,7 @@ def start_notes(rows: Rows) -> list[str]:
         notes.append(
             "The domain did not come back from the start: on held-out questions only "
             f"{100 * max(share, 0):.0f} % of the gap in KL between base and tuned is closed. "
-            "Start nearer to tuned with `recover.start`, or take more `recover.steps`."
+            "Take more `recover.steps`, or start nearer to tuned: a number near 1 as `recover.start`."
         )
     elif chosen["score"] <= NO_WORSE * validations[kept]["score"]:
         notes.append(

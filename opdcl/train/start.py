@@ -56,36 +56,23 @@ KL_NOISE = 1e-3
 StreamKl = Mapping[StreamName, float]
 
 
-class Point(NamedTuple):
-    """A place that was measured for a start, and the held-out KL of both streams there in nats per token."""
-
-    place: float
-    """The weight of the general prompts, mu, or the adapter's scale."""
-    general_kl: float
-    domain_kl: float
-
-
 class Start(NamedTuple):
-    """Where the student starts, and the places that were measured for it, between tuned and base."""
+    """Where the student starts: a place between tuned and base."""
 
     alpha: float = 1.0
     """The scale of the tuned adapter."""
     mu: float | None = None
     """The weight of the general prompts, if the adapter was projected."""
-    curve: Sequence[Point] = ()
+    measured: Mapping[float, StreamKl] = {}
+    """The held-out KL at each place that was tried, by scale or mu."""
 
     @property
     def is_tuned(self) -> bool:
         return self.alpha == 1 and self.mu is None
 
     def row(self) -> dict[str, Any]:
-        """Return the place and its curve for metrics.jsonl."""
-        return {
-            "place": str(self),
-            "alpha": self.alpha,
-            "mu": self.mu,
-            "curve": [p._asdict() for p in self.curve],
-        }
+        """Return the place and what was tried, for metrics.jsonl."""
+        return {"place": str(self), **self._asdict()}
 
     def __str__(self) -> str:
         if self.mu is not None:
@@ -131,9 +118,9 @@ def put_at_start(
             with backbone.scaled(alpha):
                 return measure(f"try start {alpha:g}")
 
-        scale, curve = choose(SCALES, measure_scaled, tuned, base)
+        scale, measured = choose(SCALES, measure_scaled, tuned, base)
         backbone.shrink(scale or 1.0)
-        return Start(scale or 1.0, None, curve)
+        return Start(scale or 1.0, None, measured)
 
     prompts, texts = [prompt.ids for prompt in general], [text.example.ids[:-1] for text in domain()]
     tokens = int(config.micro_batch_tokens)
@@ -150,9 +137,9 @@ def put_at_start(
         put(mu)
         return measure(f"try start {mu:g}")
 
-    weight, curve = choose(WEIGHTS_OF_GENERAL, measure_projected, tuned, base)
+    weight, measured = choose(WEIGHTS_OF_GENERAL, measure_projected, tuned, base)
     put(weight or 0.0)
-    return Start(1.0, weight, curve)
+    return Start(1.0, weight, measured)
 
 
 def lies_between(config: RecoverConfig, learner: Learner) -> bool:
@@ -184,16 +171,15 @@ def unfit_for_projection(backbone: Backbone) -> str:
 
 def choose(
     places: Sequence[float], measure: Callable[[float], StreamKl], tuned: StreamKl, base: StreamKl
-) -> tuple[float | None, list[Point]]:
-    """Return the place at which least is lost of both streams, None for tuned itself, and all places.
+) -> tuple[float | None, dict[float, StreamKl]]:
+    """Return the place at which least is lost of both streams, None for tuned itself, and the KL at each place.
 
     `measure` returns the held-out KL at one of them; `tuned` and `base` are that KL at the ends.
     """
     kl = {place: measure(place) for place in places}
     lost: dict[float | None, float] = {place: distance_left(kl[place], tuned, base) for place in places}
     lost[None] = distance_left(tuned, tuned, base)
-    best = min(lost, key=lost.__getitem__)
-    return best, [Point(place, kl[place]["general"], kl[place]["domain"]) for place in places]
+    return min(lost, key=lost.__getitem__), kl
 
 
 def distance_left(kl: StreamKl, tuned: StreamKl, base: StreamKl) -> float:

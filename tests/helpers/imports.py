@@ -18,7 +18,7 @@ ORDER = (
     ("errors", "repetition", "sanitize", "signals", "types"),
     ("config",),
     ("hub", "parallel", "rundir"),
-    ("data",),
+    ("data", "launcher"),
     ("model",),
     ("sampling",),
     ("training",),

@@ -13,23 +13,12 @@ from opdcl.data.prompts import read_recovery_source
 from opdcl.data.rows import load_rows
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.train.start import SCALES, WEIGHTS_OF_GENERAL, Point, distance_left
+from opdcl.train.start import SCALES, WEIGHTS_OF_GENERAL, distance_left
 from opdcl.train.validation import NO_WORSE, Measurement, Milestones
 
 
 def held_out(rows):
     return [sum(r["validation"][f"{s}_kl"] for s in ("general", "domain")) for r in rows if "validation" in r]
-
-
-def points(start):
-    return [Point(**point) for point in start["curve"]]
-
-
-def left(point, rows):
-    """Return what a point has lost of both streams."""
-    kl = {"general": point.general_kl, "domain": point.domain_kl}
-    ends = rows[0]["validation"], rows[0]["base"]
-    return distance_left(kl, *({s: end[f"{s}_kl"] for s in ("general", "domain")} for end in ends))
 
 
 @pytest.mark.parametrize("engine", ["slab", "graph", "generate"])
@@ -69,7 +58,7 @@ def test_without_steps_the_start_is_recovered(backbone, tuned):
 
 def test_a_given_scale_is_taken(backbone, tuned):
     given = run(backbone, tuned, start=0.5, steps=0)
-    assert (given[0]["start"]["alpha"], given[0]["start"]["curve"]) == (0.5, [])
+    assert (given[0]["start"]["alpha"], given[0]["start"]["measured"]) == (0.5, {})
     assert_scaled(tuned, "out/adapter", 0.5)
 
 
@@ -82,13 +71,15 @@ def assert_scaled(folder, recovered, alpha):
 
 def test_the_start_is_the_place_with_the_least_held_out_kl(backbone, tuned):
     rows = run(backbone, tuned, start="auto")
-    curve = points(rows[0]["start"])
-    assert [point.place for point in curve] == [*WEIGHTS_OF_GENERAL]
-    tuned_point = Point(None, rows[0]["validation"]["general_kl"], rows[0]["validation"]["domain_kl"])
-    best = min([tuned_point, *curve], key=lambda point: left(point, rows))
-    assert rows[0]["start"]["mu"] == best.place
-    assert curve[0].domain_kl < curve[-1].domain_kl
-    assert curve[0].general_kl > curve[-1].general_kl
+    start = rows[0]["start"]
+    assert [*map(float, start["measured"])] == [*WEIGHTS_OF_GENERAL]
+    ends = ({s: rows[0][end][f"{s}_kl"] for s in ("general", "domain")} for end in ("validation", "base"))
+    at_tuned, at_base = ends
+    tried = {None: at_tuned} | {float(mu): kl for mu, kl in start["measured"].items()}
+    assert start["mu"] == min(tried, key=lambda mu: distance_left(tried[mu], at_tuned, at_base))
+    nearest, farthest = tried[WEIGHTS_OF_GENERAL[0]], tried[WEIGHTS_OF_GENERAL[-1]]
+    assert nearest["domain"] < farthest["domain"]
+    assert nearest["general"] > farthest["general"]
 
 
 def test_an_adapter_that_cannot_be_projected_is_scaled_and_that_is_said(backbone, tuned):
@@ -106,8 +97,7 @@ def test_an_adapter_that_cannot_be_projected_is_scaled_and_that_is_said(backbone
     recover_rows(short_recovery(tuned, lmbda=1.0), backbone, tuned / "tuned", out, report)
     backbone.drop_adapters()
     start = read_jsonl(out.metrics)[0]["start"]
-    assert start["alpha"] in SCALES
-    assert start["mu"] is None
+    assert (start["mu"], [*map(float, start["measured"])]) == (None, [*SCALES])
     assert any("DoRA" in line for line in report.lines)
 
 
@@ -136,14 +126,14 @@ def test_the_student_starts_as_the_scaled_adapter_and_every_share_counts_from_tu
 def test_without_base_and_tuned_as_teachers_the_student_starts_as_tuned(backbone, tuned, settings):
     rows = run(backbone, tuned, start="auto", steps=2, **settings)
     assert (rows[0]["start"]["alpha"], rows[0]["start"]["mu"]) == (1, None)
-    assert rows[0]["start"]["curve"] == []
+    assert rows[0]["start"]["measured"] == {}
 
 
 def test_rows_that_name_base_or_tuned_leave_the_start_to_be_chosen(backbone, tuned):
     file = tuned / "general.jsonl"
     first, *rows = map(json.loads, file.read_text().splitlines())
     file.write_text("".join(json.dumps(row) + "\n" for row in [first | {"teacher": "tuned"}, *rows]))
-    assert len(run(backbone, tuned, start="auto", steps=2)[0]["start"]["curve"]) > 2
+    assert len(run(backbone, tuned, start="auto", steps=2)[0]["start"]["measured"]) > 2
 
 
 def test_a_recovery_from_a_scaled_start_resumes_with_the_same_adapter(backbone, tuned):

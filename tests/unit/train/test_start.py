@@ -109,10 +109,10 @@ def test_the_shared_opening_is_the_longest_with_any_text():
 def test_the_place_is_where_least_is_lost_of_both_streams_whatever_their_units():
     tuned, base = {"general": 3.0, "domain": 0.0}, {"general": 0.0, "domain": 12.0}
     places = {0.1: (1.5, 0.3), 0.3: (0.6, 1.2), 1.0: (0.3, 4.0)}
-    best, curve = choose(
+    best, measured = choose(
         [*places], lambda p: dict(zip(("general", "domain"), places[p], strict=True)), tuned, base
     )
-    assert (best, [point.place for point in curve]) == (0.3, [*places])
+    assert (best, [*measured]) == (0.3, [*places])
     assert distance_left(tuned, tuned, base) == distance_left(base, tuned, base) == 1
 
 
