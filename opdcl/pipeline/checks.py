@@ -23,7 +23,6 @@ from opdcl.pipeline.plan import Task, make_plan
 from opdcl.pipeline.records import Records, learned_rows, read_records
 from opdcl.pipeline.reuse import outcomes
 from opdcl.pipeline.trackers import check_trackers
-from opdcl.results.notes import learned_note
 from opdcl.results.origins import count_learned, holder, learned_by, line_of
 from opdcl.rundir.layout import TEMPLATE, RunDir
 
@@ -395,6 +394,7 @@ def check_targets(model: ModelConfig, lora: LoraSection) -> None:
 def _check_suites(job: Job, to_do: bool) -> list[str]:
     """Check that each prompt and its longest answer fit; note answers that would be cut, and learned rows."""
     from opdcl.data.chat import encode_prompt
+    from opdcl.results.notes import learned_note  # it brings numpy
     from opdcl.stages.evaluate import max_answer_tokens
 
     config, notes = job.workflow.eval, []

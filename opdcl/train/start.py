@@ -172,7 +172,7 @@ def unfit_for_projection(backbone: Backbone) -> str:
 def choose(
     places: Sequence[float], measure: Callable[[float], StreamKl], tuned: StreamKl, base: StreamKl
 ) -> tuple[float | None, dict[float, StreamKl]]:
-    """Return the place at which least is lost of both streams, None for tuned itself, and the KL at each place.
+    """Return the place at which least is lost of both streams, None for tuned itself, and the KL at each.
 
     `measure` returns the held-out KL at one of them; `tuned` and `base` are that KL at the ends.
     """
