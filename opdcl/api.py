@@ -299,7 +299,7 @@ def chat(
     """
     from opdcl.console import quiet_libraries
     from opdcl.outcomes import Outcome
-    from opdcl.results.scores import system_prompt
+    from opdcl.results.origins import system_prompt
     from opdcl.results.tables import Table
     from opdcl.rundir.layout import RunDir
 
@@ -348,8 +348,9 @@ def chat_page(
     output = _output(False)
     states = _chat_states(source, temperature, trust_remote_code)(output)
     from opdcl.deploy.browser import ChatServer
+    from opdcl.results.origins import system_prompt
     from opdcl.results.samples import regained_prompts
-    from opdcl.results.scores import load_suites, system_prompt
+    from opdcl.results.scores import load_suites
     from opdcl.rundir.layout import RunDir
 
     run, prompts = RunDir(Path(source)), []

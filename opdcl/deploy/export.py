@@ -79,7 +79,7 @@ def export(
             written |= merge(base, tuned, adapter, merged, check, report)
         if format == "gguf":
             written |= to_gguf(merged, folder, command, outtype, report)
-            from opdcl.results.scores import system_prompt  # it brings numpy
+            from opdcl.results.origins import system_prompt
 
             write_atomic(folder / "Modelfile", modelfile(merged, system_prompt(run), report))
             shutil.rmtree(merged)
@@ -217,6 +217,8 @@ def write_card(
     finetune = run.settings().get("finetune")
     dataset = on_hub(finetune["data"]) if finetune else None
     text = card(run, state, origin, name, licence, [dataset.id] if dataset else [], format)
+    if base.quantization:
+        text += f"\nThe adapter was {UNPACKED.format(origin, base.quantization)}.\n"
     write_atomic(folder / "README.md", text)
 
 

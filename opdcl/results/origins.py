@@ -203,3 +203,11 @@ def as_named(run: RunDir, source: str) -> str:
         return source
     origin = read_config(run.config).get("origins", {}).get(key, "")
     return origin.removeprefix(SPLIT) if origin.startswith(SPLIT) else "rows given in memory"
+
+
+def system_prompt(run: RunDir) -> str:
+    """Return the system prompt with which a run's suites are answered; empty if there is none."""
+    if not run.is_run():
+        return ""
+    evaluation, recovery = (run.settings().get(name) or {} for name in ("eval", "recover"))
+    return evaluation.get("system") or recovery.get("system") or ""

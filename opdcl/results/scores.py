@@ -294,10 +294,3 @@ def _mismatch(rows: list[Row], result: Row) -> str:
 def section(run: RunDir, name: str) -> dict:
     """Return one section of the run's workflow; empty if the workflow leaves it out."""
     return run.settings().get(name) or {}
-
-
-def system_prompt(run: RunDir) -> str:
-    """Return the system prompt with which a run's suites are answered; empty if there is none."""
-    if not run.is_run():
-        return ""
-    return section(run, "eval").get("system") or section(run, "recover").get("system") or ""

@@ -181,7 +181,7 @@ def test_a_recovery_trains_the_adapter_and_not_the_base(kind, loaded_quantized, 
     for name, text in (("general", "Write a line about {}."), ("domain", "What is the code of room {}?")):
         rows = [json.dumps({"prompt": text.format(i)}) for i in range(8)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
-    settings = {"steps": 8, "validate_every": 4, "learning_rate": 2e-3, "method": "general"}
+    settings = {"steps": 16, "validate_every": 8, "learning_rate": 2e-3, "method": "general"}
     rows = run(backbone, tmp_path, health=False, **settings)
     start, *later = (row["validation"] for row in rows if "validation" in row)
     assert min(measured["general_kl"] for measured in later) < start["general_kl"]

@@ -168,6 +168,7 @@ def test_the_hash_of_a_suite_covers_its_data_and_each_field_has_its_own(project)
         "eval.closeness",
         "eval.data.questions",
         "eval.suite.instructions",
+        "eval.suite.questions",
     ]
     assert hashes["finetune.data"] == hashes["recover.domain"] != hashes["recover.general.0"]
     (project / "prompts.jsonl").write_text('{"prompt": "Another."}\n{"prompt": "Two."}\n')

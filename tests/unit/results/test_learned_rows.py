@@ -129,7 +129,10 @@ def test_a_chain_of_runs_that_set_rows_aside_measures_what_is_forgotten_of_each(
 def distances(run: RunDir, **of_state: float) -> None:
     for state, distance in of_state.items():
         scores = {"distance": distance, "forward": distance, "reverse": 0.0}
-        rows = [{"doc_id": i, "prompt": f"Request {i}", "scores": scores} for i in range(N)]
+        rows = [
+            {"doc_id": i, "prompt": f"Request {i}", "response": f"Done {i}", "scores": scores}
+            for i in range(N)
+        ]
         result = {"role": "closeness", "metric": "distance", "metrics": {}, "floor": {}, "n": N}
         write(run.eval_result(state, "closeness"), result)
         write(run.eval_samples(state, "closeness"), rows)

@@ -107,7 +107,7 @@ def test_loss_and_gradient_equal_those_of_the_same_model_locally(backbone, elsew
         remote.close()
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
-    assert float(results[0][0].abs().max()) > 0.1
+    assert float(results[0][0].abs().max()) > 0.01
 
 
 def test_top_tokens_are_a_distribution_with_the_exact_named_probabilities():
