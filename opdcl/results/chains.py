@@ -137,11 +137,9 @@ def compare_chains(runs: Sequence[RunDir]) -> Chains:
     suites, left_out = _shared_suites(members)
     groups = pool(members, [_seed_key(member) for member in members])
     steps = [_step(name, group, suites) for name, group in groups.items()]
-    by_place = {member.place: member for step in steps for member in step.members}
     learned_by, unsure = {}, []
     for step in steps:
-        start = by_place.get(_parents(step.members[0].run).get(START, Path()))
-        learned_by[step], note = domain_suite(step, start)
+        learned_by[step], note = domain_suite(step)
         unsure += [note] if note else []
     chains = _chains(steps, learned_by)
     base: dict[str, np.ndarray] = {}

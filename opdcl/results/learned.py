@@ -1,25 +1,21 @@
 """Which domain a run learned, among those that it was measured on: the order of its suites does not say it.
 
-The rows of its fine-tune decide, if they are those of one suite, by content, file or name. Otherwise the
-suite that gained most does, if a gain is shown. If neither does, nothing is taken for learned.
+The rows of its fine-tune decide, if they are those of one suite, by content, file or name. Otherwise nothing
+is taken for learned.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from opdcl.results import stats
-from opdcl.results.board import Column, scores_of
+from opdcl.results.board import Column
 from opdcl.results.origins import count_learned, learned_by, rows_set_aside
 from opdcl.results.scores import section
 from opdcl.results.summary import Results
 
 
-def domain_suite(step: Column, start: Results | None = None) -> tuple[str | None, str]:
-    """Return the suite of the domain that a step learned, and a note where its rows do not decide.
-
-    `start` is the run that the step started from; without one, its gain counts from base.
-    """
+def domain_suite(step: Column) -> tuple[str | None, str]:
+    """Return the suite of the domain that a step learned, and a note where its rows do not decide."""
     first = step.members[0]
     domains = [name for name, suite in first.named.items() if suite.role == "domain"]
     if not section(first.run, "finetune") or not domains:
@@ -27,17 +23,9 @@ def domain_suite(step: Column, start: Results | None = None) -> tuple[str | None
     named = [name for name in domains if len(domains) == 1 or _asks_rows_of(first, name)]
     if len(named) == 1:
         return named[0], ""
-    gains = {}
-    for name in domains:
-        after = scores_of([first], name)
-        before = scores_of([start], name) if start else scores_of([first], name, "base")
-        if after is not None and before is not None:
-            gains[name] = stats.difference(after, before, first.named[name].clusters)
-    most = max(gains, key=lambda name: gains[name].value, default=None)
-    if most is None or gains[most].low <= 0:
-        reason = "its rows are those of none of them, or of several, and none gained measurably"
-        return None, f"{step.name}: which of its domain suites it learned is unknown: {reason}."
-    return most, f"{step.name} counts as having learned {most}, the domain suite that gained most."
+    reason = "its rows are those of none of them, or of several"
+    remedy = "give one suite the name of the file of rows, without its ending"
+    return None, f"{step.name}: which of its domain suites it learned is unknown: {reason}; {remedy}."
 
 
 def _asks_rows_of(made: Results, shared: str) -> bool:
