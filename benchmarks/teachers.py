@@ -27,7 +27,7 @@ from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
 from opdcl.sampling.sample import sample
 from opdcl.train.losses import token_losses
-from opdcl.train.teachers import EmaTeacher, Teacher, TrustRegionTeacher
+from opdcl.train.teachers import EmaTeacher, Teacher
 from opdcl.train.teachers_elsewhere import make_teacher
 from opdcl.types import Loss, Prompt, Rollout
 
@@ -91,12 +91,6 @@ def measure(backbone: Backbone) -> Iterator[tuple]:
     mean.after_step()
     x = kl(mean)
     yield "ema, rate 1", "equals the live teacher", small, x, x < 1e-6
-    for mix, end, name in ((0.0, base, "its reference"), (1.0, live, "the live teacher")):
-        x = far(TrustRegionTeacher(backbone, mix), end)
-        yield f"trust region, mix {mix:g}", f"equals {name}", states, x, x < 1e-4
-    xs = [kl(TrustRegionTeacher(backbone, mix)) for mix in (0.0, 0.25, 0.5, 0.75, 1.0)]
-    claim = "the closer to the student, the less there is to learn"
-    yield "trust region", claim, "KL at mix 0 to 1 {}", xs, xs == sorted(xs, reverse=True)
     with tempfile.TemporaryDirectory() as folder:
         plain = load_backbone(ModelConfig())
         plain.causal_lm.save_pretrained(folder)

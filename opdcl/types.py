@@ -44,7 +44,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Stream:
-    """One thing that a training learns. Its streams say what a training is: `opdcl.train.trainings`."""
+    """One thing that a training learns. Its streams say what a training is."""
 
     name: StreamName
     prompts: str

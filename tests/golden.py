@@ -77,10 +77,6 @@ RECOVERIES = {
     ],
     "ema": ["recover.domain_teacher=other", f"recover.teachers.other={{kind: ema, {SHOWN}}}"],
     "live": ["recover.domain_teacher=other", f"recover.teachers.other={{kind: live, {SHOWN}}}"],
-    "trust-region": [
-        "recover.general_teacher=other",
-        "recover.teachers.other={kind: trust_region, mix: 0.2}",
-    ],
     "second-model": [
         "recover.general_teacher=other",
         "recover.teachers.other={kind: model, model: {id: ./models/second, dtype: float32}}",

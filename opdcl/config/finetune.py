@@ -53,7 +53,8 @@ class ReplaySection(Section):
     """Replay: general prompts with answers of at most 128 tokens. At each of these the student learns base's
     whole distribution."""
 
-    unused = (("most prompts author", lambda s: s.share == 0, "unless replay.share is above 0"),)
+    unused = (("most prompts", lambda s: s.share == 0, "unless replay.share is above 0"),)
+    former = {"author": ("base", "base writes all answers; a recovery grades what the student writes")}
 
     share: Annotated[float, Field(ge=0, le=0.99)] = 0.7
     """Share of all rows that are replayed; 0: none. They come on top of the domain's rows: with 0.7 there are
@@ -62,9 +63,6 @@ class ReplaySection(Section):
     """Limit of the replayed rows, if the share asks for more: base writes an answer for each."""
     prompts: str = Field(default="everyday", min_length=1)
     """General prompts: `everyday` (shipped), a file, or a Hub dataset."""
-    author: Literal["base", "student"] = "base"
-    """Who writes the answers. `base`: base, once, before the first step. `student`: the model in training, at
-    temperature 1, to the next prompts at the start of each epoch; base still grades them."""
 
 
 class FinetuneConfig(Section):

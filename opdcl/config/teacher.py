@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from opdcl.config.model import NamedServer, TeacherModel
 from opdcl.config.section import Positive, Section, Share
@@ -13,10 +13,11 @@ from opdcl.types import LossKind
 
 # The part of the distance to the student that an EMA of it moves at each step.
 EMA_RATE = 0.05
+TRUST_REGION_IS_GONE = "kind trust_region is gone: use kind base, which ends nearer to base"
 TeacherName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,31}$")]
 
 # The settings that only one kind of teacher has.
-KIND_OF = {"adapter": "adapter", "model": "model", "server": "remote", "mix": "trust_region"}
+KIND_OF = {"adapter": "adapter", "model": "model", "server": "remote"}
 
 
 def _only_of_kind(key: str, kind: str) -> tuple[str, Callable[[Any], bool], str]:
@@ -29,18 +30,16 @@ class TeacherSection(Section):
     unused = tuple(_only_of_kind(key, kind) for key, kind in KIND_OF.items())
     former = {
         "rate": (EMA_RATE, "an ema teacher always moves by 0.05 of the distance to the student"),
-        "reference": ("base", "a trust_region is always one around base"),
+        "reference": ("base", TRUST_REGION_IS_GONE),
+        "mix": (0.05, TRUST_REGION_IS_GONE),
     }
 
-    kind: Literal["base", "tuned", "adapter", "live", "ema", "trust_region", "model", "remote"]
+    kind: Literal["base", "tuned", "adapter", "live", "ema", "model", "remote"]
     """Frozen teachers: `base`, `tuned`, `adapter` (from another run), `model` (another model with the same
     tokenizer) and `remote` (on a server). Moving ones: `live` is the student itself, `ema` a running mean of
-    it, which moves by 0.05 of the distance at each step, and `trust_region` a mixture of base and the
-    student."""
+    it, which moves by 0.05 of the distance at each step."""
     adapter: Annotated[str, Field(min_length=1)] | None = None
     """`adapter`: a run directory (its last adapter is used), an adapter folder, or a Hub id."""
-    mix: Share = 0.05
-    """`trust_region`: the student's share of the mixture."""
     model: TeacherModel | None = None
     """`model`: the teacher model."""
     server: NamedServer | None = None
@@ -56,6 +55,13 @@ class TeacherSection(Section):
     def begins_as_tuned(self) -> bool:
         """Whether the teacher equals the student before the first step."""
         return self.kind in ("tuned", "ema") and self.context is None
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _is_a_kind_of_today(cls, kind: Any) -> Any:
+        if kind == "trust_region":
+            raise ValueError(TRUST_REGION_IS_GONE)
+        return kind
 
     @model_validator(mode="after")
     def _has_something_to_teach(self) -> TeacherSection:

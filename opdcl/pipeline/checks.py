@@ -207,7 +207,6 @@ def _check_tuned_model(job: Job) -> None:
             "leave it out",
         ),
         "a teacher of kind adapter": (any(t.adapter for t in teachers), "use kind model"),
-        "a trust_region around base": (any(t.kind == "trust_region" for t in teachers), "use kind base"),
     }
     if recover:
         used["recover.steps 0"] = (recover.steps == 0, "train some steps")

@@ -81,7 +81,7 @@ def _data(job: Job) -> dict[str, Any]:
     rows = job.training_rows
     replayed, parts = None, []
     if count := finetune.replayed(len(examples.encoded)):
-        replayed = {"rows": count, "prompts": finetune.replay.prompts, "author": finetune.replay.author}
+        replayed = {"rows": count, "prompts": finetune.replay.prompts}
     if examples.encoded:
         first = examples.encoded[0]
         pairs = zip(first.ids, first.learned, strict=True)
@@ -118,8 +118,7 @@ def data_table(plan: dict[str, Any]) -> list[Table]:
         rows += [["tokens", learned], ["longest row", longest]]
     rows.append(["duplicated rows", f"{data['duplicates']:,}"])
     if replayed := data["replayed"]:
-        whose = {"base": "base's answers", "student": "the student's, new in each epoch,"}[replayed["author"]]
-        words = f"{replayed['rows']:,} more: {whose} to {replayed['prompts']}"
+        words = f"{replayed['rows']:,} more: base's answers to {replayed['prompts']}"
         words += "; --set finetune.replay.share=0 for none"
         rows.append(["replayed rows", words])
     shown = ""

@@ -176,14 +176,11 @@ def _finetune_need(job: Job, size: Size) -> int:
     config, examples = job.workflow.finetune, job.examples
     if config.method == "self-distill":
         return _recovery_need(job, *job.self_distillation, size)
-    longest, sampler = max(len(example.ids) for example in examples.encoded), 0
+    longest = max(len(example.ids) for example in examples.encoded)
     if count := config.replayed(len(examples.encoded)):
-        # The first ones in seeded order; the student goes on to others in each epoch.
-        count = count if config.replay.author == "base" else len(examples.replay)
         drawn = itertools.islice(endless(len(examples.replay), config.seed), count)
         longest = max(longest, max(len(examples.replay[i]) for i in drawn) + REPLAYED_TOKENS)
-        sampler = size.merged if config.replay.author == "student" else 0
-    return sampler + size.adapter * 16 + int(config.batch_size) * longest * size.trained_token + size.loss
+    return size.adapter * 16 + int(config.batch_size) * longest * size.trained_token + size.loss
 
 
 def _recovery_need(job: Job, config: RecoverConfig, prompts: dict[StreamName, Prompts], size: Size) -> int:

@@ -20,10 +20,9 @@ from opdcl.results import closeness, stats
 from opdcl.results.board import Board, Column, cells, compared, pool, said_by, scores_of, seed_notes
 from opdcl.results.format import CHANGE, NATS, SCORE, cell, points
 from opdcl.results.intervals import Estimate
-from opdcl.results.learned import domain_suite
-from opdcl.results.origins import holder, places_of, without_seed
+from opdcl.results.origins import count_learned, holder, learned_by, places_of, rows_set_aside, without_seed
 from opdcl.results.page import Page
-from opdcl.results.scores import MeasuredSuite
+from opdcl.results.scores import MeasuredSuite, section
 from opdcl.results.summary import Results
 from opdcl.results.tables import Table, with_rows
 from opdcl.rundir.layout import RunDir
@@ -137,13 +136,11 @@ def compare_chains(runs: Sequence[RunDir]) -> Chains:
     suites, left_out = _shared_suites(members)
     groups = pool(members, [_seed_key(member) for member in members])
     steps = [_step(name, group, suites) for name, group in groups.items()]
-    by_place = {member.place: member for step in steps for member in step.members}
-    learned_by, unsure = {}, []
+    suite_of, unsure = {}, []
     for step in steps:
-        start = by_place.get(_parents(step.members[0].run).get(START, Path()))
-        learned_by[step], note = domain_suite(step, start)
+        suite_of[step], note = _domain_suite(step)
         unsure += [note] if note else []
-    chains = _chains(steps, learned_by)
+    chains = _chains(steps, suite_of)
     base: dict[str, np.ndarray] = {}
     for name in suites:
         measured = [scores for member in members if (scores := scores_of([member], name, "base")) is not None]
@@ -156,7 +153,7 @@ def compare_chains(runs: Sequence[RunDir]) -> Chains:
         notes=[*faults, *left_out, *of_runs, *unsure, *_notes(steps, chains, suites)],
         base=Column("base", "base", 1, base),
         chains=chains,
-        kept=_kept(steps, suites, learned_by),
+        kept=_kept(steps, suites, suite_of),
     )
 
 
@@ -209,12 +206,40 @@ def _step(name: str, members: list[Results], suites: dict[str, MeasuredSuite]) -
     return Column(name, end, len(members), scores, members, members, closeness=distance)
 
 
+def _domain_suite(step: Column) -> tuple[str | None, str]:
+    """Return the suite of the domain that a step learned, and a note where its rows do not decide.
+
+    They do if they are those of one suite, by content, file or name; the order of suites says nothing.
+    """
+    first = step.members[0]
+    domains = [name for name, suite in first.named.items() if suite.role == "domain"]
+    if not section(first.run, "finetune") or not domains:
+        return None, ""
+    named = [name for name in domains if len(domains) == 1 or _asks_rows_of(first, name)]
+    if len(named) == 1:
+        return named[0], ""
+    reason = "its rows are those of none of them, or of several"
+    remedy = "give one suite the name of the file of rows, without its ending"
+    return None, f"{step.name}: which of its domain suites it learned is unknown: {reason}; {remedy}."
+
+
+def _asks_rows_of(made: Results, shared: str) -> bool:
+    """Return whether a suite asks what a run's own fine-tune learned, or what it has set aside."""
+    suite, rows = made.named[shared], str(section(made.run, "finetune")["data"])
+    learned, file = learned_by(made.run), (section(made.run, "eval").get("data") or {}).get(suite.name)
+    # `handbook/staff` is the suite handbook_staff.
+    is_named = suite.name in (Path(rows).stem, rows.replace("/", "_"))
+    is_theirs = is_named or file in (rows, str(rows_set_aside(made.run)))
+    groups = {f"cluster {row.get('cluster')}" for row in suite.measured}
+    return is_theirs or bool(groups & learned) or count_learned(suite.measured, learned) > 0
+
+
 def _seed_key(member: Results) -> str:
     """Return a run's training seeds; runs of two chains with equal seeds form a pair."""
     return str(sorted({str(seed) for seed in member.seeds.values()}))
 
 
-def _chains(steps: list[Column], learned_by: dict[Column, str | None]) -> list[Chain]:
+def _chains(steps: list[Column], suite_of: dict[Column, str | None]) -> list[Chain]:
     """Return every chain of at least two steps, from a first step to one that no other starts from."""
     step_of = {member: step for step in steps for member in step.members}
     by_place = {member.place: member for member in step_of}
@@ -229,7 +254,7 @@ def _chains(steps: list[Column], learned_by: dict[Column, str | None]) -> list[C
             before = start_of[before]
         chain = [step_of[run] for run in line]
         if len(chain) > 1:
-            suites = [learned_by[step] for step in chain]
+            suites = [suite_of[step] for step in chain]
             chains.setdefault(tuple(chain), Chain(chain, {}, suites)).lines[_seed_key(member)] = line
     return list(chains.values())
 
@@ -262,7 +287,7 @@ def _figures(
 
 
 def _kept(
-    steps: list[Column], suites: dict[str, MeasuredSuite], learned_by: dict[Column, str | None]
+    steps: list[Column], suites: dict[str, MeasuredSuite], suite_of: dict[Column, str | None]
 ) -> list[TeacherRetention]:
     """Return each step's share of each teacher's gain over base; each seed has its own teacher."""
     owners = {member.place: (step, member) for step in steps for member in step.members}
@@ -271,7 +296,7 @@ def _kept(
         for teacher in _parents(step.members[0].run):
             places = [_parents(member.run).get(teacher) for member in step.members]
             found = [owners[place] for place in places if place in owners]
-            suite = learned_by[found[0][0]] if len(found) == len(places) else None
+            suite = suite_of[found[0][0]] if len(found) == len(places) else None
             if teacher == START or suite is None:
                 continue
             base, student = scores_of(step.members, suite, "base"), step.scores.get(suite)

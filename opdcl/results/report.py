@@ -14,7 +14,7 @@ from opdcl.results import format, report_tables
 from opdcl.results.notes import validations_of
 from opdcl.results.page import Page, render_page
 from opdcl.results.result_types import Summary
-from opdcl.results.samples import pick_examples, sort_samples, worst_samples
+from opdcl.results.samples import pick_examples, sort_samples
 from opdcl.results.scores import MeasuredSuite, section
 from opdcl.results.status import STATES
 from opdcl.results.summary import Results
@@ -30,9 +30,6 @@ PRIVATE = ("base", "adapter tuned", "adapter recovered")
 # What is exported -> its relation to base and the library that loads it, in the Hub's words. Its `merge`
 # is made of several models.
 KINDS = {"adapter": ("adapter", "peft"), "merged": ("finetune", "transformers"), "gguf": ("finetune", "gguf")}
-
-# Of the prompts on which the model falls below base, in a pull request.
-WORST_PROMPTS = 3
 
 EMBEDDED = (
     "All scores are of the embedded copy of {}, whose weights were quantized to 4 bits and dequantized "
@@ -74,11 +71,8 @@ def write(results: Results) -> list[Path]:
 
 
 def pull_request(run: RunDir, summary: Summary, gates: Sequence[Mapping[str, str]]) -> str:
-    """Return the results as Markdown of about thirty lines, with the worst three prompts."""
-    results = Results(run)
-    retention = results.headline.get("retention")
-    worst = worst_samples(retention, WORST_PROMPTS) if retention else None
-    return render_page("pull_request.md", run_page(results, summary), gates=gates, worst=worst).strip() + "\n"
+    """Return the results as Markdown of about thirty lines; the report has the answers."""
+    return render_page("pull_request.md", run_page(Results(run), summary), gates=gates).strip() + "\n"
 
 
 def card(

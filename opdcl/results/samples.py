@@ -18,8 +18,6 @@ LONGEST_PROMPT, LONGEST_ANSWER = 900, 700
 MOST_PROMPTS = 500
 # At the top of the report, which has all of the answer further down.
 EXAMPLE_ANSWER = 280
-# In a pull request.
-SHORT_PROMPT, SHORT_ANSWER = 120, 160
 # A suggested prompt is no longer, in characters.
 SUGGESTED_PROMPT = 240
 # A base answer of fewer words says little.
@@ -206,27 +204,6 @@ def regained_prompts(suites: Sequence[MeasuredSuite], most: int = 3) -> list[str
     return prompts[:most]
 
 
-def worst_samples(suite: MeasuredSuite, count: int) -> dict[str, Any] | None:
-    """Return the prompts on which the last measured state falls furthest below base, and how many do."""
-    state = suite.latest
-    if state is None or "base" not in suite.rows:
-        return None
-    gaps = suite.values(state) - suite.values("base")
-    order = [int(i) for i in gaps.argsort(kind="stable") if gaps[i] < 0]
-    rows = []
-    for i in order[:count]:
-        base, answer = suite.rows["base"][i], suite.rows[state][i]
-        rows.append(
-            {
-                "prompt": _line(_question(base), SHORT_PROMPT),
-                "state": state,
-                "answer": _line(answer.get("response"), SHORT_ANSWER),
-                "base": _line(base.get("response"), SHORT_ANSWER),
-            }
-        )
-    return {"prompts": rows, "lost": len(order), "total": len(gaps), "suite": suite.name}
-
-
 def _question(row: dict[str, Any]) -> str:
     """Return the question: in a conversation, the last one."""
     return str(row.get("question", row["prompt"]))
@@ -238,11 +215,6 @@ def _whole_or_ends(row: dict[str, Any]) -> str:
     if question == prompt or len(prompt) <= LONGEST_PROMPT:
         return format.shorten(prompt, LONGEST_PROMPT)
     return f"{format.shorten(prompt, LONGEST_PROMPT // 3)}\n\n{format.shorten(question, LONGEST_PROMPT // 2)}"
-
-
-def _line(text: Any, longest: int) -> str:
-    """Return a text on one line, cut to a length."""
-    return format.shorten(" ".join(str(text or "nothing").split()), longest)
 
 
 def _readability(suite: MeasuredSuite) -> list[tuple[bool, bool, int, int]]:

@@ -23,7 +23,7 @@ from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.layout import StageDir
 from opdcl.train.learner import Learner, mean_loss
-from opdcl.train.replay import Replay, finetune_streams, interleave, lay_out, read_by_base
+from opdcl.train.replay import finetune_streams, interleave, lay_out, let_base_write, read_by_base
 from opdcl.train.teachers import SAMPLED, Completions, Teacher
 from opdcl.training import (
     CHECKPOINTS,
@@ -52,16 +52,16 @@ def finetune(
 ) -> None:
     """Train the adapter in `start`, or a new one, on rows; resume from the stage's last checkpoint.
 
-    `general` holds the token ids of the prompts that base, or the student, answers for replay; `completions`
-    may have its answers.
+    `general` holds the token ids of the prompts that base answers for replay; `completions` may have its
+    answers.
     """
     domain_steps, replay_steps = planned_steps(config, len(rows))
     steps = domain_steps + replay_steps
-    replay = Replay(config, general, replay_steps, backbone, out.replay, report, completions)
     of_base: list[Rollout] = []
-    if replay_steps and config.replay.author == "base":
-        of_base = replay.let_base_write(config.replayed(len(rows)))
-    elif config.replays and not replay_steps:
+    if replay_steps:
+        count = config.replayed(len(rows))
+        of_base = let_base_write(config, general, count, backbone, out.replay, report, completions)
+    elif config.replays:
         report.note("so few rows, with so small a share, make no step of replayed rows: nothing is replayed")
     if start:
         backbone.drop_adapters()
@@ -69,15 +69,19 @@ def finetune(
         report.note(f"continuing the adapter of {start}, which keeps its shape")
     else:
         model = backbone.new_adapter(config.lora, config.seed)
-    domain = finetune_streams(config)["domain"]
-    of_domain = lay_out(rows, config.batch_size, domain_steps, config.seed)
-    batches = interleave([Batch(domain, rows, "rows") for rows in of_domain], replay.batches)
+    streams, size = finetune_streams(config), int(config.batch_size)
+    of_domain = lay_out(rows, size, domain_steps, config.seed)
+    replayed = lay_out(of_base, size, replay_steps, config.seed)
+    batches = interleave(
+        [Batch(streams["domain"], rows, "rows") for rows in of_domain],
+        [Batch(streams["general"], rows, "base") for rows in replayed],
+    )
     read_by_base(config, of_base, backbone, report)
     learner = Learner(backbone, {"general": {"": Teacher(backbone, "base")}}, "finetune.max_length")
     trainer = LearnerTrainer(
         learner,
         Schedule(steps, WARM_UP, "cosine"),
-        StageCallback(StageLog(report, out, steps), learner, batches, replay),
+        StageCallback(StageLog(report, out, steps), learner, batches),
         model=model,
         args=SFTConfig(**trainer_arguments(config, backbone, out, steps)),
     )
@@ -140,8 +144,8 @@ def trainer_arguments(
 class StageCallback(TrainerCallback):
     """Writes a trainer's metrics, seals its checkpoints, and lets a signal end it with one."""
 
-    def __init__(self, log: StageLog, learner: Learner, batches: list[Batch], replay: Replay):
-        self.log, self.learner, self.batches, self.replay = log, learner, batches, replay
+    def __init__(self, log: StageLog, learner: Learner, batches: list[Batch]):
+        self.log, self.learner, self.batches = log, learner, batches
         self.interruption = Interruption(log.report)
         self.skipped: int | None = None
         self._base = learner.backbone.checksum()
@@ -154,10 +158,6 @@ class StageCallback(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._step_started = time.perf_counter()
-        batch = self.batches[state.global_step]
-        if not batch.examples:
-            with self.learner.clock.part("sampling"):
-                self.replay.let_student_write(batch)
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.interruption.has_come():
@@ -189,7 +189,7 @@ class LearnerTrainer(SFTTrainer):
         weights = {weight: weight.data for weight in options["model"].parameters() if weight.requires_grad}
         super().__init__(
             train_dataset=Dataset.from_dict({"step": range(len(stage.batches))}),
-            data_collator=lambda items: {},  # the student may not have written a step's rows yet
+            data_collator=lambda items: {},  # the step's batch is planned: see `training_step`
             processing_class=learner.backbone.tokenizer,
             callbacks=[stage],
             **options,

@@ -36,8 +36,6 @@ from opdcl.train.validation import HeldOut, Measurement, Milestones, describe_kl
 from opdcl.training import Interruption, StageLog, StageReport, last_checkpoint, save_adapter, step_of
 from opdcl.types import Batch, Judge, Prompts, Stream, StreamName
 
-SAMPLES_PER_MEASUREMENT = 8
-
 # Share of base's answers, in length and in how many end, from which the student's are worth grading: below,
 # they are stubs, or run on.
 LIKE_BASE = 0.5

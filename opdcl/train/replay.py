@@ -1,4 +1,4 @@
-"""Replay: general rows among the domain's. Base or the student writes their answers, and base grades them."""
+"""Replay: general rows among the domain's. Base writes their answers, and grades them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from typing import Any
 
 from opdcl import parallel
 from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
-from opdcl.errors import OpdclError
-from opdcl.model.backbone import Backbone, State
+from opdcl.model.backbone import Backbone
 from opdcl.model.memory import is_out_of_memory, release
 from opdcl.rundir.files import read_jsonl, write_atomic
 from opdcl.train.teachers import SAMPLED, Completions, Teacher
@@ -28,91 +27,33 @@ KEPT_STATES = 2**30
 REPLAYED_AT_ONCE = 512
 
 
-class Replay:
-    """The replayed steps of a fine-tune: general prompts, with answers of base or of the student.
+def let_base_write(
+    config: FinetuneConfig,
+    prompts: Sequence[list[int]],
+    count: int,
+    backbone: Backbone,
+    file: Path,
+    report: StageReport,
+    completions: Completions = SAMPLED,
+) -> list[Rollout]:
+    """Let base write `count` answers, before the first step, and return them (arXiv 2602.20162).
 
-    Base writes once, before the first step (arXiv 2602.20162). The student writes anew in each epoch, when
-    its first step begins; until then the epoch's `batches` are empty. `file` keeps the rows, so that a
-    resumed run learns from the same ones. The prompts come in seeded order. If there are too few, they come
-    again, with other answers.
+    `file` keeps the rows, so that a resumed run learns from the same ones. Base writes in pieces: a run that
+    breaks off loses one. The prompts come in seeded order. If there are too few, they come again, with other
+    answers.
     """
-
-    def __init__(
-        self,
-        config: FinetuneConfig,
-        prompts: Sequence[list[int]],
-        steps: int,
-        backbone: Backbone,
-        file: Path,
-        report: StageReport,
-        completions: Completions = SAMPLED,
-    ):
-        self.config, self.prompts, self.backbone = config, prompts, backbone
-        self.file, self.report, self.completions = file, report, completions
-        author, stream = config.replay.author, finetune_streams(config)["general"]
-        self.batches = [Batch(stream, [], author) for _ in range(steps)]
-        found = parallel.on_first_worker(partial(read_jsonl, file)) if steps else []
-        # What another author wrote is no answer of this one.
-        self._rows = [row for row in found if ("epoch" in row) == (author == "student")]
-
-    def let_base_write(self, count: int) -> list[Rollout]:
-        """Let base write `count` answers, fill all steps with them, epoch after epoch, and return them."""
-        self._write("base", 0, count)
-        return self._fill(self.batches, 0, count)
-
-    def let_student_write(self, batch: Batch) -> None:
-        """Fill the steps of the epoch to which an empty batch belongs, each row once.
-
-        The student writes the answers that are missing, as it is now, without dropout.
-
-        Raises:
-            OpdclError: The epoch is under way, and rows of its beginning are missing: no student writes them.
-        """
-        number = next(i for i, own in enumerate(self.batches) if own is batch)
-        of_epoch = math.ceil(len(self.batches) / self.config.epochs)
-        first = number - number % of_epoch
-        epoch = self.batches[first : first + of_epoch]
-        size = int(self.config.batch_size)
-        start, end = first * size, (first + len(epoch)) * size
-        if len(self._rows) < (start if number == first else end):
-            message = f"{self.file} lacks answers that the student has written in an earlier step"
-            hint = f"restore the file, or remove {self.file.parent}: the same command then repeats the stage"
-            raise OpdclError(message, hint)
-        self.backbone.causal_lm.eval()
-        release()  # sampling takes what the steps have left
-        self._write("student", start, end, epoch=first // of_epoch + 1)
-        self._fill(epoch, start, end)
-
-    def _write(self, author: State, start: int, end: int, **about: int) -> None:
-        """Let a state write those of the rows from `start` to `end` that the file does not have yet.
-
-        It writes in pieces: a run that breaks off loses one.
-        """
-        order = itertools.islice(endless(len(self.prompts), self.config.seed), end)
-        prompts = [Prompt(self.prompts[i]) for i in order]
-        writer = Teacher(self.backbone, author)
-        what, done = f"{author} writes answers to replay", len(self._rows) - start
-        progress = counted(self.report, what, end - start, min(done, end - start))
-        for begin in range(len(self._rows), end, REPLAYED_AT_ONCE):
-            piece = prompts[begin : begin + REPLAYED_AT_ONCE]
-            seed = self.config.seed + begin
-            options = {"max_new_tokens": REPLAYED_TOKENS, "seed": seed}
-            rollouts = self.completions.complete(writer, piece, progress, **options)
-            for rollout in rollouts:
-                row = {"prompt_ids": rollout.prompt_ids, "completion_ids": rollout.completion_ids}
-                self._rows.append(row | about)
-            if parallel.rank() == 0:
-                write_atomic(self.file, "".join(json.dumps(row) + "\n" for row in self._rows))
-        self.completions.log_hits(self.report.note)
-
-    def _fill(self, batches: list[Batch], start: int, end: int) -> list[Rollout]:
-        """Lay out some answers in some of the steps, and return them."""
-        rollouts = [Rollout(Prompt(r["prompt_ids"]), r["completion_ids"]) for r in self._rows[start:end]]
-        size = int(self.config.batch_size)
-        laid_out = lay_out(rollouts, size, len(batches), self.config.seed)
-        for batch, examples in zip(batches, laid_out, strict=True):
-            batch.examples += examples
-        return rollouts
+    rows = parallel.on_first_worker(partial(read_jsonl, file))
+    asked = [Prompt(prompts[i]) for i in itertools.islice(endless(len(prompts), config.seed), count)]
+    progress = counted(report, "base writes answers to replay", count, min(len(rows), count))
+    for begin in range(len(rows), count, REPLAYED_AT_ONCE):
+        piece = asked[begin : begin + REPLAYED_AT_ONCE]
+        options = {"max_new_tokens": REPLAYED_TOKENS, "seed": config.seed + begin}
+        for rollout in completions.complete(Teacher(backbone, "base"), piece, progress, **options):
+            rows.append({"prompt_ids": rollout.prompt_ids, "completion_ids": rollout.completion_ids})
+        if parallel.rank() == 0:
+            write_atomic(file, "".join(json.dumps(row) + "\n" for row in rows))
+    completions.log_hits(report.note)
+    return [Rollout(Prompt(row["prompt_ids"]), row["completion_ids"]) for row in rows[:count]]
 
 
 def finetune_streams(config: FinetuneConfig) -> dict[StreamName, Stream]:
@@ -120,7 +61,7 @@ def finetune_streams(config: FinetuneConfig) -> dict[StreamName, Stream]:
     replay = config.replay
     share = replay.share if config.replays else 0.0
     domain = Stream("domain", config.data, "rows", "", Loss("cross_entropy"), 1 - share)
-    general = Stream("general", replay.prompts, replay.author, "base", Loss(), share)
+    general = Stream("general", replay.prompts, "base", "base", Loss(), share)
     return {"domain": domain, "general": general}
 
 

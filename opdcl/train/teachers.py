@@ -7,7 +7,6 @@
 | `adapter` | an adapter from another run: a specialist, or the result of an earlier run | |
 | `live` | the student itself; useful only with a `context` | arXiv 2601.19897, 2601.20802 |
 | `ema` | an exponential moving average of the student's adapter | arXiv 2601.19897 |
-| `trust_region` | a point between base and the student | arXiv 2601.20802 |
 | `model` | another model of the same family: strong to weak | arXiv 2306.13649 |
 | `remote` | a model on a server, which returns whole distributions or the top tokens | |
 
@@ -123,29 +122,6 @@ class EmaTeacher(Teacher):
                 average.lerp_(student, self.rate)
 
 
-class TrustRegionTeacher(Teacher):
-    """Logits interpolated between base (`mix` 0) and the student (`mix` 1).
-
-    Both share the output head, so interpolating hidden states interpolates logits. Completions come from
-    base.
-    """
-
-    def __init__(self, backbone: Backbone, mix: float):
-        super().__init__(backbone, "base")
-        self.mix = mix
-        self._student = Teacher(backbone, "student")
-
-    @property
-    def is_dynamic(self) -> bool:
-        return self.mix > 0
-
-    def frozen_copy(self, frozen: State) -> Teacher:
-        return Teacher(self.backbone, self.state)
-
-    def states(self, rollouts: Sequence[Rollout]) -> torch.Tensor:
-        return torch.lerp(super().states(rollouts), self._student.states(rollouts), self.mix)
-
-
 def teacher_here(config: TeacherSection, backbone: Backbone, state: State = "general") -> Teacher:
     """Return the teacher that a configuration describes, if it is a state of the backbone.
 
@@ -158,8 +134,6 @@ def teacher_here(config: TeacherSection, backbone: Backbone, state: State = "gen
             return Teacher(backbone, state)
         case "ema":
             return EmaTeacher(backbone, state, EMA_RATE)
-        case "trust_region":
-            return TrustRegionTeacher(backbone, config.mix)
         case "base" | "tuned" as frozen:
             return Teacher(backbone, frozen)
     raise ValueError(f"a teacher of kind {config.kind} is no state of the backbone")

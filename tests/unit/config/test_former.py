@@ -111,6 +111,18 @@ def test_method_replay_of_a_stored_run_is_the_imitation_that_it_was():
         validate({"recover": {"method": "replay"}})
 
 
+def test_a_kind_of_teacher_that_is_gone_is_told_whoever_names_it(tmp_path):
+    teachers = {"near": {"kind": "trust_region", "mix": 0.05, "reference": "base"}}
+    recover = {"general_teacher": "near", "teachers": teachers}
+    with pytest.raises(UsageError, match=r"recover\.teachers\.near.*trust_region is gone: use kind base"):
+        validate({"recover": recover})
+    stored = validate({"recover": {}}).model_dump(context=FINGERPRINT)
+    stored["recover"] |= recover
+    for stage in ("recover", "eval"):
+        with pytest.raises(UsageError, match=r"trust_region is gone: use kind base.*old\.yaml:3"):
+            load_tree(stored, {"recover.teachers.near.kind": "old.yaml:3"}, [], {}, stage)
+
+
 def test_the_base_of_a_run_that_named_a_device_is_read(tmp_path):
     run = RunDir(tmp_path)
     write_json(run.config, {"workflow": {"model": {"id": "b", "device": "cuda:1"}}, "origins": {}})

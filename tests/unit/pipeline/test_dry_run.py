@@ -48,7 +48,7 @@ def test_the_passes_over_few_rows_are_those_of_whole_steps(plan, epochs, batch, 
     assert ["passes", f"{passes:g}"] in [[row[0], row[1].split(":")[0]] for row in data_table(made)[0].rows]
 
 
-def test_rows_that_base_or_the_student_will_write_are_named(plan, loaded):
+def test_rows_that_base_will_write_are_named(plan, loaded):
     def shown(*settings: str) -> list[list[str]]:
         (table,) = data_table(plan(*settings))
         return [row for row in table.rows if row[0] == "replayed rows"]
@@ -57,8 +57,6 @@ def test_rows_that_base_or_the_student_will_write_are_named(plan, loaded):
     ((_, said),) = shown("finetune.replay.share=0.5", "finetune.replay.prompts=prompts.jsonl")
     assert said.startswith("12 more: base's answers to ")
     assert said.endswith("/prompts.jsonl; --set finetune.replay.share=0 for none")
-    ((_, said),) = shown("finetune.replay.share=0.5", "finetune.replay.author=student")
-    assert said.startswith("12 more: the student's, new in each epoch, to everyday")
 
 
 def test_one_row_is_shown_as_the_model_sees_it_with_the_learned_part_marked(plan, loaded):

@@ -62,7 +62,6 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "finetune.bad_rows": ("skip",),
     "finetune.replay.share": ("0.5",),
     "finetune.replay.most": ("9", "finetune.replay.share=0.5"),
-    "finetune.replay.author": ("student", "finetune.replay.share=0.5"),
     "finetune.replay.prompts": ("prompts.jsonl", "finetune.replay.share=0.5"),
     "finetune.save_steps": ("2",),
     "finetune.seed": ("7",),
@@ -80,7 +79,6 @@ CHANGES: dict[str, tuple[str, ...]] = {
         teacher(kind="adapter", adapter="adapter"),
         teacher(kind="adapter", adapter="adapter2"),
     ),
-    "recover.teachers.mix": (teacher(kind="trust_region", mix=0.5), teacher(kind="trust_region", mix=0.25)),
     "recover.teachers.model.id": (
         teacher(kind="model", model={"id": "model"}),
         teacher(kind="model", model={"id": "other"}),
@@ -282,7 +280,6 @@ def test_a_run_that_was_made_before_a_setting_came_is_of_the_arm_of_today(projec
     settings = job_of(["finetune.replay={share: 0.5, most: 9}"]).workflow.model_dump(mode="json")
     write_json(run.config, {"workflow": settings, "origins": {}})
     found.append(as_key(split_seeds(run)))
-    del settings["finetune"]["replay"]["author"]
     del settings["recover"]["given_answers"]
     del settings["recover"]["loss"]["beta"], settings["recover"]["on_policy"]["temperature"]
     write_json(run.config, {"workflow": settings, "origins": {}})

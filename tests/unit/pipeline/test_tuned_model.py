@@ -162,7 +162,6 @@ def test_a_model_that_does_not_fit_its_base_is_refused_with_the_reason(project):
         (("--set", "eval.server.url=http://127.0.0.1:1/v1"), "a server"),
         (("--set", "finetune.data=rows.jsonl"), "finetune"),
         (("--set", "recover.teachers.a={kind: adapter, adapter: other}"), "a teacher of kind adapter"),
-        (("--set", "recover.teachers.a.kind=trust_region"), "a trust_region around base"),
     ],
 )
 def test_settings_that_need_an_adapter_on_base_are_refused(words, what, project, loaded):

@@ -15,7 +15,7 @@ from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.train import completion_cache
 from opdcl.train.completion_cache import CompletionCache, texts_folder
-from opdcl.train.teachers import EmaTeacher, Teacher, TrustRegionTeacher
+from opdcl.train.teachers import EmaTeacher, Teacher
 from opdcl.train.teachers_elsewhere import SecondModel
 from opdcl.types import Prompt, Rollout
 
@@ -153,7 +153,6 @@ def test_what_training_changes_or_another_model_writes_is_not_kept(adapted):
     writers = [
         Teacher(adapted, "student"),
         EmaTeacher(adapted, "general", 0.5),
-        TrustRegionTeacher(adapted, 0.5),
         SecondModel(adapted, adapted.causal_lm),
     ]
     for writer in writers:

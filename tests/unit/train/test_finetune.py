@@ -1,6 +1,5 @@
 """The order of rows, and the fine-tune's loss against a plain computation."""
 
-import itertools
 import json
 from collections import Counter
 
@@ -27,11 +26,10 @@ from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.train.finetune import finetune, planned_steps
 from opdcl.train.learner import Learner, mean_loss
-from opdcl.train.replay import Replay, finetune_streams, interleave, lay_out
+from opdcl.train.replay import finetune_streams, interleave, lay_out
 from opdcl.train.rollout_queue import RolloutQueue
 from opdcl.train.self_distill import as_distillation, self_distill
 from opdcl.train.teachers import Teacher
-from opdcl.training import endless
 from opdcl.types import Batch, Example, Prompt, Rollout
 
 QA = Row([{"role": "user", "content": "What is the code?"}], "Seven", None, "here:1")
@@ -491,8 +489,11 @@ def test_a_resumed_run_with_replay_ends_with_the_same_bits(learn, replay, tmp_pa
 
 
 def test_an_interrupt_while_base_writes_loses_one_piece_at_most(learn, replay, tmp_path, monkeypatch):
+    learn("at once", replay=replay)
     monkeypatch.setattr("opdcl.train.replay.REPLAYED_AT_ONCE", 3)
     learn("whole", replay=replay)
+    at_once, whole = (read_jsonl(StageDir(tmp_path / name).replay) for name in ("at once", "whole"))
+    assert [row["prompt_ids"] for row in whole] == [row["prompt_ids"] for row in at_once]
     file = StageDir(tmp_path / "resumed").replay
     learn("resumed", report=StopAt(answers=8), replay=replay)
     assert len(read_jsonl(file)) == 6
@@ -515,129 +516,3 @@ def test_a_fine_tune_of_one_step_learns(learn):
     adapter, ((_, rate),) = learn("one", "learning_rate", epochs=1)
     assert rate == 1e-3
     assert all(weight.any() for name, weight in adapter.items() if "lora_B" in name)
-
-
-@pytest.fixture
-def by_student(replay):
-    """Settings of twelve steps: in turn one of the domain and a replayed one, two of which are an epoch."""
-    own = replay | {"author": "student"}
-    return {"batch_size": 4, "epochs": 3, "learning_rate": 1e-2, "replay": own, "lora": {"r": 4}}
-
-
-@pytest.fixture
-def learned_rows(monkeypatch):
-    """The rows of each replayed step, as token ids, as training goes on."""
-    steps, learn = [], Learner.learn
-
-    def learning(self, batch):
-        if batch.stream.name == "general":
-            steps.append([row.example.ids for row in batch.examples])
-        return learn(self, batch)
-
-    monkeypatch.setattr(Learner, "learn", learning)
-    return steps
-
-
-def test_the_student_writes_the_rows_of_each_epoch_as_it_is_then(
-    learn, by_student, learned_rows, tmp_path, backbone
-):
-    learn("out", save_steps=9, **by_student)
-    out = StageDir(tmp_path / "out")
-    written = [row["prompt_ids"] + row["completion_ids"] for row in read_jsonl(out.replay)]
-    assert [row["epoch"] for row in read_jsonl(out.replay)] == [1] * 8 + [2] * 8 + [3] * 8
-    for epoch in range(3):
-        learned = learned_rows[2 * epoch] + learned_rows[2 * epoch + 1]
-        assert sorted(learned) == sorted(written[8 * epoch : 8 * epoch + 8])
-    general = [row for row in read_jsonl(out.metrics) if row["stream"] == "general"]
-    assert [row["author"] for row in general] == ["student"] * 6
-    assert ["sampling" in row.get("parts", {}) for row in general] == [True, False] * 3
-    # The third epoch begins with step 10, and its prompts are those after the first sixteen.
-    prompts = [
-        encode_prompt(row, backbone.tokenizer, 500) for row in load_rows(by_student["replay"]["prompts"])
-    ]
-    asked = [Prompt(prompts[i]) for i in itertools.islice(endless(6, 0), 16, 24)]
-    of_base = Teacher(backbone, "base").complete(asked, max_new_tokens=6, seed=16)
-    backbone.load_adapter(out.trainer / "checkpoint-9" / "student", "student")
-    of_student = Teacher(backbone, "student").complete(asked, max_new_tokens=6, seed=16)
-    assert [row.example.ids for row in of_student] == written[16:]
-    assert [row.example.ids for row in of_base] != written[16:]
-
-
-class StopWriting(Silent):
-    """A report that interrupts the student when its answers of an epoch are there, and some not saved yet."""
-
-    def __init__(self, epoch):
-        self.epochs_left = epoch
-
-    def part(self, what, done, total):
-        self.epochs_left -= what.startswith("student") and done == total
-        if self.epochs_left == 0:
-            raise KeyboardInterrupt
-
-
-# What stops a run, how often it saves, and the rows that the student has written by then.
-STOPS = [
-    (4, StopWriting(1), 6),  # before the first checkpoint
-    (4, StopAt(6), 16),  # the checkpoint is one of the epoch before
-    (7, StopAt(9), 16),  # and here of the same epoch
-]
-MORE_STOPS = [
-    (4, StopAt(1), 0),  # before the first answer
-    (4, StopAt(3), 8),
-    (4, StopWriting(2), 14),
-    (4, StopWriting(3), 22),
-    (4, StopAt(12), 24),
-]
-
-
-@pytest.mark.parametrize("stops", [STOPS, pytest.param(MORE_STOPS, marks=pytest.mark.nightly)])
-def test_a_resumed_run_in_which_the_student_writes_ends_with_the_same_bits(
-    learn, by_student, tmp_path, monkeypatch, stops
-):
-    monkeypatch.setattr("opdcl.train.replay.REPLAYED_AT_ONCE", 3)
-    whole, steps = learn("whole", **by_student)
-    of_whole = read_jsonl(StageDir(tmp_path / "whole").replay)
-    for number, (save_steps, report, rows) in enumerate(stops):
-        name = f"resumed {number}"
-        learn(name, report=report, save_steps=save_steps, **by_student)
-        file = StageDir(tmp_path / name).replay
-        assert read_jsonl(file) == of_whole[:rows]
-        resumed, resumed_steps = learn(name, save_steps=save_steps, **by_student)
-        assert read_jsonl(file) == of_whole
-        assert resumed_steps == steps
-        assert all(torch.equal(resumed[name], whole[name]) for name in whole)
-
-
-def test_lost_answers_of_an_earlier_student_are_an_error_with_a_hint(learn, by_student, tmp_path):
-    learn("out", report=StopAt(9), save_steps=7, **by_student)
-    StageDir(tmp_path / "out").replay.unlink()
-    with pytest.raises(OpdclError, match=r"replay\.jsonl lacks answers") as caught:
-        learn("out", save_steps=7, **by_student)
-    assert "repeats the stage" in caught.value.hint
-
-
-@pytest.mark.parametrize(("first", "then"), [("base", "student"), ("student", "base")])
-def test_answers_of_another_author_are_not_learned(learn, by_student, tmp_path, first, then):
-    learn("out", report=StopAt(2), **by_student | {"replay": by_student["replay"] | {"author": first}})
-    for name in ("out", "alone"):
-        learn(name, **by_student | {"replay": by_student["replay"] | {"author": then}})
-    out, alone = (StageDir(tmp_path / name).replay.read_bytes() for name in ("out", "alone"))
-    assert out == alone
-
-
-def test_the_student_writes_without_dropout_and_leaves_draws_as_they_were(backbone, tmp_path):
-    backbone.new_adapter(LoraSection(r=2, alpha=4), 0)
-    config = FinetuneConfig(data="d", batch_size=2, epochs=1, replay=ReplaySection(author="student"))
-    written = []
-    for dropout in (0.0, 0.9):
-        for layer in backbone.causal_lm.model.layers:
-            layer.mlp.register_forward_hook(
-                lambda mlp, _, output, p=dropout: torch.nn.functional.dropout(output, p, mlp.training)
-            )
-        backbone.causal_lm.train()
-        before = torch.random.get_rng_state()
-        replay = Replay(config, [[5, 6, 7], [5, 8]], 1, backbone, tmp_path / f"{dropout}.jsonl", Silent())
-        replay.let_student_write(replay.batches[0])
-        written.append([row.completion_ids for row in replay.batches[0].examples])
-        assert torch.equal(torch.random.get_rng_state(), before)
-    assert written[0] == written[1]

@@ -5,7 +5,7 @@ from helpers.recovering import PROMPT, make_trainer
 
 from opdcl.config.finetune import LoraSection
 from opdcl.sampling import decode
-from opdcl.train.teachers import Teacher, TrustRegionTeacher
+from opdcl.train.teachers import Teacher
 from opdcl.training import save_adapter
 from opdcl.types import Prompt
 
@@ -146,7 +146,7 @@ def test_a_frozen_teacher_answers_each_prompt_once(queue, backbone, tmp_path):
     for index in range(2, 6):
         assert resumed.take(index).examples == [seen[number][0] for number in steps.steps[index].prompts]
     moving = queue(steps=6, rollouts=2, lmbda=0.0, general_per_domain=6)
-    moving.teachers["general"] = {"": TrustRegionTeacher(backbone, 0.5)}
+    moving.teachers["general"] = {"": Teacher(backbone, "student")}
     assert moving._is_dynamic("general")
 
 

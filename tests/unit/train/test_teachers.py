@@ -18,7 +18,7 @@ from opdcl.model.lora import adapter_weights
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.train.losses import token_losses
-from opdcl.train.teachers import EmaTeacher, Teacher, TrustRegionTeacher, teacher_here
+from opdcl.train.teachers import EmaTeacher, Teacher, teacher_here
 from opdcl.train.teachers_elsewhere import make_teacher
 from opdcl.types import Loss
 
@@ -41,16 +41,6 @@ def test_an_ema_equals_the_mean_by_hand(adapted):
     ema.after_step()
     torch.testing.assert_close(layer.lora_B["general"].weight, 0.75 * before + 0.25 * student)
     assert not layer.lora_B["general"].weight.requires_grad
-
-
-@pytest.mark.parametrize("mix", [0.0, 0.3, 1.0])
-def test_a_trust_region_lies_between_reference_and_student(adapted, mix):
-    teacher = TrustRegionTeacher(adapted, mix)
-    head = teacher.head_VH
-    reference, student = (states(Teacher(adapted, name)) @ head.T for name in ("base", "student"))
-    torch.testing.assert_close(
-        states(teacher) @ head.T, (1 - mix) * reference + mix * student, atol=1e-4, rtol=1e-4
-    )
 
 
 def test_a_second_model_equal_to_base_gives_the_states_of_base(adapted, tiny_model):
@@ -118,7 +108,6 @@ IN_CONTEXT = [replace(r, prompt=replace(r.prompt, context=[*r.prompt_ids, 77, 78
     [
         ({"kind": "live", **SHOWN}, "tuned", "tuned"),
         ({"kind": "ema"}, "tuned", "tuned"),
-        ({"kind": "trust_region", "mix": 0.5}, "tuned", "base"),
         ({"kind": "base"}, "tuned", "base"),
     ],
     ids=lambda x: x.get("kind") if isinstance(x, dict) else x,
@@ -160,7 +149,6 @@ def test_a_context_needs_prompt_and_answer(context):
 TEACHERS = [
     {"kind": "ema", **SHOWN},
     {"kind": "live", **SHOWN},
-    {"kind": "trust_region", "mix": 0.2},
     {"kind": "base", **SHOWN},
     {"kind": "model"},
     {"kind": "adapter"},

@@ -1,4 +1,4 @@
-"""All trainings of opdcl, each as its streams: the first table of docs/how-it-works.md is made of them."""
+"""All trainings of opdcl, each as its streams: the first table of docs/how-it-works.md has them."""
 
 from __future__ import annotations
 
