@@ -36,7 +36,7 @@ from unittest import mock
 import torch
 from common import head, store
 
-from opdcl.config.finetune import LoraSection
+from opdcl.config.lora import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.console import Output

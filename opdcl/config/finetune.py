@@ -4,30 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
+from opdcl.config.lora import LoraSection
 from opdcl.config.section import Auto, BatchSize, Positive, Rate, Section, Seed
-
-
-class LoraSection(Section):
-    """The adapter. Recovery trains the same one further."""
-
-    r: Positive = 32
-    """Rank."""
-    alpha: Positive = 64
-    """Scale numerator: the update is multiplied by alpha / r."""
-    target_modules: str | list[str] = "all-linear"
-    """Linear layers that get an adapter; `lm_head` is not allowed. Experts count as linear layers, which
-    transformers names `gate_up_proj` and `down_proj`. Each expert gets rank r / (experts per token); routers
-    get no adapter."""
-
-    @field_validator("target_modules")
-    @classmethod
-    def _head_stays_frozen(cls, value: str | list[str]) -> str | list[str]:
-        if "lm_head" in ([value] if isinstance(value, str) else value):
-            raise ValueError("lm_head cannot be a target: the distillation loss reads the base model's head")
-        return value
-
 
 # What the teacher of self-distillation sees in place of the last user message.
 SHOWN_ANSWER = "{prompt}\n\nA good answer would be: {answer}\n\nAnswer in your own words."

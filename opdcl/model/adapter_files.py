@@ -94,7 +94,7 @@ def peft_faults(folder: Path, problem: str = "", hint: str = OTHER_BASE) -> Iter
     """
     from peft.utils.error import NoMatchingPeftModuleError
 
-    from opdcl.model.memory import is_out_of_memory
+    from opdcl.model.hardware import is_out_of_memory
 
     try:
         yield

@@ -17,9 +17,9 @@ from transformers import DynamicCache
 
 from opdcl import parallel
 from opdcl.model.architecture import architecture
+from opdcl.model.hardware import run_in_threads
 from opdcl.model.llama import attends_within_rows, packed_states, trains_as_llama
 from opdcl.model.quantized import is_quantized
-from opdcl.model.thread_parallel import run_in_threads
 from opdcl.types import Example
 
 # Fewest tokens of a part that runs on its own: with fewer, reading the weights takes longer than multiplying.

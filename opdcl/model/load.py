@@ -178,7 +178,7 @@ def to_user_error(config: ModelConfig, code_hint: str = consent.HINT) -> Iterato
     """
     from huggingface_hub.errors import GatedRepoError
 
-    from opdcl.model.memory import is_out_of_memory
+    from opdcl.model.hardware import is_out_of_memory
 
     try:
         yield

@@ -12,7 +12,7 @@ from peft import LoraConfig
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from opdcl.config.finetune import LoraSection
+from opdcl.config.lora import LoraSection
 from opdcl.model.architecture import architecture
 
 # In models with experts, PEFT takes a layer of such a name for the experts themselves and leaves the layer

@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opdcl.config.finetune import LoraSection
+from opdcl.config.lora import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.config.workflow import Workflow
 from opdcl.data.chat import note_on_clock

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from opdcl import parallel
-from opdcl.config.finetune import LoraSection
 from opdcl.config.load import flatten, with_setting
+from opdcl.config.lora import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow

@@ -16,7 +16,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PretrainedConfig
 
 from opdcl.config.evaluate import CLOSENESS
-from opdcl.config.finetune import REPLAYED_TOKENS, LoraSection
+from opdcl.config.finetune import REPLAYED_TOKENS
+from opdcl.config.lora import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.model.adapter_files import read_lora_config

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from opdcl.config.finetune import LoraSection
+from opdcl.config.lora import LoraSection
 from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
 from opdcl.pipeline.plan import Task

@@ -18,7 +18,7 @@ import torch
 
 from opdcl import parallel
 from opdcl.model.forward import common_prefix
-from opdcl.model.memory import is_out_of_memory, release
+from opdcl.model.hardware import is_out_of_memory, release
 from opdcl.sampling.decoder import COLUMNS, Decoder, bucket
 from opdcl.sampling.layout import Layout
 from opdcl.sampling.rollout import Request

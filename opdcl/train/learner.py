@@ -19,7 +19,7 @@ from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, join
 from opdcl.model.forward import Pass, answer_ids, answer_states, pick_pass
-from opdcl.model.memory import is_out_of_memory, release
+from opdcl.model.hardware import is_out_of_memory, release
 from opdcl.sampling.rollout import MISMATCH_RATIO
 from opdcl.train.losses import TokenLosses, missed_ends, token_losses
 from opdcl.train.teachers import Teacher, Teachers, by_teacher

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, rows_at_once, shared_rows
-from opdcl.model.thread_parallel import run_in_threads
+from opdcl.model.hardware import run_in_threads
 from opdcl.types import WHOLE, Loss
 
 # How far a token's probability ratio may move before the reward stops pushing it (PPO, arXiv 1707.06347).

@@ -14,7 +14,7 @@ from typing import Any
 from opdcl import parallel
 from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
 from opdcl.model.backbone import Backbone
-from opdcl.model.memory import is_out_of_memory, release
+from opdcl.model.hardware import is_out_of_memory, release
 from opdcl.rundir.files import read_jsonl, write_atomic
 from opdcl.train.teachers import SAMPLED, Completions, Teacher
 from opdcl.training import StageReport, counted, endless

@@ -113,7 +113,7 @@ def test_an_arm_that_halts_stops_only_the_arms_that_need_it(family):
 
 def test_an_arm_that_misses_a_gate_is_compared_with_the_others_and_the_exit_code_is_3(family):
     (family / "gated.yaml").write_text(
-        "eval: {closeness: requests_quick}\nrecover: {start: 1}\n"
+        "eval: {closeness: requests_quick, limit: 12}\n"
         "arms:\n  strict: {gates: {max_drop: {closeness: 0.0001}}}\n  other: {recover: {steps: 2}}\n"
     )
     words = ["run", "tiny.yaml", "gated.yaml", "-o", "gated"]

@@ -12,8 +12,8 @@ from helpers.recovering import PROMPT, run
 from helpers.tiny import make_model, make_project
 from peft.utils.integrations import dequantize_module_weight
 
-from opdcl.config.finetune import LoraSection
 from opdcl.config.load import validate
+from opdcl.config.lora import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.deploy.serve import serve_command
 from opdcl.errors import EnvironmentFault, UsageError

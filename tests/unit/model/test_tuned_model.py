@@ -9,7 +9,7 @@ from helpers.recovering import PROMPT, short_recovery, whole_and_resumed
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from opdcl.config.finetune import LoraSection
+from opdcl.config.lora import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
 from opdcl.model.accept import load_backbone

@@ -7,7 +7,7 @@ import pytest
 from helpers.command import opdcl
 from helpers.tiny import make_project
 
-from opdcl.config.finetune import LoraSection
+from opdcl.config.lora import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
 from opdcl.pipeline.checks import check_targets

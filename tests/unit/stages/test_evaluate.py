@@ -7,7 +7,7 @@ from helpers.recovering import Notes, Silent, forget_texts
 from lm_eval.api.instance import Instance
 
 from opdcl.config.evaluate import EvalConfig
-from opdcl.config.finetune import LoraSection
+from opdcl.config.lora import LoraSection
 from opdcl.data.floors import CONSTANT_ANSWER
 from opdcl.data.suites import load_suite
 from opdcl.errors import UsageError

@@ -7,7 +7,7 @@ from helpers.likelihood import ROWS, check_against, reference, write_rows
 from helpers.recovering import Silent
 
 from opdcl.config.evaluate import EvalConfig
-from opdcl.config.finetune import LoraSection
+from opdcl.config.lora import LoraSection
 from opdcl.data.suites import load_suite
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir

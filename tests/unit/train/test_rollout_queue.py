@@ -3,7 +3,7 @@
 import pytest
 from helpers.recovering import PROMPT, make_trainer
 
-from opdcl.config.finetune import LoraSection
+from opdcl.config.lora import LoraSection
 from opdcl.sampling import decode
 from opdcl.train.teachers import Teacher
 from opdcl.training import save_adapter

@@ -1,7 +1,7 @@
-"""Independent parts of a pass side by side on a CPU, each on a thread of its own with its share of the cores.
+"""What the machine sets limits to: memory that runs out, and cores that wait for each other.
 
-torch splits every operation over all cores, and after each they wait for the slowest. With small operations
-they wait as long as they compute. Parts that never wait for each other keep the cores busy.
+torch splits every operation over all cores of a CPU, and after each they wait for the slowest. With small
+operations they wait as long as they compute. Parts that never wait for each other keep the cores busy.
 """
 
 from __future__ import annotations
@@ -17,8 +17,23 @@ import torch
 T = TypeVar("T")
 
 
+def is_out_of_memory(fault: BaseException) -> bool:
+    """Return whether a smaller batch could have avoided a fault: on CUDA, on the CPU, or in Python itself."""
+    on_cpu = any(text in str(fault) for text in ("can't allocate memory", "std::bad_alloc"))
+    return on_cpu or isinstance(fault, torch.OutOfMemoryError | MemoryError)
+
+
+def release() -> None:
+    """Give memory that nothing uses any more back to the GPU, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def run_in_threads(tasks: Sequence[Callable[[], T]]) -> list[T]:
-    """Return the results of tasks that run at the same time, in order; a task's exception is raised."""
+    """Return the results of independent tasks in order, each run on a thread with its share of the cores.
+
+    A task's exception is raised.
+    """
     if len(tasks) == 1:
         return [tasks[0]()]
     # Both are settings of a thread.

@@ -7,7 +7,7 @@ import torch
 
 from opdcl.model import forward
 from opdcl.model.forward import answer_states
-from opdcl.model.thread_parallel import run_in_threads
+from opdcl.model.hardware import run_in_threads
 from opdcl.types import Example
 
 PREFIX = [1, 520, 3690, 198, 60]
