@@ -342,32 +342,6 @@ def test_gemma_becomes_an_instruct_model(tune_gemma, tmp_path, capsys):
     assert "step 1/" in capsys.readouterr().out
 
 
-def test_gemma_learns_answers_alone_and_goes_on_after_a_crash(tune_gemma, tmp_path, monkeypatch):
-    from safetensors.torch import load_file
-
-    gemma, run = tune_gemma
-    whole = load_file(run("whole") / "model.safetensors")
-    step, learned = gemma.mean_loss, []
-
-    def interrupted(model, batch, pad):
-        learned.append(sum(sum(example.learned) for example in batch))
-        loss, tokens = step(model, batch, pad)
-        assert tokens == learned[-1]
-        if len(learned) == 3:
-            raise KeyboardInterrupt
-        return loss, tokens
-
-    monkeypatch.setattr(gemma, "BETWEEN_CHECKPOINTS", -1)
-    monkeypatch.setattr(gemma, "mean_loss", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run("again")
-    assert (tmp_path / "again.part").exists()
-    again = load_file(run("again") / "model.safetensors")
-    assert sum(learned) - learned[2] == sum(n + 2 for n in range(12))  # each with its end; one step twice
-    assert all(torch.equal(again[name], whole[name]) for name in whole)
-    assert not (tmp_path / "again.part").exists()
-
-
 def test_container_reads_the_layers_of_an_image(script, tmp_path):
     program = tmp_path / "docker"
     program.write_text("#!/bin/sh\nprintf '1.2GB\\tRUN pip install\\n0B\\tUSER 1\\n512kB\\tCOPY x\\n'\n")

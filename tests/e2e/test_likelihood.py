@@ -72,12 +72,6 @@ def test_the_report_has_intervals_and_floors_but_no_measure_of_writing(measured)
     assert "correct answers, corrected for length" in page
 
 
-def test_the_same_command_measures_nothing_again(measured, folder, files):
-    again = opdcl("eval", "run", *OPTIONS, *files, cwd=folder)
-    assert again.returncode == 0, again.stderr
-    assert "nothing to do: all stages are finished" in again.stderr
-
-
 def test_malformed_data_are_refused_and_change_nothing(measured, folder, files):
     before = {p: p.read_bytes() for p in measured.path.rglob("*") if p.is_file()}
     rows = [dict(row) for row in ROWS["arc_easy"]]

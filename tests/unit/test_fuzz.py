@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from opdcl.config.load import dump, load
 from opdcl.config.reference import describe_fields
 from opdcl.config.workflow import Workflow
-from opdcl.data.rows import Row, load_rows
+from opdcl.data.rows import load_rows
 from opdcl.errors import OpdclError
 
 EXAMPLES = int(os.environ.get("OPDCL_FUZZ_EXAMPLES", "150"))
@@ -117,34 +117,6 @@ def test_random_bytes_as_a_workflow(file, content):
 @given(override=st.one_of(words, st.tuples(st.sampled_from(KEYS), words).map("=".join)))
 def test_random_overrides(override):
     answered(load, ["quickstart"], [override])
-
-
-rows = st.dictionaries(
-    st.sampled_from(["question", "answer", "prompt", "completion", "messages", "text", "source", "x"]),
-    st.one_of(
-        values,
-        st.lists(
-            st.dictionaries(
-                st.sampled_from(["role", "content"]),
-                st.one_of(st.sampled_from(["user", "assistant", "system"]), values),
-            )
-        ),
-    ),
-    max_size=4,
-)
-lines = st.one_of(rows.map(json.dumps), values.map(json.dumps), words)
-
-
-@search
-@given(
-    lines=st.lists(lines, max_size=6),
-    ending=st.sampled_from([".jsonl", ".json", ".csv", ".txt", ".md", ".parquet"]),
-)
-def test_random_rows(file, lines, ending):
-    path = file.with_suffix(ending)
-    path.write_text("\n".join(lines), encoding="utf-8", errors="replace")
-    result = answered(load_rows, str(path))
-    assert result is None or (result and all(isinstance(row, Row) for row in result))
 
 
 @search

@@ -21,7 +21,7 @@ from opdcl.errors import OpdclError, UsageError
 from opdcl.model.accept import load_backbone
 from opdcl.model.distributions import HiddenStates, TopTokens, join
 from opdcl.rundir.files import read_jsonl
-from opdcl.sampling.server import KEY, Server, _key_of, check_access
+from opdcl.sampling.server import KEY, _key_of, check_access
 from opdcl.stages.evaluate import Asking, write_answers
 from opdcl.train.losses import token_logprobs, token_losses
 from opdcl.train.teachers import Teacher
@@ -651,14 +651,3 @@ def test_a_sampled_evaluation_on_a_server_draws_the_same_again_also_after_an_int
         assert written(greedy, tuned / "c") != answers[0]
     assert answers[0] == answers[1] == answers[2]
     assert len(set(answers[0])) > 1
-
-
-def test_make_teacher_connects_to_the_configured_server(backbone, elsewhere):
-    with serving(elsewhere) as server:
-        section = TeacherSection(kind="remote", server={"url": server.url})
-        teacher = make_teacher(section, backbone)
-        assert isinstance(teacher, RemoteTeacher)
-        assert isinstance(teacher.server, Server)
-        assert not teacher.is_dynamic
-        assert teacher.frozen_copy("base") is teacher
-        teacher.close()
