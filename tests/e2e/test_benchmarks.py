@@ -173,21 +173,6 @@ def test_the_tail_counts_short_and_far_answers_of_base_and_of_an_adapter(script,
     assert max(same["nats"]) < 1e-4
 
 
-def test_growth_is_measured_in_every_direction(script, call, monkeypatch):
-    speed = script("speed")
-    sizes = {"BATCHES": (1, 2), "LENGTHS": (2, 4), "LAYERS": (1, 2), "MEAN_LENGTH": 11, "STRAGGLERS": 2}
-    for name, value in sizes.items():
-        monkeypatch.setattr(speed, name, value)
-    record = call(speed, "growth", "--repeats", 1)
-    assert {kind: len(rows) for kind, rows in record["rows"].items()} == {
-        "batch": 2,
-        "length": 2,
-        "depth": 2,
-        "straggler": 4,
-    }
-    assert set(record["straggler_ratio"]) == {"sample_ahead 1", "sample_ahead 3"}
-
-
 def test_sabotage_is_refused_or_runs(script, call, finished, monkeypatch):
     sabotage = script("sabotage")
     cases = ["a uniform teacher", "a reward for length"]

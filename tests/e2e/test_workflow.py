@@ -147,25 +147,6 @@ def test_an_exported_model_loads_and_equals_the_adapter(finished, project):
         torch.testing.assert_close(merged(ids).logits, backbone.causal_lm(ids).logits, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (["--set", "eval.retention=[nonsense_suite]"], "unknown suite 'nonsense_suite'"),
-        (["--base", "someone/never-there"], "never-there"),
-        (["--base", "no/such/folder"], "neither a folder nor a hub id"),
-        (["--set", "finetune.weight_decai=1"], "weight_decai"),
-        (["--set", "finetune.data=gone.jsonl"], "gone.jsonl"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_is_written(project, settings, words):
-    refused = opdcl("run", "tiny.yaml", "-o", "refused", *settings, cwd=project)
-    assert refused.returncode == 2, refused.stderr
-    assert words in refused.stderr
-    assert "hint:" in refused.stderr
-    assert "Traceback" not in refused.stderr
-    assert not (project / "refused").exists()
-
-
 def test_a_truncated_checkpoint_falls_back_to_the_one_before(finished, project):
     shutil.copytree(finished, project / "cut")
     stage = project / "cut" / "stages" / "02-recover"

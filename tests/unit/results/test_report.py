@@ -106,23 +106,6 @@ def test_a_note_is_no_fault(run):
     assert all("> **Fault:** The base weights" in files[name] for name in ("report.md", "README.md"))
 
 
-def test_on_a_phone_every_cell_names_its_column(trained):
-    html = pages(trained)["report.html"]
-    tables = re.findall(r"<table>(.*?)</table>", html, re.S)
-    assert len(tables) == 4
-    for table in tables:
-        head, *rows = re.findall(r"<tr>(.*?)</tr>", table, re.S)
-        columns = [
-            re.sub(r"\s*<small>.*", "", c, flags=re.S) for c in re.findall(r"<th[^>]*>(.*?)</th>", head, re.S)
-        ]
-        assert rows
-        for row in rows:
-            named = re.findall(r'<td data-column="([^"]*)"', row)
-            assert [unbroken(name) for name in named] == columns[1:]
-    assert "attr(data-column)" in html
-    assert "overflow-x" not in html
-
-
 def test_the_page_says_what_a_run_lacks(trained):
     shutil.rmtree(trained.stage(2, "recover").path)
     part = pages(trained)["report.html"].partition('id="next"')[2]
