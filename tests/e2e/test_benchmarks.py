@@ -69,19 +69,6 @@ def test_speed_measures_an_arm(script, monkeypatch, capsys, arm):
     assert min(found["median"][part] for part in ("sample", "student", "backward")) > 0
 
 
-def test_speed_compares_arms(script, call):
-    speed = script("speed")
-    record = call(speed, "steps", "--arms", "opdcl", "--prompts", 2, "--new-tokens", 4, "--steps", 1)
-    assert record["arms"]["opdcl"]["time_ratio"] == 1
-    assert record["machine"]["ours_over_floor"] > 1
-
-
-def test_speed_fails_if_an_arm_fails(script, call, monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(SystemExit, match="failed: opdcl"):
-        call(script("speed"), "steps", "--arms", "opdcl")
-
-
 def test_the_losses_agree(script, monkeypatch, capsys):
     speed = script("speed")
     monkeypatch.setattr(speed, "fast_half", lambda: False)  # in bf16 the three round differently

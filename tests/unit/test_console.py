@@ -64,14 +64,6 @@ def test_the_bars_of_libraries_do_not_reach_the_terminal(tmp_path):
     assert (tmp_path / "log").read_text() == "  0%|          | 0/8\nlibrary chatter\n"
 
 
-def test_a_stage_shows_on_a_terminal_before_its_first_step():
-    output, screen = on_a_terminal()
-    with output.stage("load"):
-        pass
-    assert "load " in screen.getvalue()
-    assert "left" not in screen.getvalue()
-
-
 def test_a_log_without_content_is_not_left_behind(tmp_path):
     with quiet_libraries(tmp_path / "logs" / "attempt_1.log"):
         pass

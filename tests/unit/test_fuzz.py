@@ -127,13 +127,6 @@ def test_random_bytes_as_rows(file, content, ending):
     answered(load_rows, str(path))
 
 
-def test_every_prefix_of_a_workflow(file):
-    content = (Path(__file__).parents[2] / "workflows" / "quickstart.yaml").read_bytes()
-    for end in range(0, len(content), 1 if EXAMPLES > 1000 else 17):
-        file.write_bytes(content[:end])
-        answered(load, [str(file)])
-
-
 def test_every_prefix_of_a_data_file(file):
     path = file.with_suffix(".jsonl")
     whole = [

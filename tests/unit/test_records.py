@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-import tomllib
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -293,10 +292,3 @@ def test_the_picture_of_the_quickstart_shows_its_record():
     lines = "".join("".join([f"$ {record['command']}", *record["lines"]]).split())
     shown = [text.text for text in ET.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")]
     assert "".join("".join(shown).split()) == lines
-
-
-def test_the_badges_say_what_the_project_says():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = {"licence": project["license"], "python": project["requires-python"].removeprefix(">=") + "+"}
-    for name, value in wanted.items():
-        assert f">{value}</text>" in (ROOT / "docs" / "images" / f"{name}.svg").read_text(encoding="utf-8")

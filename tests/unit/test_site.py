@@ -12,11 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 from helpers.scripts import load_script
-from typer.main import get_command
 
 import opdcl
 from opdcl.api import Options
-from opdcl.cli import app
 from opdcl.config.reference import describe_fields
 from opdcl.config.shipped import workflow_files
 from opdcl.config.workflow import Workflow
@@ -125,14 +123,6 @@ def test_the_reference_names_every_command_option_and_setting(hooks):
         words for words, _ in hooks.every_command()
     }
     assert [key for key, *_ in describe_fields() if f"| `{key}` |" not in hooks.settings()] == []
-
-
-def test_a_hidden_command_is_not_in_the_reference(hooks):
-    named = {words for words, _ in hooks.every_command()}
-    assert "opdcl help" not in named
-    hidden = [name for name, command in get_command(app).commands.items() if command.hidden]
-    assert hidden == ["help"]
-    assert "### opdcl help\n" not in hooks.commands()
 
 
 def test_the_python_page_names_every_function_and_argument():

@@ -71,12 +71,6 @@ def test_c_is_the_share_of_the_distance_that_is_gone(tmp_path):
     assert found["why"] is None
 
 
-def test_the_noise_stands_beside_the_distances_and_changes_none(tmp_path):
-    quiet, noisy = (summarise(make(tmp_path / str(d), noise=d))["closeness"] for d in (0.0, 0.1))
-    assert (quiet["noise"], noisy["noise"]) == (0, 0.1)
-    assert quiet["value"] == noisy["value"]
-
-
 def test_most_of_the_distance_gone_carries_the_verdict_of_a_suite_without_headroom(tmp_path):
     near = Results(make(tmp_path / "near", recovered=0.04)).summary.closeness
     assert near.c.low > 0.9

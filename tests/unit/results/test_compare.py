@@ -12,7 +12,7 @@ from helpers.command import opdcl
 from helpers.page import HOSTILE, PAYLOAD, Page, safe_page
 from helpers.synthetic import METRIC, N, change, compared, held, measure, measure_states, write
 
-from opdcl.results import arms, compare, plots
+from opdcl.results import arms, compare
 from opdcl.results.compare import compare_runs, comparison_page, write_comparison
 from opdcl.rundir.layout import RunDir
 
@@ -51,15 +51,6 @@ def test_markdown_and_html_show_scores_differences_settings_and_runs(three, tmp_
         "ours minus each other arm",
     ):
         assert words in visible
-
-
-def test_the_plot_marks_base_tuned_and_every_arm(three, make):
-    svg = arms.figure(compare_runs([*three, make("_fourth", 28, 30, steps=9)]))
-    assert svg is not None
-    for name in ("base", "tuned", "ours", "general", "scaled", "fourth"):
-        assert f">{name}</text>" in svg
-    assert "ours 70 % at 80 % domain" in svg
-    assert plots.frontier({"retention": "a", "domain": "b"}, []) is None
 
 
 def test_the_title_is_a_finding(three, make, tmp_path):

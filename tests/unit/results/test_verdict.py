@@ -11,7 +11,6 @@ from helpers.synthetic import change, measure_fully, measure_states, pages
 from opdcl import api
 from opdcl.cli import app
 from opdcl.config.recover import RecoverConfig
-from opdcl.results import plots
 from opdcl.results.document import summarise
 from opdcl.results.report_tables import terminal_rows
 from opdcl.results.status import STATES
@@ -258,10 +257,3 @@ def test_a_changed_script_has_a_line_of_its_own(run, measured):
     measured(320, 80, 320, recovered=russian)
     line = next(line for line in pages(run)["report.md"].splitlines() if "prompt's script" in line)
     assert line.split(" | ")[-1].startswith("75.0 %")
-
-
-def test_the_plot_shows_the_floor(run, measured):
-    floor = dict.fromkeys(STATES, lambda i: {"floor": i < 40})
-    measured(320, 80, 320, **floor)
-    svg = plots.tradeoff(Results(run).summary)
-    assert ">floor<" in svg
