@@ -20,7 +20,7 @@ STAMP := $(VENV)/.installed
 OPTIONAL := $(VENV)/.optional
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all walk lint lint-image planted golden docs records clean
+.PHONY: help install quickstart test test-all lint lint-image planted golden docs records clean
 
 help:
 	@echo "make quickstart   install, then fine-tune, recover, evaluate and report on the embedded model"
@@ -29,7 +29,6 @@ help:
 	@echo "make install      create $(VENV) with all dependencies (options: TORCH=, TORCH_ARGS=, PYTHON=)"
 	@echo "make lint         run ruff (rules and format) and mypy"
 	@echo "make lint-image   run hadolint on the Dockerfile"
-	@echo "make walk         drive the command line through 300 random sequences of commands; half an hour"
 	@echo "make planted      plant faults in the code and see whether the unit tests find them; half an hour"
 	@echo "make golden       make some twenty tiny runs and hash them in golden.txt, to compare two commits; minutes"
 	@echo "make docs         build the documentation site in site/"
@@ -69,9 +68,6 @@ test: $(OPTIONAL)
 
 test-all: $(OPTIONAL)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
-
-walk: install
-	OPDCL_WALK=300 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/e2e/test_walk.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import tokenize
 import tomllib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -85,20 +85,6 @@ def meanings(root: Path = ROOT) -> dict[str, int]:
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
                 places[node.name].add("verb" if VERBS.fullmatch(module) else module)
     return {name: len(where) for name, where in sorted(places.items()) if len(where) > 1}
-
-
-def used_once(root: Path = ROOT) -> tuple[int, int]:
-    """Return how many private functions and methods their module names once, and how many there are."""
-    once = private = 0
-    for file in imports.sources(root).values():
-        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
-        used = Counter(node.id for node in nodes if isinstance(node, ast.Name))
-        used.update(node.attr for node in nodes if isinstance(node, ast.Attribute))
-        for node in nodes:
-            if isinstance(node, ast.FunctionDef) and re.match("_[^_]", node.name):
-                private += 1
-                once += used[node.name] == 1
-    return once, private
 
 
 def work_of_a_recovery(project: Path) -> dict[str, int]:
@@ -178,8 +164,6 @@ def table() -> Iterator[tuple[str, str]]:
         yield f"closure of {entry}", f"{modules} modules, {lines:,} code lines"
     doubled = [f"{name} {count}" for name, count in meanings().items()]
     yield "public names with several meanings", f"{len(doubled)}: {', '.join(doubled)}"
-    once, private = used_once()
-    yield "private functions that are used once", f"{once} of {private}"
     ledger = read_ledger()
     for name, lines in sizes_of(ledger).items():
         yield name, f"{lines:,} code lines, at most {ledger['capability'][name]['ceiling']:,}"

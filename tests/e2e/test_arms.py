@@ -132,6 +132,7 @@ def test_an_arm_that_misses_a_gate_is_compared_with_the_others_and_the_exit_code
         ("arms:\n  ours: {recover: {step: 3}}\n", "arms.ours: unknown key recover.step"),
         ("arms:\n  ../ours: {}\n", "arms"),
         ("seeds: [1, 1]\n", "a seed is repeated"),
+        ("arms:\n  one: {start: 'arm:two'}\n  two: {}\n", "arms.one: arm:two names no earlier arm"),
     ],
 )
 def test_invalid_arms_are_refused_before_anything_runs(family, text, message):
@@ -144,3 +145,10 @@ def test_invalid_arms_are_refused_before_anything_runs(family, text, message):
         assert done.returncode == 2
         assert message in done.stderr
     assert not (family / "wrong").exists()
+
+
+def test_an_arm_that_starts_nowhere_is_refused(family):
+    (family / "wrong.yaml").write_text("arms:\n  one: {start: nowhere}\n")
+    done = opdcl("run", "tiny.yaml", "wrong.yaml", "-o", "wrong", cwd=family)
+    assert (done.returncode, "nowhere does not exist" in done.stderr) == (2, True), done.stderr
+    assert not any((family / "wrong").rglob("stage.json"))

@@ -69,19 +69,6 @@ def test_speed_measures_an_arm(script, monkeypatch, capsys, arm):
     assert min(found["median"][part] for part in ("sample", "student", "backward")) > 0
 
 
-def test_speed_compares_arms(script, call):
-    speed = script("speed")
-    record = call(speed, "steps", "--arms", "opdcl", "--prompts", 2, "--new-tokens", 4, "--steps", 1)
-    assert record["arms"]["opdcl"]["time_ratio"] == 1
-    assert record["machine"]["ours_over_floor"] > 1
-
-
-def test_speed_fails_if_an_arm_fails(script, call, monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(SystemExit, match="failed: opdcl"):
-        call(script("speed"), "steps", "--arms", "opdcl")
-
-
 def test_the_losses_agree(script, monkeypatch, capsys):
     speed = script("speed")
     monkeypatch.setattr(speed, "fast_half", lambda: False)  # in bf16 the three round differently
@@ -171,21 +158,6 @@ def test_the_tail_counts_short_and_far_answers_of_base_and_of_an_adapter(script,
     base, same = models.values()
     assert same["lengths"] == base["lengths"]  # a new adapter changes nothing
     assert max(same["nats"]) < 1e-4
-
-
-def test_growth_is_measured_in_every_direction(script, call, monkeypatch):
-    speed = script("speed")
-    sizes = {"BATCHES": (1, 2), "LENGTHS": (2, 4), "LAYERS": (1, 2), "MEAN_LENGTH": 11, "STRAGGLERS": 2}
-    for name, value in sizes.items():
-        monkeypatch.setattr(speed, name, value)
-    record = call(speed, "growth", "--repeats", 1)
-    assert {kind: len(rows) for kind, rows in record["rows"].items()} == {
-        "batch": 2,
-        "length": 2,
-        "depth": 2,
-        "straggler": 4,
-    }
-    assert set(record["straggler_ratio"]) == {"sample_ahead 1", "sample_ahead 3"}
 
 
 def test_sabotage_is_refused_or_runs(script, call, finished, monkeypatch):
@@ -340,32 +312,6 @@ def test_gemma_becomes_an_instruct_model(tune_gemma, tmp_path, capsys):
     ends = tokenizer.convert_tokens_to_ids(["<eos>", "<end_of_turn>"])
     assert torch.cosine_similarity(*weight_VH[ends].float(), dim=0) > 0.5
     assert "step 1/" in capsys.readouterr().out
-
-
-def test_gemma_learns_answers_alone_and_goes_on_after_a_crash(tune_gemma, tmp_path, monkeypatch):
-    from safetensors.torch import load_file
-
-    gemma, run = tune_gemma
-    whole = load_file(run("whole") / "model.safetensors")
-    step, learned = gemma.mean_loss, []
-
-    def interrupted(model, batch, pad):
-        learned.append(sum(sum(example.learned) for example in batch))
-        loss, tokens = step(model, batch, pad)
-        assert tokens == learned[-1]
-        if len(learned) == 3:
-            raise KeyboardInterrupt
-        return loss, tokens
-
-    monkeypatch.setattr(gemma, "BETWEEN_CHECKPOINTS", -1)
-    monkeypatch.setattr(gemma, "mean_loss", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run("again")
-    assert (tmp_path / "again.part").exists()
-    again = load_file(run("again") / "model.safetensors")
-    assert sum(learned) - learned[2] == sum(n + 2 for n in range(12))  # each with its end; one step twice
-    assert all(torch.equal(again[name], whole[name]) for name in whole)
-    assert not (tmp_path / "again.part").exists()
 
 
 def test_container_reads_the_layers_of_an_image(script, tmp_path):

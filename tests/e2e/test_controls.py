@@ -36,9 +36,3 @@ def test_the_report_names_them(measured):
     page = (measured.path / "report.md").read_text(encoding="utf-8")
     for name in CONTROLS:
         assert name in page
-
-
-def test_the_same_command_measures_nothing_again(measured):
-    again = opdcl("eval", "run", *OPTIONS, cwd=measured.path.parent)
-    assert again.returncode == 0, again.stderr
-    assert "nothing to do: all stages are finished" in again.stderr

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import textwrap
 from itertools import pairwise
@@ -70,40 +69,6 @@ DRY = {
     "opdcl recover runs/mine --num-processes": "starts processes",
 }
 
-# What the words in capitals of a sentence stand for.
-FILLED = {
-    "RUN": "whole",
-    "runs/x": "whole",
-    "ADAPTER": "whole/stages/01-finetune/adapter",
-    "my-adapter": "whole/stages/01-finetune/adapter",
-    "FILE": "tiny.yaml",
-    "WORKFLOW": "tiny.yaml",
-    "RECIPE": "own-data",
-    "ROWS": "rows.jsonl",
-    "test-rows.jsonl": "rows.jsonl",
-    "COMMAND": "run",
-    "benchmarks/defaults.yaml": str(ROOT / "benchmarks" / "defaults.yaml"),
-}
-AFTER_OPTION = {
-    ("--domain", "FILE"): "rows.jsonl",
-    ("--domain", "ROWS"): "rows.jsonl",
-    ("--base", "MODEL"): "smollm2-135m",
-    ("-o", "RUN"): "new",
-}
-# Commands within sentences that only name a command, or cannot run here. Their words are checked.
-NOT_ALONE = {
-    "opdcl chat": "waits for input, or needs the Hub; tests/unit/deploy",
-    "opdcl compare": "names the command",
-    "opdcl eval RUN --retention ifeval": "needs the prompts; tests/unit/data/test_suites.py reads a file",
-    "opdcl export": "names the command, or needs the Hub",
-    "opdcl finetune": "names the command",
-    "opdcl finetune FOLDER": "needs a folder of documents; a block of the tutorial has one",
-    "opdcl finetune ROWS -o RUN": "stands for any fine-tune; the blocks run several",
-    "opdcl run --deterministic": "leaves out the workflow",
-    "opdcl run /data/mine.yaml": "runs in a container",
-    "opdcl serve": "becomes the server",
-    "opdcl verify": "names the command",
-}
 
 # What another program has left on the reader's disk: an adapter, a merged model, and their base.
 ELSEWHERE = [
@@ -343,38 +308,6 @@ def test_commands_and_options_of_all_pages_exist():
     commands = [words for words in commands if words[:1] == ["opdcl"] and words[1] != "COMMAND"]
     assert len(commands) > 120
     assert [(words, unknown) for words in commands if (unknown := unknown_words(words))] == []
-
-
-@pytest.fixture(scope="module")
-def readers_run(finished, tmp_path_factory) -> Path:
-    """A finished run with the project that it was made from."""
-    folder = tmp_path_factory.mktemp("sentences") / "project"
-    shutil.copytree(finished.parent, folder)
-    shutil.copytree(folder / "whole", folder / "again")
-    return folder
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("command", sentence_commands())
-def test_a_command_within_a_sentence_works(command, readers_run, tiny_cache, monkeypatch):
-    words = shlex.split(command)
-    if any(command == name or command.startswith(f"{name} ") for name in NOT_ALONE):
-        return
-    monkeypatch.setenv("OPDCL_CACHE", str(tiny_cache))
-    monkeypatch.chdir(readers_run)
-    filled = [AFTER_OPTION.get(pair) or FILLED.get(pair[1], pair[1]) for pair in pairwise(["", *words])]
-    if filled[1] == "run":
-        filled.append("--dry-run")
-    if filled[1] == "recover" and "new" not in filled:
-        filled[2:3] = ["again", "--force"]  # the sentence is about a run that is not recovered yet
-    run_here(filled if "--dry-run" in filled else small(filled))
-
-
-def test_every_command_left_out_is_in_a_sentence():
-    commands = sentence_commands()
-    assert [
-        name for name in NOT_ALONE if not any(c == name or c.startswith(f"{name} ") for c in commands)
-    ] == []
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,12 @@
-"""A mixture of experts through all commands, and an adapter on experts that was made elsewhere."""
+"""A mixture of experts through all commands."""
 
-import copy
 import json
 
 import pytest
 import torch
 from helpers.command import opdcl
 from helpers.tiny import make_mixture, make_project
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from opdcl.rundir.files import read_json, read_jsonl, write_json
@@ -52,50 +51,18 @@ def test_a_mixture_is_tuned_recovered_measured_and_exported(family, tiny_model, 
         parameters = read_json(folder / "adapter_config.json")["target_parameters"]
         assert "model.layers.1.mlp.experts.down_proj" in parameters, state
     assert opdcl("export", "out", "-o", "merged", cwd=tmp_path).returncode == 0
-    reference = PeftModel.from_pretrained(load(tmp_path / "mixture"), str(run.adapters()["recovered"]))
+    adapter = run.adapters()["recovered"]
+    reference = PeftModel.from_pretrained(load(tmp_path / "mixture"), str(adapter))
     expected = logits(reference)
     moved = (expected - logits(load(tmp_path / "mixture"))).abs().max()
     assert moved > 0.1
     assert (logits(load(tmp_path / "merged")) - expected).abs().max() < 0.01 * moved
-
-
-def test_an_adapter_on_experts_made_elsewhere_is_recovered_but_not_served(tiny_model, tmp_path):
-    make_mixture(tmp_path / "mixture", tiny_model, "olmoe")
-    make_project(tmp_path, tmp_path / "mixture")
-    config = LoraConfig(
-        r=4,
-        lora_alpha=8,
-        target_modules=["q_proj"],
-        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    )
-    made = get_peft_model(copy.deepcopy(load(tmp_path / "mixture")), config)
-    for key, weight in made.named_parameters():
-        if "lora_B" in key:
-            weight.data += 0.1 * torch.randn_like(weight)
-    made.save_pretrained(tmp_path / "mine")
-    small = "recover.steps=2 recover.rollouts=4 recover.max_new_tokens=6 recover.validation_prompts=2"
-    options = [word for pair in small.split() for word in ("--set", pair)]
-    words = ["recover", "mine", "--prompts", "prompts.jsonl", "--domain", "rows.jsonl", *options]
-    planned = opdcl(*words, "--dry-run", cwd=tmp_path)
-    share = share_of(tmp_path / "mixture", "q_proj", "experts.gate_up_proj", "experts.down_proj")
-    assert f"layers with {100 * share:.0f} % of" in planned.stdout, planned.stderr
-    server = ["--set", "recover.server.url=http://127.0.0.1:9/v1", "--set", "recover.lmbda=1"]
-    refused = opdcl(*words, *server, "--dry-run", cwd=tmp_path)
+    refused = opdcl("serve", "out", "--vllm", "true", "--dry-run", cwd=tmp_path)
     assert refused.returncode == 2
     assert "vLLM cannot load adapters of stacked experts" in refused.stderr
-    done = opdcl(*words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    run = RunDir(tmp_path / "runs" / "mine")
-    before, after = (
-        read_json(folder / "adapter_config.json")
-        for folder in (tmp_path / "mine", run.adapters()["recovered"])
+    server = ("--set", "recover.server.url=http://127.0.0.1:9/v1", "--set", "recover.lmbda=1")
+    refused = opdcl(
+        "run", "tiny.yaml", "-o", "new", "--set", f"start={adapter}", *server, "--dry-run", cwd=tmp_path
     )
-    for key in ("r", "lora_alpha", "target_parameters"):
-        assert (
-            sorted(after[key]) == sorted(before[key])
-            if key == "target_parameters"
-            else after[key] == before[key]
-        )
-    served = opdcl("serve", "runs/mine", "--vllm", "true", "--dry-run", cwd=tmp_path)
-    assert served.returncode == 2
-    assert "vLLM cannot load adapters of stacked experts" in served.stderr
+    assert refused.returncode == 2
+    assert "vLLM cannot load adapters of stacked experts" in refused.stderr

@@ -229,21 +229,6 @@ def test_a_stronger_model_teaches_a_weaker_one(folder, tiny_model):
     assert config["teachers"]["strong"]["model"]["id"].endswith("strong")
 
 
-@pytest.mark.parametrize(
-    ("arms", "message"),
-    [
-        ("one: {start: 'arm:two'}\n  two: {}", "arms.one: arm:two names no earlier arm"),
-        ("one: {start: nowhere}", "nowhere does not exist"),
-    ],
-)
-def test_a_start_that_does_not_exist_is_refused(folder, arms, message):
-    (folder / "wrong.yaml").write_text(f"arms:\n  {arms}\nseeds: []\n")
-    done = opdcl("run", "tiny.yaml", "wrong.yaml", "-o", "wrong", cwd=folder)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert not any((folder / "wrong").rglob("stage.json"))
-
-
 @pytest.mark.nightly
 def test_recovery_and_replay_side_by_side(folder, tmp_path):
     recipe = ROOT / "benchmarks" / "decided.yaml"

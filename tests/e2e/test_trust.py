@@ -60,15 +60,6 @@ def test_a_damaged_adapter_is_refused_by_every_verb_that_would_use_it(finished, 
     assert not (tmp_path / "other").exists()
 
 
-def test_the_report_of_a_run_with_a_damaged_adapter_says_so(finished, tmp_path):
-    shutil.copytree(finished, tmp_path / "run")
-    change(tmp_path / "run" / ADAPTER)
-    summary = json.loads(opdcl("report", "run", "--json", cwd=tmp_path).stdout)
-    assert any(f"{ADAPTER} has changed since its stage recorded it" in note for note in summary["notes"])
-    for name in ("report.md", "report.html"):
-        assert "has changed since its stage recorded it" in (tmp_path / "run" / name).read_text()
-
-
 def test_the_repair_that_the_error_names_works(finished, project, tmp_path):
     shutil.copytree(finished, project / "hurt")
     change(project / "hurt" / ADAPTER)

@@ -126,46 +126,6 @@ def test_a_file_with_the_name_of_a_measured_suite_does_not_replace_its_results(f
     assert (finished / "evals" / "recovered" / "questions.json").read_bytes() == before
 
 
-def test_an_exported_model_loads_and_equals_the_adapter(finished, project):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from opdcl.config.model import ModelConfig
-    from opdcl.model.accept import load_backbone
-
-    done = opdcl("export", finished, "-o", "merged", cwd=project)
-    assert done.returncode == 0, done.stderr
-    card = (project / "merged/README.md").read_text()
-    assert "base_model_relation: finetune\n" in card
-    assert "| recovered |" in card
-    merged = AutoModelForCausalLM.from_pretrained(project / "merged", dtype=torch.float32)
-    config = json.loads((finished / "config.json").read_text())
-    backbone = load_backbone(ModelConfig(**config["workflow"]["model"]))
-    backbone.load_adapter(finished / "stages/02-recover/adapter", "student")
-    ids = torch.tensor([[1, 520, 3690, 198]])
-    with torch.no_grad():
-        torch.testing.assert_close(merged(ids).logits, backbone.causal_lm(ids).logits, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (["--set", "eval.retention=[nonsense_suite]"], "unknown suite 'nonsense_suite'"),
-        (["--base", "someone/never-there"], "never-there"),
-        (["--base", "no/such/folder"], "neither a folder nor a hub id"),
-        (["--set", "finetune.weight_decai=1"], "weight_decai"),
-        (["--set", "finetune.data=gone.jsonl"], "gone.jsonl"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_is_written(project, settings, words):
-    refused = opdcl("run", "tiny.yaml", "-o", "refused", *settings, cwd=project)
-    assert refused.returncode == 2, refused.stderr
-    assert words in refused.stderr
-    assert "hint:" in refused.stderr
-    assert "Traceback" not in refused.stderr
-    assert not (project / "refused").exists()
-
-
 def test_a_truncated_checkpoint_falls_back_to_the_one_before(finished, project):
     shutil.copytree(finished, project / "cut")
     stage = project / "cut" / "stages" / "02-recover"

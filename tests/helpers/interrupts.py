@@ -13,16 +13,16 @@ from pathlib import Path
 
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-# What is counted: calls of the model's layers, or files that get their final name.
-PLACES = ("layer", "rename")
-
 _on_rename: Callable[[], None] | None = None
 _watching = False
 
 
 @contextlib.contextmanager
 def signalled(place: str, counts: list[int], number: int = signal.SIGINT) -> Iterator[None]:
-    """Send this process a signal at each of `counts`: the first layer or rename is number 1."""
+    """Send this process a signal at each of `counts` of a place: calls of a "layer", or a "rename" of a file.
+
+    The first one is number 1.
+    """
     seen = 0
 
     def count(*_: object) -> None:

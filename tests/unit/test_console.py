@@ -64,14 +64,6 @@ def test_the_bars_of_libraries_do_not_reach_the_terminal(tmp_path):
     assert (tmp_path / "log").read_text() == "  0%|          | 0/8\nlibrary chatter\n"
 
 
-def test_a_stage_shows_on_a_terminal_before_its_first_step():
-    output, screen = on_a_terminal()
-    with output.stage("load"):
-        pass
-    assert "load " in screen.getvalue()
-    assert "left" not in screen.getvalue()
-
-
 def test_a_log_without_content_is_not_left_behind(tmp_path):
     with quiet_libraries(tmp_path / "logs" / "attempt_1.log"):
         pass
@@ -89,18 +81,6 @@ def test_a_fault_is_red_on_a_terminal_and_a_note_is_not(monkeypatch):
     output._err = Console(file=screen, force_terminal=True, color_system="standard", highlight=False)
     output.remarks(["weights [changed]"], ["60 prompts"])
     assert screen.getvalue() == "\x1b[31mfault: weights [changed]\x1b[0m\nnote: 60 prompts\n"
-
-
-def test_off_a_terminal_lines_end_with_their_last_cell(capsys):
-    Output().table("", ["state", "answer"], [["base", "short"], ["tuned", "long " * 80]], {})
-    assert not any(line.endswith(" ") for line in capsys.readouterr().out.splitlines())
-
-
-def test_a_terminal_shows_what_is_being_done():
-    output, screen = on_a_terminal()
-    with output.busy("loading the model") as say:
-        say("base is answering")
-    assert "base is answering" in screen.getvalue()
 
 
 def test_a_terminal_shows_a_growing_text_as_it_is_when_drawn():
@@ -131,30 +111,6 @@ def test_a_line_ends_with_the_time_left_by_the_mean_of_the_steps_since_the_first
         "recover 7/9 left 2 min",
         "recover 9/9",
     ]
-
-
-def test_a_terminal_shows_the_time_left_of_a_stage_whose_steps_take_minutes():
-    output, screen, clock = Output(), io.StringIO(), [0.0]
-    output._err = Console(
-        file=screen,
-        force_terminal=True,
-        color_system=None,
-        width=100,
-        get_time=lambda: clock[0],
-        _environ=TERMINAL,
-    )
-    with output.stage("recover") as line:
-        line.progress(4, 9)
-        clock[0] = 120.0
-        line.progress(5, 9)
-    assert "5/9" in screen.getvalue()
-    assert "0:02:00 left 0:08:00" in screen.getvalue()
-
-
-def test_numbers_of_a_progress_line_have_three_digits(capsys):
-    with Output().stage("recover") as line:
-        line.progress(1, 1, step="general step:", loss=0.73949)
-    assert capsys.readouterr().err == "recover 1/1 general step: loss 0.739\n"
 
 
 def test_a_terminal_breaks_prose_at_words_and_keeps_commands_and_intervals_whole():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from opdcl.config.load import dump, load
 from opdcl.config.reference import describe_fields
 from opdcl.config.workflow import Workflow
-from opdcl.data.rows import Row, load_rows
+from opdcl.data.rows import load_rows
 from opdcl.errors import OpdclError
 
 EXAMPLES = int(os.environ.get("OPDCL_FUZZ_EXAMPLES", "150"))
@@ -119,47 +119,12 @@ def test_random_overrides(override):
     answered(load, ["quickstart"], [override])
 
 
-rows = st.dictionaries(
-    st.sampled_from(["question", "answer", "prompt", "completion", "messages", "text", "source", "x"]),
-    st.one_of(
-        values,
-        st.lists(
-            st.dictionaries(
-                st.sampled_from(["role", "content"]),
-                st.one_of(st.sampled_from(["user", "assistant", "system"]), values),
-            )
-        ),
-    ),
-    max_size=4,
-)
-lines = st.one_of(rows.map(json.dumps), values.map(json.dumps), words)
-
-
-@search
-@given(
-    lines=st.lists(lines, max_size=6),
-    ending=st.sampled_from([".jsonl", ".json", ".csv", ".txt", ".md", ".parquet"]),
-)
-def test_random_rows(file, lines, ending):
-    path = file.with_suffix(ending)
-    path.write_text("\n".join(lines), encoding="utf-8", errors="replace")
-    result = answered(load_rows, str(path))
-    assert result is None or (result and all(isinstance(row, Row) for row in result))
-
-
 @search
 @given(content=st.binary(max_size=300), ending=st.sampled_from([".jsonl", ".csv", ".txt", ".parquet"]))
 def test_random_bytes_as_rows(file, content, ending):
     path = file.with_suffix(ending)
     path.write_bytes(content)
     answered(load_rows, str(path))
-
-
-def test_every_prefix_of_a_workflow(file):
-    content = (Path(__file__).parents[2] / "workflows" / "quickstart.yaml").read_bytes()
-    for end in range(0, len(content), 1 if EXAMPLES > 1000 else 17):
-        file.write_bytes(content[:end])
-        answered(load, [str(file)])
 
 
 def test_every_prefix_of_a_data_file(file):

@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-import tomllib
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -253,70 +252,11 @@ def test_arms_are_compared_by_means_over_the_same_seeds(tables, tmp_path, monkey
     assert pair.endswith("| 0 | 0 |")
 
 
-def test_runs_of_one_seed_have_intervals_over_prompts(tables, tmp_path, monkeypatch):
-    monkeypatch.setattr("page_cells.HERE", tmp_path)
-    share = {"value": 0.8, "low": 0.7, "high": 0.9}
-
-    def row(arm, seed=0, end="recovered", **domains):
-        """A run that ends with `end`; of a suite's ten prompts, how many pass before and at the end."""
-        roles, prompts = {"skill": "retention", "near": "control"}, {}
-        for suite, passes in {"skill": (1, 4), "near": (0, 5), **domains}.items():
-            scores = [{"score": [number < count for number in range(10)]} for count in passes]
-            prompts[suite] = {"tuned": scores[0], end: scores[1]}
-        suites = {suite: {"role": roles.get(suite, "domain")} for suite in prompts}
-        near = {"distance": {end: share}, "written": {end: {"length": 80.2, "ended": 0.3}}}
-        found = {"arm": arm, "seed": seed, "suites": suites, "prompts": prompts, "closeness": near}
-        found["clusters"] = {"d1": [number // 5 for number in range(10)]}
-        return found | dict.fromkeys(("recovery", "domain_retention"), share if end == "recovered" else None)
-
-    def lines(table):
-        return tables.TABLES[table]().replace("\u00a0", " ").splitlines()[2:]
-
-    write(
-        tmp_path / "rounds.json",
-        {"rows": [row("original-1", d1=(9, 8)), row("last-2", d2=(9, 7), d1=(2, 5))]},
-    )
-    one, two = lines("rounds")
-    assert one.startswith("| 1, the original | 0.80 [0.70, 0.90] | 0.80 [0.70, 0.90] | 40 [")
-    assert "|  | 80 [2, 100] |" in one  # nothing was learned earlier; ten questions are about two facts
-    # Two of ten questions of the earlier domain before the recovery; 12 of all 20 after it.
-    assert re.search(r"\| 20 \[.* \| 60 \[", two)
-    rows = [row("then", seed, d=(9, 8)) for seed in (0, 1)] + [row("mix-70", end="tuned", d=(9, 6))]
-    write(tmp_path / "contradictions.json", {"rows": rows})
-    then, _, mix = lines("contradictions")
-    assert re.match(r"\| a plain fine-tune, then the recovery, seed 0 \| 0.80 \[.*\| 80 \| 30 \|$", then)
-    assert mix.startswith("| 70 % replay, no recovery, seed 0 | 0.80 [0.70, 0.90] |  | 40 [")
-
-
-def test_the_second_model_has_a_row_for_each_data_set(tables, tmp_path, monkeypatch):
-    monkeypatch.setattr("page_cells.HERE", tmp_path)
-    assert tables.families() == tables.NOT_MEASURED
-    suite = {"n": 200, "base": 0.25, "tuned": 0.05, "recovered": 0.2}
-    suites = {f"{role} suite": suite | {"role": role} for role in ("retention", "control", "domain")}
-    written = {"length": 60.4, "ended": 0.5}
-    estimate = {"value": 0.75, "low": 0.5, "high": 1.0}
-    row = {"arm": "handbook", "suites": suites, "recovery": estimate, "domain_retention": None}
-    row |= {"closeness": estimate | {"written": dict.fromkeys(tables.STATES, written)}}
-    row |= {"seconds": 1230.0, "peak_memory_bytes": 3 * 2**30}
-    write(tmp_path / "gemma.json", {"rows": [row]})
-    found = tables.families().splitlines()[-1].replace("\u00a0", " ")
-    assert found.startswith("| handbook | `retention suite`, n = 200<br>25.0 / 5.0 / 20.0 |")
-    assert "| 0.75 [0.50, 1.00] | 0.75 [0.50, 1.00] | none | 60 / 60 / 60 | 50 / 50 / 50 |" in found
-    assert found.endswith("| 20 min, 3.0 GiB |")
-
-
 def test_a_quoted_answer_cannot_break_the_table(tables, tmp_path, monkeypatch):
     answers = {state: {"text": "a|b <c>", "ended": state != "tuned"} for state in tables.STATES}
     write(tmp_path / "quote.json", {"quotes": [{"prompt": "p\n\nq", **answers}]})
     monkeypatch.setattr("page_cells.HERE", tmp_path)
     assert "| p q | a\\|b &lt;c> | a\\|b &lt;c> … | a\\|b &lt;c> |" in tables.quotes()
-
-
-def test_the_sizes_are_those_of_the_arithmetic_and_say_so(tables):
-    table = tables.sizes()
-    assert "| Qwen3-1.7B | one H100 | 19 GiB | 2.9 s a step of recovery | **untested** |" in table
-    assert table.count("**untested**") == 1
-    assert "| Qwen3-8B's shape | one GPU, 80 GB | 39 GiB | 6.3 s a step of recovery on an H200 |" in table
 
 
 # -- pictures
@@ -352,10 +292,3 @@ def test_the_picture_of_the_quickstart_shows_its_record():
     lines = "".join("".join([f"$ {record['command']}", *record["lines"]]).split())
     shown = [text.text for text in ET.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")]
     assert "".join("".join(shown).split()) == lines
-
-
-def test_the_badges_say_what_the_project_says():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = {"licence": project["license"], "python": project["requires-python"].removeprefix(">=") + "+"}
-    for name, value in wanted.items():
-        assert f">{value}</text>" in (ROOT / "docs" / "images" / f"{name}.svg").read_text(encoding="utf-8")

@@ -4,7 +4,6 @@ import ast
 import inspect
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -13,11 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 from helpers.scripts import load_script
-from typer.main import get_command
 
 import opdcl
 from opdcl.api import Options
-from opdcl.cli import app
 from opdcl.config.reference import describe_fields
 from opdcl.config.shipped import workflow_files
 from opdcl.config.workflow import Workflow
@@ -110,10 +107,6 @@ def test_each_listed_exception_has_the_name_and_text_that_its_library_gives_it(m
     assert raised.type.__name__ == name
 
 
-def test_a_message_that_is_not_in_the_code_is_noticed(strings):
-    assert not any("the disk or quota is fool: …" in string for string in strings)
-
-
 def test_the_reference_names_every_command_option_and_setting(hooks):
     page = hooks.commands()
     for words, command in hooks.every_command():
@@ -130,21 +123,6 @@ def test_the_reference_names_every_command_option_and_setting(hooks):
         words for words, _ in hooks.every_command()
     }
     assert [key for key, *_ in describe_fields() if f"| `{key}` |" not in hooks.settings()] == []
-
-
-def test_a_hidden_command_is_not_in_the_reference(hooks):
-    named = {words for words, _ in hooks.every_command()}
-    assert "opdcl help" not in named
-    hidden = [name for name, command in get_command(app).commands.items() if command.hidden]
-    assert hidden == ["help"]
-    assert "### opdcl help\n" not in hooks.commands()
-
-
-def test_the_page_of_a_wrong_address_loads_its_files_from_its_own_folder(hooks):
-    page = '<link href="/style.css"><a href="/."></a><script src="/assets/x.js"></script>{"base": "/"}'
-    shown = '<link href="./style.css"><a href="./."></a><script src="./assets/x.js"></script>{"base": "."}'
-    assert hooks.on_post_template(page, template_name="404.html", config=None) == shown
-    assert hooks.on_post_template(page, template_name="sitemap.xml", config=None) == page
 
 
 def test_the_python_page_names_every_function_and_argument():
@@ -267,18 +245,6 @@ def make_docs(checkout: Path, site: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
     )
-
-
-@pytest.mark.nightly
-def test_make_docs_fails_on_a_dead_link(tmp_path):
-    for name in ("docs", "workflows"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
-    page = tmp_path / "workflows" / "README.md"
-    page.write_text(page.read_text(encoding="utf-8") + "\n[nowhere](../docs/nowhere.md)\n", encoding="utf-8")
-    done = make_docs(tmp_path, tmp_path / "site")
-    assert done.returncode == 1
-    assert "nowhere.md" in done.stderr
 
 
 @pytest.mark.nightly

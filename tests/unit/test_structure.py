@@ -161,11 +161,6 @@ def test_a_verb_and_its_command_are_one_meaning(package):
     assert structure.meanings(package(others)) == {"run": 2}
 
 
-def test_a_function_counts_as_used_once_where_its_module_names_it_once(package):
-    root = package({"cli": "def _a(): ...\ndef _b(): return _a()\ndef c(): return _b, _b()\nc = _c"})
-    assert structure.used_once(root) == (1, 2)
-
-
 def test_calls_are_counted_wherever_a_function_was_imported_to():
     from opdcl.pipeline import job, plan
 

@@ -1,6 +1,5 @@
 """What a row of any format holds is read, refused with its line, or named as unread."""
 
-import csv
 import json
 import math
 
@@ -371,17 +370,6 @@ def test_tools_of_other_formats_are_wrapped_as_openai_does(given):
 def test_a_column_of_functions_is_named_and_not_read():
     (read,) = check_lines(json.dumps({"messages": CHAT, "functions": ["sin", "cos"]}), "r").usable
     assert (read.tools, read.unread) == (None, ("functions",))
-
-
-def test_numbers_are_the_same_text_in_csv_json_and_parquet(tmp_path):
-    rows = [{"question": "How many?", "answer": n} for n in (0.5, 2.0, 1e-7, 12345678.25)]
-    with (tmp_path / "rows.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["question", "answer"])
-        writer.writeheader()
-        writer.writerows(rows)
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
-    for file in (written(tmp_path, *rows), str(tmp_path / "rows.csv"), str(tmp_path / "rows.parquet")):
-        assert [row.answer for row in load_rows(file)] == ["0.5", "2.0", "1e-07", "12345678.25"]
 
 
 COLUMNS = {"question": "Frage", "answer": "Antwort"}

@@ -29,34 +29,12 @@ def near_to(others, requests):
     return {p: float(n) for p, n in zip(prompts, nearest(prompts, others), strict=True) if n > NEAR}
 
 
-def test_there_are_360_in_13_groups_all_different(requests):
-    assert len(requests) == len({text_of(row) for row in requests}) == 360
-    groups = Counter(row.group for row in requests)
-    assert len(groups) == 13
-    assert min(groups.values()) >= 20
-
-
-def test_each_beginning_of_the_file_has_all_groups(requests):
-    for limit in (40, 50, 100, 200):
-        groups = Counter(row.group for row in requests[:limit])
-        assert len(groups) == 13
-        assert min(groups.values()) >= 2
-        assert max(groups.values()) - min(groups.values()) <= limit // 20
-
-
 def test_prompts_on_one_text_are_a_cluster(requests):
     given = [row for row in requests if row.group in ("text", "extract")]
     clusters = Counter(row.cluster for row in given)
     assert "" not in clusters
     assert set(clusters.values()) == {3}
     assert {row.cluster for row in requests if row not in given} == {""}
-
-
-def test_conversations_end_with_the_user(requests):
-    talks = [row for row in requests if row.group == "conversation"]
-    assert sum(len(row.prompt) > 2 for row in talks) >= 20
-    assert {row.prompt[-1]["role"] for row in requests} == {"user"}
-    assert {row.answer for row in requests} == {None}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from helpers.everyday import text_of
 from helpers.scripts import load_script
 
 from opdcl.config.shipped import package_folder
-from opdcl.data.rows import load_prompts, load_rows
 from opdcl.data.scoring import token_f1
 from opdcl.data.similarity import STOP_WORDS, stem, words
 
@@ -47,14 +46,6 @@ def runs(text: str, length: int = 8) -> set[tuple[str, ...]]:
     """Return all runs of `length` consecutive words."""
     tokens = words(text)
     return {tuple(tokens[i : i + length]) for i in range(len(tokens) - length + 1)}
-
-
-def test_there_are_enough_facts_and_documents():
-    assert len(FACTS) >= 150
-    assert len({fact["id"] for fact in FACTS}) == len(FACTS)
-    documents = {fact["document"] for fact in FACTS}
-    assert len(documents) >= 12
-    assert documents == {p.stem for p in (EVALS / "handbook" / "documents").glob("*.md")}
 
 
 def test_every_fact_has_enough_phrasings_and_none_is_asked_twice():
@@ -158,17 +149,3 @@ def test_every_gold_answer_scores_full_marks():
     for load in ("load_test", "load_neighbours", "load_neighbours_validation"):
         for doc in getattr(utils, load)()["test"]:
             assert all(utils.process_results(doc, [gold])["exact_match"] == 1 for gold in doc["answers"]), doc
-
-
-def test_the_shipped_rows_are_many_and_whole():
-    handbook = load_rows("handbook")
-    assert len(handbook) == 840
-    assert all(row.prompt[-1]["role"] == "user" and row.answer for row in handbook)
-    train, validation = (load_prompts("everyday", split) for split in ("train", "validation"))
-    asked, held_out = ({row.prompt[0]["content"] for row in rows} for rows in (train, validation))
-    assert len(asked) == len(train) >= 800
-    assert len(validation) >= 50
-    assert not asked & held_out
-    for rows in (train, validation):
-        assert all(row.group and row.answer is None and row.prompt[-1]["role"] == "user" for row in rows)
-        assert {row.group for row in rows if len(row.prompt) > 1} == {"conversation"}

@@ -65,17 +65,6 @@ def test_equals_the_formula():
     torch.testing.assert_close(layer(x), x @ (layer.base_layer.weight + 3 * b @ a).T)
 
 
-def test_disabled_and_scaled_adapters_equal_peft():
-    plain, fused = adapted()
-    x = torch.randn(4, 7, dtype=torch.double)
-    with fused.disable_adapter():
-        torch.testing.assert_close(fused(x), Net().double()(x))
-    for model in (plain, fused):
-        for layer in (model.base_model.model.first, model.base_model.model.second):
-            layer.scaling["default"] *= 0.5
-    torch.testing.assert_close(fused(x), plain(x))
-
-
 def test_dropout_is_left_to_peft():
     _, fused = adapted(lora_dropout=0.5)
     fused.train()

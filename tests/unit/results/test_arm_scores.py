@@ -64,13 +64,6 @@ def test_shared_base_and_tuned_have_one_row_each_at_the_top(three):
         ("base", 0.8, 0.1),
         ("tuned", 0.2, 0.9),
     ]
-    assert [row[0].split("\n")[0] for row in comparison_page(compare_runs(three)).sections[0].rows] == [
-        "base",
-        "tuned",
-        "ours",
-        "general",
-        "scaled",
-    ]
     assert not [note for note in comparison["notes"] if "different results" in note]
 
 

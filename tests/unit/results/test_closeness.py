@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from helpers.synthetic import alter, change, compared, held, measure_states, pages, workflow, write
 
-from opdcl.results import closeness
 from opdcl.results.arms import load_arms
 from opdcl.results.compare import compare_runs, comparison_page
 from opdcl.results.document import summarise
@@ -72,12 +71,6 @@ def test_c_is_the_share_of_the_distance_that_is_gone(tmp_path):
     assert found["why"] is None
 
 
-def test_the_noise_stands_beside_the_distances_and_changes_none(tmp_path):
-    quiet, noisy = (summarise(make(tmp_path / str(d), noise=d))["closeness"] for d in (0.0, 0.1))
-    assert (quiet["noise"], noisy["noise"]) == (0, 0.1)
-    assert quiet["value"] == noisy["value"]
-
-
 def test_most_of_the_distance_gone_carries_the_verdict_of_a_suite_without_headroom(tmp_path):
     near = Results(make(tmp_path / "near", recovered=0.04)).summary.closeness
     assert near.c.low > 0.9
@@ -137,13 +130,6 @@ def test_a_chain_has_the_distance_after_each_step(tmp_path):
     alter(runs[1].config, workflow={"start": str(runs[0].path)})
     distances = [summarise(run)["closeness"]["recovered"]["distance"] for run in runs]
     assert [step["distance"] for step in compared(runs)["steps"]] == distances
-
-
-@pytest.fixture
-def run_with_floor(tmp_path):
-    run = make(tmp_path / "run", tuned=4.0, recovered=0.2)
-    store(run, "base", [0.0] * N, floor=lambda i: 1.0 + 0.01 * (i % 5))
-    return run
 
 
 def test_c_counts_from_the_floor_where_that_is_nearer_than_tuned(tmp_path):
@@ -207,17 +193,6 @@ def test_a_distance_is_told_by_its_mean_and_its_median_everywhere(tmp_path):
     ]
     assert table.rows[0][4].startswith("0.100")
     assert table.rows[0][5].startswith("10 %")
-
-
-def test_what_is_gone_of_the_distance_and_c_never_stand_under_one_name(run_with_floor):
-    """C counts from base's answers to other prompts; the sentence below the verdict counts from tuned."""
-    summary = Results(run_with_floor).summary
-    texts = pages(run_with_floor)
-    head = texts["report.html"].split('id="scores"')[0].replace("\N{NO-BREAK SPACE}", " ")
-    assert " % gone" in head
-    assert "<dt>Closeness" not in head
-    assert [row for row in terminal_rows(summary) if row[0].startswith("C")] == []
-    assert texts["report.md"].count("distance to base that is gone") == 0
 
 
 def test_prompts_on_one_text_count_as_one(tmp_path):
@@ -289,11 +264,3 @@ def test_its_prompts_do_not_keep_seeds_apart(tmp_path):
     change(runs[0], "eval", closeness="requests")
     assert "eval.closeness" not in split_seeds(runs[0])[0]
     assert len(load_arms(runs)) == 1
-
-
-def test_a_suite_is_what_the_equivalence_of_length_and_ends_is_tested_on(tmp_path):
-    from opdcl.results import response_stats
-
-    run = make(tmp_path / "run")
-    suite = closeness.load_closeness(run)
-    assert {"ended", "tokens", "repetition"} <= set(response_stats.response_values(suite, "recovered"))

@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 from urllib.parse import unquote
@@ -13,12 +12,9 @@ from helpers.command import opdcl
 from helpers.page import HOSTILE, PAYLOAD, Page, safe_page
 from helpers.synthetic import METRIC, N, change, compared, held, measure, measure_states, write
 
-from opdcl.results import arms, compare, plots
+from opdcl.results import arms, compare
 from opdcl.results.compare import compare_runs, comparison_page, write_comparison
-from opdcl.results.intervals import Estimate
 from opdcl.rundir.layout import RunDir
-
-ROOT = Path(__file__).parents[3]
 
 
 def test_writing_three_files_twice_gives_the_same_bytes(three, tmp_path):
@@ -55,15 +51,6 @@ def test_markdown_and_html_show_scores_differences_settings_and_runs(three, tmp_
         "ours minus each other arm",
     ):
         assert words in visible
-
-
-def test_the_plot_marks_base_tuned_and_every_arm(three, make):
-    svg = arms.figure(compare_runs([*three, make("_fourth", 28, 30, steps=9)]))
-    assert svg is not None
-    for name in ("base", "tuned", "ours", "general", "scaled", "fourth"):
-        assert f">{name}</text>" in svg
-    assert "ours 70 % at 80 % domain" in svg
-    assert plots.frontier({"retention": "a", "domain": "b"}, []) is None
 
 
 def test_the_title_is_a_finding(three, make, tmp_path):
@@ -141,12 +128,6 @@ def test_of_many_arms_the_page_says_whose_answers_it_leaves_out(answered, tmp_pa
     }
 
 
-def test_seeds_of_one_arm_stand_side_by_side(answered, tmp_path):
-    runs = [answered("ours-0", {*range(30)}, seed=0), answered("ours-1", {*range(28)}, seed=1)]
-    html = write_comparison(compare_runs(runs), tmp_path / "out")[1].read_text()
-    assert groups_of(html)["Passed by ours-0, not by ours-1"] == 2
-
-
 def test_the_page_links_to_the_reports_of_the_runs(answered, tmp_path):
     odd = "javascript:alert(1) & more"
     runs = [answered(odd, {*range(30)}), answered("other", {*range(28)}, method="general")]
@@ -159,14 +140,6 @@ def test_the_page_links_to_the_reports_of_the_runs(answered, tmp_path):
     page = safe_page(write_comparison(compare_runs(runs), tmp_path / "out")[1].read_text())
     assert ("href", "../other/report.html") in page.attributes
     assert len([name for name, value in page.attributes if name == "href" and value[0] != "#"]) == 1
-
-
-def test_coinciding_arms_have_marks_of_different_sizes():
-    def mark(score):
-        return plots.Mark("arm", Estimate(score, 0.0, 1.0), Estimate(score, 0.0, 1.0), "o", "ink")
-
-    assert plots.coinciding(mark(0.5), [mark(0.501)]) == 1
-    assert plots.coinciding(mark(0.5), [mark(0.7)]) == 0
 
 
 def test_a_fault_of_a_run_is_told_apart_from_notes(three, tmp_path):
@@ -280,32 +253,3 @@ def test_hostile_names_do_not_reach_the_terminal(hostile, tmp_path):
         assert done.returncode == 0, done.stderr
         assert "\x1b" not in done.stdout + done.stderr
         assert "\u202e" not in done.stdout + done.stderr
-
-
-def test_reading_results_loads_neither_a_model_library_nor_a_plotting_one():
-    heavy = ["torch", "transformers", "trl", "peft", "datasets", "lm_eval", "matplotlib"]
-    code = "import sys, opdcl.results.compare, opdcl.results.gates"
-    code += f"; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.strip() == "[]"
-
-
-def test_an_arm_that_no_longer_stops_is_not_recovered_and_a_note_says_why(make):
-    """Both arms score like base; the answers of one run on until the limit."""
-    arms = {"stops": 1.0, "writes_on": 0.2}
-    for name, ended in arms.items():
-        run = make(name, 32, 36, method="general" if name == "stops" else "alternating")
-        for state, passes, share in (("base", 320, 1.0), ("tuned", 80, 1.0), ("recovered", 320, ended)):
-            measure(run, state, {"instructions": range(passes)}, n=400)
-            path = run.eval_samples(state, "instructions")
-            rows = [json.loads(line) for line in path.read_text().splitlines()]
-            write(path, [row | {"ended": i < share * 400} for i, row in enumerate(rows)])
-        arms[name] = run
-    comparison = compared(list(arms.values()))
-    statuses = {arm["name"]: arm["status"] for arm in comparison["arms"]}
-    assert statuses == {"stops": "recovered and kept", "writes_on": "partly recovered, domain kept"}
-    assert comparison["arms"][1]["writing"]["ended"]["recovered"] == pytest.approx(0.2)
-    notes = [note for note in comparison["notes"] if "token limit" in note]
-    assert notes == [
-        "writes_on: Its answers still differ from base's: 20.0 % end before the token limit (base 100.0 %)."
-    ]

@@ -48,11 +48,22 @@ def told(run):
     return measure
 
 
-def test_an_adapter_that_was_deleted_has_lost_the_domain(told):
-    summary = told((340, 5, 340), domain=(0, 250, 0))
-    assert heading(summary["verdict"]) == "Recovered, domain lost"
-    assert summary["status"] == "recovered, domain lost"
-    assert "0 % of the domain gain is kept (D = 0.00 [" in summary["verdict"]
+@pytest.mark.parametrize(
+    ("retention", "domain", "floors", "words"),
+    [
+        ((340, 5, 340), (0, 250, 248), (0, 0), "Recovered and kept"),
+        ((340, 5, 5), (0, 250, 248), (0, 0), "Kept, recovery not shown"),
+        ((340, 5, 340), (0, 250, 150), (0, 0), "Recovered, domain partly kept"),
+        ((340, 5, 340), (0, 250, 0), (0, 0), "Recovered, domain lost"),  # as if the adapter were deleted
+        ((340, 5, 340), (57, 90, 88), (0, 120), "Recovered, domain gain not shown"),  # tuned is at the floor
+        ((400, 50, 120), (0, 250, 248), (180, 0), "Kept, recovery not shown"),  # counted from the floor
+        ((400, 50, 320), (0, 250, 248), (180, 0), "Partly recovered, domain kept"),
+    ],
+)
+def test_both_halves_are_in_the_first_words(told, retention, domain, floors, words):
+    summary = told(retention, domain, floors=floors)
+    assert heading(summary["verdict"]) == words
+    assert (summary["domain_retention"] is None) == ("gain not shown" in words)
 
 
 def test_an_adapter_that_was_zeroed_has_lost_it_from_the_floor_too(told):
@@ -61,16 +72,6 @@ def test_an_adapter_that_was_zeroed_has_lost_it_from_the_floor_too(told):
     assert heading(summary["verdict"]) == "Recovered, domain lost"
     assert summary["domain_retention"]["value"] == pytest.approx((57 - 83) / (162 - 83), abs=1e-6)
     assert summary["domain_retention_raw"]["value"] == 0
-
-
-def test_both_halves_are_in_the_first_words(told):
-    summary = told((340, 5, 340))
-    assert heading(summary["verdict"]) == "Recovered and kept"
-    assert summary["status"] == "recovered and kept"
-    assert heading(told((340, 5, 5))["verdict"]) == "Kept, recovery not shown"
-    halves = told((340, 5, 340), domain=(0, 250, 150))
-    assert heading(halves["verdict"]) == "Recovered, domain partly kept"
-    assert 0.5 < halves["domain_retention"]["low"] < 0.6
 
 
 @pytest.mark.parametrize(
@@ -210,15 +211,6 @@ def test_a_recovery_that_does_harm_is_told_although_nothing_was_forgotten(told):
     assert "measurably below base" in summary["verdict"]
 
 
-def test_partly_recovered_counts_from_the_floor(told):
-    summary = told((400, 50, 120), floors=(180, 0))
-    assert summary["retention_status"] == "not shown"
-    assert summary["recovery"]["value"] == pytest.approx(-0.272727, abs=1e-6)
-    assert heading(summary["verdict"]) == "Kept, recovery not shown"
-    summary = told((400, 50, 320), floors=(180, 0))
-    assert heading(summary["verdict"]) == "Partly recovered, domain kept"
-
-
 def test_a_recovered_model_that_answers_a_quarter_shorter_is_told(told):
     def long(i):
         return {"tokens": 60 + i % 41}
@@ -239,12 +231,6 @@ def test_d_counts_from_the_floor_and_the_raw_ratio_stays_beside_it(run, told):
     # 0.8992 rounds to the 0.90 that "kept" needs, and is less.
     assert 0.895 < people["domain_retention"]["low"] < 0.9
     assert heading(people["verdict"]) == "Recovered, domain probably kept"
-
-
-def test_no_d_where_tuned_does_not_exceed_the_floor(told):
-    summary = told((340, 5, 340), domain=(57, 90, 88), floors=(0, 120))
-    assert (summary["domain_retention"], summary["domain_status"]) == (None, "gain not shown")
-    assert heading(summary["verdict"]) == "Recovered, domain gain not shown"
 
 
 def answers(passed, n=300):

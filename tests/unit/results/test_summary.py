@@ -162,70 +162,43 @@ def test_before_recovery_base_and_tuned_are_shown_without_a_verdict(run):
     assert "Lost by the fine-tune" in pages(run)["report.html"]
 
 
+def began(alpha, score=None):
+    start = {"alpha": alpha} | ({"score": score} if score else {})
+    return {"step": 0, "validation": {"best": True}, "start": start}
+
+
+def checked(step, best=True, **found):
+    return {"step": step, "loss": 1.0, "validation": {"best": best, **found}}
+
+
+REPEATS = {"sign": "repetition", "value": 0.8, "bound": 0.6, "action": "rate halved"}
+ONLY_61 = "on held-out questions only 61 % of the gap in KL between base and tuned is closed."
+
+
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
+        ([{"step": 3, "health": REPEATS}], "step 3: repetition was 0.8"),
         (
-            [
-                {
-                    "step": 3,
-                    "health": {"sign": "repetition", "value": 0.8, "bound": 0.6, "action": "rate halved"},
-                }
-            ],
-            "step 3: repetition was 0.8",
-        ),
-        (
-            [{"step": 0, "validation": {"best": True}}, {"step": 8, "validation": {"best": False}}],
+            [{"step": 0, "validation": {"best": True}}, checked(8, best=False)],
             "Recovered is the tuned adapter: no training step came nearer",
         ),
         (
-            [{"step": 0, "validation": {"best": True}, "start": {"alpha": 0.3}}, {"step": 1, "loss": 1.0}],
+            [began(0.3), {"step": 1, "loss": 1.0}],
             "Recovered is the tuned adapter times 0.3: no training step came nearer",
         ),
+        ([began(0.3, 4.0), checked(1, score=1.0)], "The recovery started from the tuned adapter times 0.3."),
         (
-            [
-                {"step": 0, "validation": {"best": True}, "start": {"alpha": 0.3, "score": 4.0}},
-                {"step": 1, "loss": 1.0, "validation": {"best": True, "score": 1.0}},
-            ],
-            "The recovery started from the tuned adapter times 0.3.",
-        ),
-        (
-            [
-                {"step": 0, "validation": {"best": True}, "start": {"alpha": 0.3, "score": 1.2}},
-                {"step": 1, "loss": 1.0, "validation": {"best": True, "score": 1.0}},
-                {"step": 2, "loss": 1.0, "validation": {"best": False, "score": 9.0}},
-            ],
+            [began(0.3, 1.2), checked(1, score=1.0), checked(2, best=False, score=9.0)],
             "the start alone, the tuned adapter times 0.3, is about as near",
         ),
+        ([began(0.3, 4.0), checked(1, score=1.0, domain_gap_closed=0.61)], ONLY_61),
+        ([began(0.3, 4.0), checked(1, score=1.0, domain_kept=0.61)], ONLY_61),  # an earlier version's name
         (
-            [
-                {"step": 0, "validation": {"best": True}, "start": {"alpha": 0.3, "score": 4.0}},
-                {
-                    "step": 1,
-                    "loss": 1.0,
-                    "validation": {"best": True, "score": 1.0, "domain_gap_closed": 0.61},
-                },
-            ],
-            "on held-out questions only 61 % of the gap in KL between base and tuned is closed.",
-        ),
-        (  # as an earlier version called it
-            [
-                {"step": 0, "validation": {"best": True}, "start": {"alpha": 0.3, "score": 4.0}},
-                {"step": 1, "loss": 1.0, "validation": {"best": True, "score": 1.0, "domain_kept": 0.61}},
-            ],
-            "on held-out questions only 61 % of the gap in KL between base and tuned is closed.",
-        ),
-        (
-            [
-                {"step": 0, "validation": {}, "start": {"alpha": 0.55}},
-                {"step": 1, "validation": {"best": True}},
-            ],
+            [began(0.55) | {"validation": {}}, {"step": 1, "validation": {"best": True}}],
             "the tuned adapter times 0.55: no training was done",
         ),
-        (
-            [{"step": 48, "validation": {"best": True, "missed_ends": 0.61}}],
-            "recovered lacks 61 % of the probability to end",
-        ),
+        ([checked(48, missed_ends=0.61)], "recovered lacks 61 % of the probability to end"),
         ([{"step": 1, "mismatch": 0.01, "tokens": 500, "loss": 1.0}], "For 1.00 % of the fresh tokens"),
     ],
 )

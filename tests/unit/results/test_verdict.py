@@ -11,7 +11,6 @@ from helpers.synthetic import change, measure_fully, measure_states, pages
 from opdcl import api
 from opdcl.cli import app
 from opdcl.config.recover import RecoverConfig
-from opdcl.results import plots
 from opdcl.results.document import summarise
 from opdcl.results.report_tables import terminal_rows
 from opdcl.results.status import STATES
@@ -38,34 +37,33 @@ def ending(share, n=400):
     return lambda i: {"ended": i < share * n}
 
 
-def test_recovered_states_r_and_d(measured):
-    summary = measured(320, 80, 320)
-    assert summary["retention_status"] == "recovered"
-    assert summary["verdict"].startswith(
-        "Recovered, domain partly kept: all of the lost instruction following came back "
-        "(R = 1.00 [0.99, 1.01]); 88 % of the domain gain is kept (D = 0.88 ["
-    )
-
-
-def test_a_gain_that_falls_short_of_base_is_partly_recovered(measured):
-    summary = measured(320, 80, 280)
-    assert summary["retention_status"] == "partly recovered"
-    assert summary["verdict"].startswith(
-        "Partly recovered, domain partly kept: 83 % of the lost instruction following came back (R = 0.83 ["
-    )
-    assert 75 < 100 * summary["recovery"]["low"] < 83
-
-
-def test_few_prompts_are_a_first_look_and_change_no_status(measured):
-    summary = measured(48, 12, 40, n=60)
-    assert summary["retention_status"] == "partly recovered"
-    assert re.match(
-        r"78 % came back, domain .* \(60 prompts, a first look\): 78 % of the lost instruction following "
-        r"came back \(R = 0.78 \[",
-        summary["verdict"],
-    )
-    assert measured(80, 20, 66, n=100)["verdict"].startswith("Partly recovered, domain")
-    assert measured(48, 12, 12, n=60)["verdict"].startswith("Recovery not shown")
+@pytest.mark.parametrize(
+    ("passed", "n", "floor", "status", "told"),
+    [
+        ((320, 80, 320), 400, 0, "recovered", "Recovered, |all of the lost|R = 1.00 [0.99, 1.01]|D = 0.88 ["),
+        ((320, 80, 280), 400, 0, "partly recovered", "Partly recovered, domain|83 % of the lost|(R = 0.83 ["),
+        ((48, 12, 40), 60, 0, "partly recovered", "78 % came back, |(60 prompts, a first look)|R = 0.78 ["),
+        ((80, 20, 66), 100, 0, "partly recovered", "Partly recovered, domain"),
+        ((48, 12, 12), 60, 0, "not shown", "Recovery not shown"),
+        ((320, 80, 80), 400, 0, "not shown", "Recovery not shown, domain|20.0 % for recovered, R = 0.00"),
+        ((320, 290, 320), 400, 0, "recovered", "Recovered, domain|no R, |7.5 points [4.|too small for"),
+        ((320, 290, 305), 400, 0, "partly recovered", "Partly recovered, domain|no R, |too small for"),
+        ((4, 2, 3), 6, 0, "too few prompts", "Too few prompts to tell|33.3 points|6 prompts show a drop"),
+        ((320, 318, 320), 400, 0, "no measurable forgetting", "No measurable forgetting|0.5 points [-|show"),
+        ((80, 20, 80), 400, 70, "no headroom", "Recovery not measured|where a content-free answer scores "),
+        ((320, 80, 320), 400, 40, "recovered", "Recovered"),
+        ((2, 0, 2), 8, 1, "too few prompts", "Too few prompts to tell|not shown to be above the floor; "),
+        ((60, 10, 48), 400, 28, "partly recovered", "Partly recovered|less than 10 points above the floor"),
+        # Tuned is 15 points below base, which 60 prompts do not show; recovered is shown to be below base.
+        ((29, {*range(17, 37)}, 16), 60, 0, "not shown", "Recovery not shown|15.0 points [|may be chance"),
+    ],
+)  # fmt: skip
+def test_the_verdict_claims_what_the_numbers_show(measured, passed, n, floor, status, told):
+    """`told` is how it begins and what it says later, in order; an empty answer passes `floor` prompts."""
+    fields = dict.fromkeys(STATES, lambda i: {"floor": i < floor}) if floor else {}
+    summary = measured(*passed, n=n, **fields)
+    assert summary["retention_status"] == status
+    assert re.match(".*".join(map(re.escape, told.split("|"))), summary["verdict"]), summary["verdict"]
 
 
 @pytest.mark.parametrize("recovered", [280, 80])
@@ -157,96 +155,12 @@ def test_the_same_heading_stands_in_the_terminal_the_page_its_tab_the_pull_reque
         assert result.summary["status"] not in text
 
 
-def test_without_a_gain_over_tuned_no_recovery_is_found(measured):
-    summary = measured(320, 80, 80)
-    assert summary["retention_status"] == "not shown"
-    assert summary["verdict"].startswith(
-        "Recovery not shown, domain partly kept: instruction following is 80.0 % for base, "
-        "20.0 % for tuned and 20.0 % for recovered, R = 0.00"
-    )
-
-
-@pytest.mark.parametrize(("recovered", "word"), [(320, "Recovered"), (305, "Partly recovered")])
-def test_a_significant_drop_below_ten_points_is_forgetting_without_a_ratio(measured, recovered, word):
-    summary = measured(320, 290, recovered)
-    assert summary["recovery"] is None
-    verdict = summary["verdict"]
-    assert verdict.startswith(f"{word}, domain partly kept: instruction following is")
-    assert "no R, because a drop from base to tuned of 7.5 points [4." in verdict
-    assert "is too small for a ratio, which needs 10; " in verdict
-
-
-def test_six_prompts_are_too_few_to_tell(measured):
-    summary = measured({0, 1, 2, 3}, {0, 1}, {0, 1, 2}, n=6)
-    assert summary["retention_status"] == "too few prompts"
-    assert summary["verdict"].startswith(
-        "Too few prompts to tell, domain partly kept: instruction following is 66.7 % for "
-        "base, 33.3 % for tuned and 50.0 % for recovered, a drop from base to tuned of 33.3 points: "
-    )
-    least = summary["tests"]["detectable_drop"]
-    assert least > 0.4
-    assert (
-        f"6 prompts show a drop from {100 * least:.0f} points on, one of 10 points takes about "
-        in (summary["verdict"])
-    )
-
-
 def test_the_prompts_that_would_do_are_told_in_round_numbers(measured):
     summary = measured({*range(0, 40, 2)}, {*range(0, 40, 3)}, 20, n=40)
     exact = 40 * (summary["tests"]["detectable_drop"] / 0.1) ** 2
     (told,) = re.findall(r"one of 10 points takes about (\d+);", summary["verdict"])
     assert exact <= int(told) < exact + 10
     assert told.endswith("0")
-
-
-def test_no_forgetting_is_only_said_where_it_would_have_been_seen(measured):
-    summary = measured(320, 318, 320)
-    assert summary["retention_status"] == "no measurable forgetting"
-    least = summary["tests"]["detectable_drop"]
-    assert least < 0.1
-    assert summary["verdict"].startswith(
-        "No measurable forgetting, domain partly kept: instruction following is 80.0 % for "
-        "base, 79.5 % for tuned and 80.0 % for recovered, a drop from base to tuned of 0.5 points [-"
-    )
-    assert f"where 400 prompts would show one of {100 * least:.1f}; " in summary["verdict"]
-
-
-def floor(passes):
-    """Return the fields of a run in which a content-free answer passes the first prompts."""
-    return {state: lambda i: {"floor": i < passes} for state in ("base", "tuned", "recovered")}
-
-
-def test_a_base_near_the_floor_cannot_show_anything(measured):
-    summary = measured(80, 20, 80, **floor(70))
-    assert summary["retention_status"] == "no headroom"
-    assert summary["verdict"].startswith(
-        "Recovery not measured, domain partly kept: instruction following is 20.0 % for base, "
-        "5.0 % for tuned and 20.0 % for recovered, where a content-free answer scores "
-    )
-    assert measured(320, 80, 320, **floor(40))["retention_status"] == "recovered"
-
-
-def test_a_base_above_the_floor_on_too_few_prompts_is_not_called_near_it(run, measured):
-    summary = measured(2, 0, 2, n=8, **floor(1))
-    assert summary["retention_status"] == "too few prompts"
-    assert summary["verdict"].startswith(
-        "Too few prompts to tell, domain partly kept: instruction following is 25.0 % for "
-        "base, 0.0 % for tuned and 25.0 % for recovered, base is not shown to be above the floor; "
-    )
-    assert "base is not shown to be above the floor" in pages(run)["report.md"]
-    assert "well above" not in pages(run)["report.md"]
-
-
-def test_without_room_above_the_floor_there_is_no_ratio(measured):
-    summary = measured(60, 10, 48, **floor(28))
-    assert summary["retention_status"] == "partly recovered"
-    assert "no R, because base is less than 10 points above the floor" in summary["verdict"]
-
-
-def test_a_drop_that_may_be_chance_is_told_from_a_near_floor(measured):
-    # Tuned is 15 points below base, which 60 prompts do not show; recovered is shown to be below base.
-    verdict = measured(29, {*range(17, 37)}, 16, n=60)["verdict"]
-    assert re.search(r"no R, because a drop from base to tuned of 15.0 points \[.*\] may be chance", verdict)
 
 
 def test_answers_that_do_not_end_and_repeat_themselves_are_not_recovered(measured):
@@ -343,10 +257,3 @@ def test_a_changed_script_has_a_line_of_its_own(run, measured):
     measured(320, 80, 320, recovered=russian)
     line = next(line for line in pages(run)["report.md"].splitlines() if "prompt's script" in line)
     assert line.split(" | ")[-1].startswith("75.0 %")
-
-
-def test_the_plot_shows_the_floor(run, measured):
-    floor = dict.fromkeys(STATES, lambda i: {"floor": i < 40})
-    measured(320, 80, 320, **floor)
-    svg = plots.tradeoff(Results(run).summary)
-    assert ">floor<" in svg

@@ -21,7 +21,7 @@ from opdcl.errors import OpdclError, UsageError
 from opdcl.model.accept import load_backbone
 from opdcl.model.distributions import HiddenStates, TopTokens, join
 from opdcl.rundir.files import read_jsonl
-from opdcl.sampling.server import KEY, Server, _key_of, check_access
+from opdcl.sampling.server import KEY, _key_of, check_access
 from opdcl.stages.evaluate import Asking, write_answers
 from opdcl.train.losses import token_logprobs, token_losses
 from opdcl.train.teachers import Teacher
@@ -136,20 +136,22 @@ def test_top_tokens_are_a_distribution_with_the_exact_named_probabilities():
     torch.testing.assert_close(again.log_probs(slice(0, 40), 200), log_q)
 
 
-FAULTS = [
-    500,
-    503,
-    429,
-    "slow",
-    "truncated",
-    "short",
-    "other tokens",
-    "nan",
-    "certain of everything",
-    "few",
-    "beyond",
-    "no choice",
-]
+# What a server may do wrong -> what the error says of one that does nothing else.
+FAULTS = {
+    500: "no answer from the server.*status 500",
+    503: "no answer from the server.*status 503",
+    429: "no answer from the server.*status 429",
+    "slow": "no answer from the server",
+    "truncated": "server",
+    "short": "does not answer as it should: log-probabilities of",
+    "other tokens": "read other tokens",
+    "nan": "nan is no log-probability",
+    "few": "are named where 20",
+    "no choice": "cannot be read",
+    "certain of everything": "a probability of",
+    "beyond": "is none of",
+}
+REFUSALS = {400: "refuses: status 400.*this is a 400", 401: "refuses: status 401"}
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
@@ -168,24 +170,7 @@ def test_one_bad_answer_is_requested_again_and_changes_nothing(backbone, elsewhe
         remote.close()
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        (500, "no answer from the server.*status 500"),
-        ("slow", "no answer from the server"),
-        ("truncated", "server"),
-        ("short", "does not answer as it should: log-probabilities of"),
-        ("other tokens", "read other tokens"),
-        ("nan", "nan is no log-probability"),
-        ("few", "are named where 20"),
-        ("no choice", "cannot be read"),
-        ("certain of everything", "a probability of"),
-        ("beyond", "is none of"),
-        (400, "refuses: status 400.*this is a 400"),
-        (401, "refuses: status 401"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("fault", "message"), (FAULTS | REFUSALS).items(), ids=str)
 def test_a_server_that_never_answers_correctly_raises_an_error_with_the_reason(
     backbone, elsewhere, impatient, fault, message
 ):
@@ -651,14 +636,3 @@ def test_a_sampled_evaluation_on_a_server_draws_the_same_again_also_after_an_int
         assert written(greedy, tuned / "c") != answers[0]
     assert answers[0] == answers[1] == answers[2]
     assert len(set(answers[0])) > 1
-
-
-def test_make_teacher_connects_to_the_configured_server(backbone, elsewhere):
-    with serving(elsewhere) as server:
-        section = TeacherSection(kind="remote", server={"url": server.url})
-        teacher = make_teacher(section, backbone)
-        assert isinstance(teacher, RemoteTeacher)
-        assert isinstance(teacher.server, Server)
-        assert not teacher.is_dynamic
-        assert teacher.frozen_copy("base") is teacher
-        teacher.close()
