@@ -402,7 +402,6 @@ def _check_suites(job: Job, to_do: bool) -> list[str]:
         return []
     start, rows = job.workflow.start, job.training_rows.usable if job.workflow.finetune else []
     learned = learned_rows(rows) | learned_by(*line_of(holder(start)[0] if start else None))
-    notes: list[str] = []
     for suite in suites:
         # As in lm-eval, texts whose likelihood is asked for lose their beginning.
         for number, ids in enumerate(job.prompt_ids[suite.name]):

@@ -17,6 +17,7 @@ base, the domain has to be learned anew.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -215,10 +216,14 @@ def project(
     for layers in parts(backbone.adapted_layers("student")):
         of_general = input_moments(backbone, "base", layers, general, [0] * len(general), tokens)
         of_domain = input_moments(backbone, "tuned", layers, domain, shared, tokens)
-        for layer, general_KK, domain_KK in zip(layers, of_general, of_domain, strict=True):
-            a_RK = adapter_weights(layer, "student")[0]
-            for mu, new_RK in project_factor(a_RK, domain_KK, general_KK).items():
-                projected[mu].append(new_RK)
+        for alike in itertools.groupby(
+            zip(layers, of_general, of_domain, strict=True), key=lambda of: id(of[1])
+        ):
+            of_layers = [*alike[1]]  # those that read the same inputs are solved together
+            factors: Factors = [adapter_weights(layer, "student")[0] for layer, *_ in of_layers]
+            _, general_KK, domain_KK = of_layers[0]
+            for mu, new_RK in project_factor(torch.cat(factors), domain_KK, general_KK).items():
+                projected[mu] += new_RK.split([len(factor) for factor in factors])
     return projected
 
 
