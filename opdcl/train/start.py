@@ -20,6 +20,7 @@ import contextlib
 import itertools
 from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -125,8 +126,11 @@ def put_at_start(
 
     prompts, texts = [prompt.ids for prompt in general], [text.example.ids[:-1] for text in domain()]
     tokens = int(config.micro_batch_tokens)
-    # One worker computes: others would differ by rounding, and each would train an adapter of its own.
-    projected = parallel.on_first_worker(lambda: project(backbone, prompts, texts, tokens))
+    compute = partial(project, backbone, prompts, texts, tokens)
+    # Workers with a sharded base run in step. All take the first one's result: with another rounding, each
+    # would train an adapter of its own.
+    own = compute() if parallel.sharded() else None
+    projected = parallel.on_first_worker(lambda: own or compute())
     factors = [adapter_weights(layer, "student")[0] for layer in backbone.adapted_layers("student")]
     projected[0.0] = [factor.detach().clone() for factor in factors]
 
@@ -160,8 +164,6 @@ def lies_between(config: RecoverConfig, learner: Learner) -> bool:
 
 def unfit_for_projection(backbone: Backbone) -> str:
     """Return why the student's adapter cannot be projected, or ""."""
-    if parallel.sharded():
-        return "the base is sharded"
     for layer in backbone.adapted_layers("student"):
         if not isinstance(layer, Linear):
             return "it adapts the stacked weights of experts, or embeddings"
@@ -286,14 +288,14 @@ def input_moments(
     """
     moments = [torch.zeros(layer.in_features, layer.in_features, device=backbone.device) for layer in layers]
     seen: list[torch.Tensor | None] = [None, None]  # the latest input and its moments
-    weight_M = torch.empty(0)
+    counted_M = weight_M1 = torch.empty(0)  # the tokens of a pass that count, and the roots of their weights
 
     def add(place: int) -> Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], None]:
         def hook(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             if inputs[0] is seen[0]:  # the projections of one attention, or of one feed-forward, share theirs
                 moments[place] = seen[1]
                 return
-            x_MK = inputs[0].flatten(0, -2).float() * weight_M[:, None]
+            x_MK = inputs[0].flatten(0, -2)[counted_M].float() * weight_M1
             moments[place].addmm_(x_MK.T, x_MK)
             seen[:] = inputs[0], moments[place]
 
@@ -306,15 +308,12 @@ def input_moments(
         lengths = {i: len(ids) for i, ids in enumerate(texts)}
         for batch in micro_batches(lengths, tokens):
             width = max(lengths[i] for i in batch)
-            ids_BT, weight_BT = (
-                torch.zeros(len(batch), width, dtype=torch.long),
-                torch.zeros(len(batch), width),
-            )
+            ids_BT, weight_BT = torch.zeros(len(batch), width).long(), torch.zeros(len(batch), width)
             for row, i in enumerate(batch):
                 ids_BT[row, : lengths[i]] = torch.tensor(texts[i])
-                counted = lengths[i] - skipped[i]
-                weight_BT[row, skipped[i] : lengths[i]] = (counted * len(texts)) ** -0.5
-            weight_M = weight_BT.flatten().to(backbone.device)
+                weight_BT[row, skipped[i] : lengths[i]] = ((lengths[i] - skipped[i]) * len(texts)) ** -0.5
+            counted_M = weight_BT.flatten().nonzero()[:, 0].to(backbone.device)
+            weight_M1 = weight_BT.flatten()[:, None].to(backbone.device)[counted_M]
             mask_BT = torch.arange(width)[None] < torch.tensor([[lengths[i]] for i in batch])
             model.base_model(
                 input_ids=ids_BT.to(backbone.device),
