@@ -1,4 +1,4 @@
-"""Tables of comparisons that tell an arm's dose: benchmarks/equal.yaml, larger.yaml and documents.yaml.
+"""Tables of comparisons that tell an arm's dose: benchmarks/equal.yaml, fast.yaml, author.yaml, larger.yaml, documents.yaml.
 
 Intervals are over prompts. Base and a plain fine-tune are those of the first run that was made of each seed.
 """
@@ -25,6 +25,14 @@ ARMS = {
         "off": "the same recovery, base writes all answers",
         "replay-256": "a fine-tune with 23 % replay, no recovery",
         "osf-1e-4": "orthogonal subspaces (OSF) in place of LoRA",
+    },
+    "fast": {
+        "tuned": "a plain fine-tune",
+        "scaled": "the same times 0.4, no training",
+        "projected": "**the same, projected, no training**",
+        "before": "64 steps from the scaled one, the student in the second half",
+        "half": "**32 steps from the projected one, the student in the second half**",
+        "fast": "32 steps from the projected one, the student from the first step",
     },
     "larger": {"tuned": "a plain fine-tune", "larger": "**the same, then a recovery of 48 steps**"},
     "documents": {

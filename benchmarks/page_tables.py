@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 from arm_tables import (
@@ -240,10 +241,8 @@ TABLES = {
     "decided": decided,
     "frontier": frontier,
     "decided-pairs": lambda: pairs(["decided"], DECIDED_PAIRS, SCORES),
-    "equal": lambda: one_seed("equal"),
+    **{record: partial(one_seed, record) for record in ("equal", "fast", "larger", "documents")},
     "equal-pairs": equal_pairs,
-    "larger": lambda: one_seed("larger"),
-    "documents": lambda: one_seed("documents"),
     "replay": replayed,
     "people": people,
     "replay-pairs": lambda: pairs(["start", "replay"], REPLAY_PAIRS, SCORES),
