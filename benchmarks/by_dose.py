@@ -1,4 +1,4 @@
-"""Tables of comparisons that tell an arm's dose: benchmarks/equal.yaml, fast.yaml, author.yaml, larger.yaml, documents.yaml.
+"""Tables of comparisons that tell an arm's dose (equal, fast, author, larger, documents).
 
 Intervals are over prompts. Base and a plain fine-tune are those of the first run that was made of each seed.
 """
