@@ -6,6 +6,7 @@ import difflib
 import errno
 import os
 import re
+import shutil
 from collections.abc import Iterable
 
 LONGEST_NAME = 100
@@ -124,9 +125,9 @@ def translate(fault: BaseException, workers: int = 1) -> OpdclError:
 
 def _of_system(fault: BaseException, text: str) -> OpdclError | None:
     """Return an error of the system that says what is wrong with a path, or with this machine's limits."""
-    # Libraries written in Rust wrap the system's error; only the text has its number.
-    wrapped = re.search(r"os error (\d+)", text)
-    number = fault.errno if isinstance(fault, OSError) else int(wrapped[1]) if wrapped else None
+    # Libraries in Rust, and a copy of a folder, wrap the system's error: only the text has its number.
+    wrapped = re.search(r"(?:os error |\[Errno )(\d+)", text)
+    number = getattr(fault, "errno", None) or (int(wrapped[1]) if wrapped else None)
     where = _place(fault) or text
     if number in FULL:
         return OpdclError(f"the disk or quota is full: {where}", f"free some space, {AGAIN}")
@@ -149,4 +150,6 @@ def _place(fault: BaseException) -> str:
     temporary name of an unfinished folder is left out.
     """
     path = getattr(fault, "filename2", None) or getattr(fault, "filename", None)
+    if isinstance(fault, shutil.Error) and isinstance(fault.args[0], list):  # (from, to, why) of each file
+        path = fault.args[0][0][1]
     return re.sub(r"/\.([^/]+)\.opdcl-\d+-\w+", r"/\1", str(path)) if path is not None else ""

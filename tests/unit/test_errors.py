@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import shutil
 
 import pytest
 import torch
@@ -78,6 +79,20 @@ def test_too_many_open_files_is_the_machines_fault():
 def test_the_number_in_the_text_of_another_librarys_error_is_read():
     told = translate(RuntimeError("I/O error: No space left on device (os error 28)"))
     assert told.message.startswith("the disk or quota is full")
+
+
+def test_a_disk_that_fills_while_a_folder_is_copied_is_told_with_its_file(tmp_path):
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "adapter.bin").touch()
+
+    def fill(source, target, **_):
+        raise OSError(errno.ENOSPC, "No space left on device", target)
+
+    with pytest.raises(shutil.Error) as caught:
+        shutil.copytree(tmp_path / "best", tmp_path / ".adapter.opdcl-7-abc", copy_function=fill)
+    told = translate(caught.value)
+    assert told.message == f"the disk or quota is full: {tmp_path / 'adapter' / 'adapter.bin'}"
+    assert "free some space" in told.hint
 
 
 def test_a_missing_file_is_compared_with_those_beside_it(tmp_path, monkeypatch):
