@@ -17,7 +17,7 @@ from opdcl.train.self_distill import as_distillation
 # Recipe, arm -> general steps of the teacher and of the student, domain steps of the teacher and of the
 # student, as planned: the general ones of the teacher become the student's once its answers are long enough.
 WRITTEN = {
-    "quickstart": (8, 8, 16, 0),
+    "quickstart": (16, 16, 32, 0),
     "handbook": (56, 0, 56, 0),
     "own-data": (48, 0, 48, 0),
     "repair": (48, 0, 48, 0),
