@@ -111,7 +111,7 @@ def test_method_replay_of_a_stored_run_is_the_imitation_that_it_was():
         validate({"recover": {"method": "replay"}})
 
 
-def test_a_kind_of_teacher_that_is_gone_is_told_whoever_names_it(tmp_path):
+def test_a_kind_of_teacher_that_is_gone_is_refused_with_its_replacement(tmp_path):
     teachers = {"near": {"kind": "trust_region", "mix": 0.05, "reference": "base"}}
     recover = {"general_teacher": "near", "teachers": teachers}
     with pytest.raises(UsageError, match=r"recover\.teachers\.near.*trust_region is gone: use kind base"):
