@@ -14,7 +14,7 @@ from opdcl.pipeline.inputs import Inputs
 from opdcl.pipeline.job import Job
 from opdcl.rundir.layout import RunDir
 
-EXTREMES = ("-1", "0", "1e-9", "5", "1000000000", "1e9", "4294967296", ".nan", ".inf", "-.inf")
+EXTREMES = ("-1", "0", "1e-9", "1000000000", "1e9", "4294967296", ".nan", ".inf")
 # Section -> what it needs to have an effect.
 NEEDS = {
     "finetune.self_distill": ["finetune.method=self-distill"],
