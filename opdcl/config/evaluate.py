@@ -94,7 +94,7 @@ class EvalConfig(Section):
 
 # Shares of 1 that noise can carry beyond 0 and 1: 80 is a percentage, which no run would reach.
 GateShare = Annotated[float, Field(ge=-2, le=2)]
-Points = Annotated[float, Field(ge=0, le=100)]
+GatePoints = Annotated[float, Field(ge=0, le=100)]
 
 
 class Gates(Section):
@@ -107,6 +107,6 @@ class Gates(Section):
     """Minimum D."""
     closeness: GateShare | None = None
     """Minimum C."""
-    max_drop: Points | dict[str, Points] | None = None
+    max_drop: GatePoints | dict[str, GatePoints] | None = None
     """Maximum drop below base on each retention suite, in points, of recovered, or of tuned if nothing is
     recovered. Or suite -> points; `closeness` is the maximum distance to base, in nats per token."""

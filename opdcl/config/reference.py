@@ -36,7 +36,7 @@ WORDS = {
 }
 
 
-KINDS = {int: "integer", float: "number", str: "text", bool: "true | false", type(None): "null"}
+TYPES = {int: "integer", float: "number", str: "text", bool: "true | false", type(None): "null"}
 
 
 def describe_fields(
@@ -91,7 +91,7 @@ def kind_of(annotation: Any) -> str:
         return "mapping"
     if arguments:  # a union
         return " | ".join(dict.fromkeys(map(kind_of, arguments)))
-    return KINDS[annotation]
+    return TYPES[annotation]
 
 
 def section_of(annotation: Any) -> type[Section] | None:

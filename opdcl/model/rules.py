@@ -322,7 +322,7 @@ OTHER_CONFIG = "use the config.json of these weights"
 OTHER_MODEL = "choose another model: docs/questions.md says which families work"
 
 CONFIG = (Rule("it is a language model", other_parts, TEXT_ONLY),)
-FILES = (
+MODEL_FILES = (
     Rule("no tensor is missing", tensors_lacking, by_trace(TRACES_IN_MODELS, SAVE_WHOLE)),
     Rule("the shapes are those of config.json", other_shape_in_config, OTHER_CONFIG),
     Rule("no layer has a tensor left over", left_over, OTHER_CONFIG),
@@ -347,7 +347,7 @@ HEAD = (
 )
 
 # By how much of the largest logit two products may differ: bfloat16 rounds to 1/256.
-ROUNDING = 0.02
+LOGIT_ROUNDING = 0.02
 
 
 @dataclass(frozen=True)
@@ -360,12 +360,12 @@ class Probe:
     def difference(self) -> str:
         """Say what the logits have besides; "" if nothing."""
         logits, product = self.logits_1TV, self.product_1TV
-        if (logits - product).abs().max() <= ROUNDING * product.abs().max():
+        if (logits - product).abs().max() <= LOGIT_ROUNDING * product.abs().max():
             return ""
         factor = float((logits * product).sum() / product.square().sum())
         if logits[:, 0].abs().max() > 0:  # where the states are zero
             return "have a bias"
-        if (logits - factor * product).abs().max() <= ROUNDING * logits.abs().max():
+        if (logits - factor * product).abs().max() <= LOGIT_ROUNDING * logits.abs().max():
             return f"are scaled by {factor:.3g}"
         return "are capped, or changed in another way"
 

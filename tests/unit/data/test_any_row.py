@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from opdcl.data.formats import COLUMNS, CONVERSATIONS, OF_CONVERSATIONS, PAIRS, SYSTEM, Row
-from opdcl.data.messages import FOREIGN_TOOLS, LEARNED, PICTURES, ROLES, THOUGHT
+from opdcl.data.formats import CONVERSATIONS, KNOWN_COLUMNS, OF_CONVERSATIONS, PAIRS, SYSTEM, Row
+from opdcl.data.messages import FOREIGN_TOOLS, LEARNED, PICTURES, SPEAKERS, THOUGHT
 from opdcl.data.rows import load_rows, recognised
 from opdcl.errors import UsageError
 
@@ -59,7 +59,7 @@ for pair in PAIRS:
         ROWS.append({pair.prompt: ASKED, name: ANSWERED[-1:]})
 
 MARKUP = [
-    *ROLES,
+    *SPEAKERS,
     *FOREIGN_TOOLS,
     *THOUGHT,
     *LEARNED,
@@ -159,5 +159,5 @@ def test_any_row_is_read_or_refused_with_its_file_and_line(file, drawn):
 
 def test_the_rows_have_every_column_that_is_known():
     keys = {key for row in ROWS for key in row}
-    assert keys >= COLUMNS
+    assert keys >= KNOWN_COLUMNS
     assert {"history", *SYSTEM} <= MORE.keys()
