@@ -86,8 +86,8 @@ def test_every_state_and_its_gradient_are_those_of_peft_and_base_stays_bit_for_b
     before = backbone.fingerprint()
     assert find_adapter(str(adapter)) == adapter
     assert check_on_base(adapter, model) == []
-    backbone.load_adapter(adapter, "tuned")
     backbone.load_adapter(adapter, "student", trainable=True)
+    backbone.load_adapter(adapter, "tuned")
     backbone.causal_lm.eval()
     reference = PeftModel.from_pretrained(copy.deepcopy(untouched), str(adapter), is_trainable=True).eval()
     expected = logits(reference)
