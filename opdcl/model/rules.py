@@ -255,11 +255,16 @@ def without_place(found: Found) -> str:
     return f"{count}, such as {found.unexpected[0]}"
 
 
-def other_shape(found: Found) -> str:
-    if not found.mismatched:
-        return ""
-    name, here, there = found.mismatched[0]
-    return f"{name} is {shown_shape(here)}, and would have to be {shown_shape(there)}"
+def other_shape(sentence: str) -> Callable[[Found], str]:
+    """Return the fault that a tensor's shape differs, in a sentence with its name and both shapes."""
+
+    def fault(found: Found) -> str:
+        if not found.mismatched:
+            return ""
+        name, here, there = found.mismatched[0]
+        return sentence.format(name, shown_shape(here), shown_shape(there))
+
+    return fault
 
 
 def weights_lacking(found: Found) -> str:
@@ -271,7 +276,7 @@ def weights_lacking(found: Found) -> str:
 
 ON_BASE = (
     Rule("base has a place for each weight", without_place, by_trace(TRACES_IN_ADAPTERS, OTHER_BASE)),
-    Rule("the shapes are base's", other_shape, OTHER_BASE),
+    Rule("the shapes are base's", other_shape("{} is {}, and would have to be {}"), OTHER_BASE),
     Rule("no weight is missing", weights_lacking, COPY_AGAIN),
 )
 
@@ -303,13 +308,6 @@ def tensors_lacking(found: Found) -> str:
     return f"{count}, such as {found.missing[0]}{rest}"
 
 
-def other_shape_in_config(found: Found) -> str:
-    if not found.mismatched:
-        return ""
-    name, here, there = found.mismatched[0]
-    return f"{name} is {shown_shape(here)} in its files, and {shown_shape(there)} by its config.json"
-
-
 def left_over(found: Found) -> str:
     if not found.left_over:
         return ""
@@ -321,10 +319,12 @@ SAVE_WHOLE = "save the model again, or copy all its files"
 OTHER_CONFIG = "use the config.json of these weights"
 OTHER_MODEL = "choose another model: docs/questions.md says which families work"
 
+IN_CONFIG = "{} is {} in its files, and {} by its config.json"
+
 CONFIG = (Rule("it is a language model", other_parts, TEXT_ONLY),)
 MODEL_FILES = (
     Rule("no tensor is missing", tensors_lacking, by_trace(TRACES_IN_MODELS, SAVE_WHOLE)),
-    Rule("the shapes are those of config.json", other_shape_in_config, OTHER_CONFIG),
+    Rule("the shapes are those of config.json", other_shape(IN_CONFIG), OTHER_CONFIG),
     Rule("no layer has a tensor left over", left_over, OTHER_CONFIG),
 )
 

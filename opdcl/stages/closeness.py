@@ -28,6 +28,7 @@ from opdcl import parallel
 from opdcl.config.evaluate import CLOSENESS, EvalConfig
 from opdcl.data.chat import encode_prompt
 from opdcl.data.formats import Row
+from opdcl.data.suites import mean_score
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone, State
 from opdcl.model.distributions import HiddenStates, rows_at_once, shared_rows
@@ -94,7 +95,9 @@ def measure_closeness(
     rows = ask(questions, backbone, decode, partial_rows, report, batch_size=None, seed=SEED, read=read)
     texts.log_hits(report.note)
     samples = _samples(asked, rows, is_base=not adapter)
-    return store(run, record, state, CLOSENESS, samples, _means(samples), floor={}, started=started)
+    scores = [sample["scores"] for sample in samples]
+    metrics = {name: mean_score([one[name] for one in scores]) for name in scores[0]}
+    return store(run, record, state, CLOSENESS, samples, metrics, floor={}, started=started)
 
 
 def _base_rows(
@@ -223,14 +226,6 @@ def _jitter(model: Any) -> Iterator[None]:
         yield
     finally:
         del embeddings.forward
-
-
-def _means(samples: list[Stored]) -> dict[str, float]:
-    means = {}
-    for name in samples[0]["scores"]:
-        total = sum(row["scores"][name] for row in samples)
-        means[name] = round(total / len(samples), 6)
-    return means
 
 
 @torch.no_grad()

@@ -39,20 +39,12 @@ def peft_model(loaded, adapter):
     return PeftModel.from_pretrained(copy.deepcopy(loaded.causal_lm), str(adapter)).eval()
 
 
-# The third holds bf16.
-SHAPES = {
-    "rank 2": {"r": 2, "lora_alpha": 16},
-    "DoRA with rsLoRA": {"r": 4, "lora_alpha": 8, "use_dora": True, "use_rslora": True},
-    "ranks by module": {"r": 4, "rank_pattern": {"q_proj": 8}, "alpha_pattern": {"v_proj": 32}},
-}
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_is_recovered_and_keeps_its_shape(shape, tuned, backbone, loaded):
+def test_an_adapter_of_any_shape_is_recovered_and_keeps_it(tuned, backbone, loaded):
     shutil.rmtree(tuned / "tuned")
-    dtype = torch.bfloat16 if shape == "ranks by module" else None
-    made_by_peft(loaded, tuned / "tuned", dtype, target_modules="all-linear", **SHAPES[shape])
-    rows = run(backbone, tuned, steps=8, validate_every=2, learning_rate=5e-4, method="general")
+    shape = {"r": 4, "lora_alpha": 8, "use_dora": True, "use_rslora": True, "target_modules": "all-linear"}
+    patterns = {"rank_pattern": {"q_proj": 8}, "alpha_pattern": {"v_proj": 32}}
+    made_by_peft(loaded, tuned / "tuned", torch.bfloat16, **shape, **patterns)
+    rows = run(backbone, tuned, steps=4, validate_every=2, learning_rate=5e-4, method="general")
     start, *later = (row["validation"] for row in rows if "validation" in row)
     # Its distance to base shrinks; sampling, on merged weights, and training see the same model.
     assert min(measured["general_kl"] for measured in later) < start["general_kl"]
@@ -76,16 +68,9 @@ def test_every_shape_is_recovered_and_keeps_its_shape(shape, tuned, backbone, lo
             {"modules_to_save": ["lm_head"]},
             r"replaces whole modules of its base \(modules_to_save: .*lm_head",
         ),
-        ({"modules_to_save": ["embed_tokens"]}, "replaces whole modules"),
         ({"bias": "lora_only"}, "changes the biases of its base"),
-        ({"lora_bias": True}, "its low-rank matrices have biases"),
-        ({"trainable_token_indices": [5, 6]}, "embeddings of some tokens"),
         ({"target_modules": ["q_proj", "embed_tokens"]}, "changes embeddings or the head .*embed_tokens"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "changes embeddings or the head .*lm_head"),
         ({"init_lora_weights": "pissa"}, "subtracted from its base .*pissa"),
-        ({"init_lora_weights": "olora"}, "subtracted from its base .*olora"),
-        ({"layer_replication": [[0, 2], [0, 2]]}, "repeats layers"),
-        ({"alora_invocation_tokens": [7]}, "activated LoRA"),
     ],
 )
 def test_an_adapter_that_changes_more_is_refused_with_the_reason(settings, reason, made):
