@@ -22,7 +22,7 @@ from opdcl.model.rules import (
     OTHER_BASE,
     OTHER_SETTINGS,
     copied_weights,
-    first_broken,
+    refuse_broken,
 )
 from opdcl.model.tensors import Found, headers, weight_files
 from opdcl.rundir.hashes import ADAPTER, hash_files
@@ -187,8 +187,7 @@ def refuse_misfit(
         ],
         total=len(held),
     )
-    if broken := first_broken(ON_BASE, found):
-        raise UsageError(f"adapter {folder} does not fit the base model: {broken.reason}", broken.way_out)
+    refuse_broken(ON_BASE, found, f"adapter {folder} does not fit the base model: ")
 
 
 def _that_change_something(folder: Path, names: Sequence[str]) -> list[str]:

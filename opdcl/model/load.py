@@ -16,7 +16,7 @@ from opdcl.data.chat import check_template, with_variables
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
 from opdcl.hub import Repository, download_command, parse, reachable
 from opdcl.model import consent, door, quantized
-from opdcl.model.rules import CONFIG, MODEL_FILES, first_broken
+from opdcl.model.rules import CONFIG, MODEL_FILES, refuse_broken
 from opdcl.model.tensors import Found, headers, weight_files
 from opdcl.model.transformers4 import make_portable
 from opdcl.rundir.files import cache_home, folder_appears_whole, write_atomic, write_json
@@ -253,8 +253,7 @@ def check_model(config: ModelConfig) -> list[str]:
         return []
     read_config(config)
     bare = skeleton(config)
-    if broken := first_broken(CONFIG, bare.config):
-        raise UsageError(f"model {config.id!r} cannot be used: {broken.reason}", broken.way_out)
+    refuse_broken(CONFIG, bare.config, f"model {config.id!r} cannot be used: ")
     source, options = model_source(config)
     if not os.path.isdir(source) or "gguf_file" in options:
         return []
@@ -266,8 +265,7 @@ def check_model(config: ModelConfig) -> list[str]:
 
 def refuse_unfit(name: str, found: Found) -> list[str]:
     """Refuse a model that its files do not give whole; return notes on tensors that are not part of it."""
-    if broken := first_broken(MODEL_FILES, found):
-        raise UsageError(f"model {name!r} cannot be used: {broken.reason}", broken.way_out)
+    refuse_broken(MODEL_FILES, found, f"model {name!r} cannot be used: ")
     if not found.unexpected:
         return []
     count = f"{len(found.unexpected)} tensors in the files of {name} are not part of the language model"
