@@ -30,6 +30,16 @@ def made(loaded, tmp_path):
     return make
 
 
+@pytest.fixture
+def checks(tiny_model, backbone):
+    """The check before a run, and the one on loading, of an adapter's folder."""
+    base = ModelConfig(id=str(tiny_model), dtype="float32")
+    return [
+        lambda folder: check_on_base(folder, base),
+        lambda folder: accept_adapter(backbone, folder, "student"),
+    ]
+
+
 def logits(model):
     ids = torch.arange(40, 60)[None]
     return model(input_ids=ids).logits.detach()
@@ -101,9 +111,7 @@ def with_embeddings(values):
 
 
 @pytest.mark.parametrize("case", ["trained", "resized"])
-def test_embeddings_saved_with_an_adapter_are_refused_if_they_are_not_base_s(
-    case, made, tiny_model, backbone
-):
+def test_embeddings_saved_with_an_adapter_are_refused_if_they_are_not_base_s(case, made, checks, backbone):
     # PEFT writes them when a trainer has resized the vocabulary.
     values = backbone.causal_lm.model.embed_tokens.weight.detach().clone()
     if case == "trained":
@@ -113,12 +121,9 @@ def test_embeddings_saved_with_an_adapter_are_refused_if_they_are_not_base_s(
     adapter = made(r=4, target_modules=["q_proj"])
     edit(adapter, with_embeddings(values))
     before = backbone.fingerprint()
-    for check in (
-        lambda: check_on_base(adapter, ModelConfig(id=str(tiny_model), dtype="float32")),
-        lambda: accept_adapter(backbone, adapter, "student"),
-    ):
+    for check in checks:
         with pytest.raises(UsageError, match=r"embed_tokens\.weight is not its base's"):
-            check()
+            check(adapter)
     assert backbone.fingerprint() == before
 
 
@@ -182,18 +187,13 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("case", MISFITS)
-def test_weights_that_do_not_fit_are_named_as_in_the_file_before_and_on_loading(
-    case, made, backbone, tiny_model
-):
+def test_weights_that_do_not_fit_are_named_as_in_the_file_before_and_on_loading(case, made, checks):
     change, message, hint = MISFITS[case]
     adapter = made(r=4, target_modules=["q_proj"])
     edit(adapter, change)
-    for check in (
-        lambda: check_on_base(adapter, ModelConfig(id=str(tiny_model), dtype="float32")),
-        lambda: accept_adapter(backbone, adapter, "student"),
-    ):
+    for check in checks:
         with pytest.raises(UsageError, match=f"does not fit the base model: .*{message}") as refused:
-            check()
+            check(adapter)
         assert hint in refused.value.hint
 
 
@@ -254,14 +254,11 @@ def test_a_configuration_that_is_no_object_is_refused(text, made):
 
 
 @pytest.mark.parametrize("changes", [{"exclude_modules": "("}, {"target_modules": "q_proj("}])
-def test_a_malformed_pattern_is_refused(changes, made, tiny_model, backbone):
+def test_a_malformed_pattern_is_refused(changes, made, checks):
     adapter = setting(made(r=4, target_modules=["q_proj"]), **changes)
-    for check in (
-        lambda: check_on_base(adapter, ModelConfig(id=str(tiny_model), dtype="float32")),
-        lambda: accept_adapter(backbone, adapter, "student"),
-    ):
+    for check in checks:
         with pytest.raises(UsageError, match=str(adapter)):
-            check()
+            check(adapter)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
