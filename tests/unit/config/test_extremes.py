@@ -83,7 +83,7 @@ def test_an_extreme_number_is_refused_by_its_key_or_planned_at_once(project, mon
         if fault:
             assert name in fault.message + fault.hint
             assert fault.hint
-    assert "--set" in fault_of(project, *NEEDS.get(section, []), f"{key}=.nan").message
+        assert value != ".nan" or "--set" in fault.message
 
 
 # Each number is possible alone, but not what they make together.
