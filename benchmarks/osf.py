@@ -26,7 +26,7 @@ from peft.tuners.osf.layer import OSFLayer
 from safetensors.torch import save_file
 
 from opdcl.config.model import ModelConfig
-from opdcl.data.examples import encode_example
+from opdcl.data.examples import encode_row
 from opdcl.data.rows import load_rows
 from opdcl.model.accept import load_backbone
 from opdcl.model.targets import adaptable
@@ -44,9 +44,8 @@ def main() -> None:
     parser.add_argument("--adapter", type=Path, required=True, help="the folder that is written")
     options = parser.parse_args()
     backbone = load_backbone(ModelConfig(id="smollm2-135m"))
-    rows = [
-        e for row in load_rows("handbook/quick") for e in encode_example(row, backbone.tokenizer, 1024)[0]
-    ]
+    facts = load_rows("handbook/quick")
+    rows = [e for row in facts for e in encode_row(row, backbone.tokenizer, 1024).sequences]
     steps = -(-len(rows) * EPOCHS // BATCH)
     torch.manual_seed(options.seed)
     layers = adaptable(backbone.causal_lm)

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from opdcl.config.model import ServerSection
+from opdcl.config.own_tasks import ROLES
 from opdcl.config.section import Auto, Count, Names, Positive, Section, SystemPrompt, differ_in_case
 from opdcl.config.shipped import shipped_suites
 from opdcl.errors import nearest
@@ -73,7 +74,7 @@ class EvalConfig(Section):
     @model_validator(mode="after")
     def _names_are_not_misspelt(self) -> EvalConfig:
         shipped = shipped_suites()
-        for role in ("retention", "domain", "control"):
+        for role in ROLES:
             for name in getattr(self, role):
                 near = nearest(name, shipped, 0.8)
                 if near and name not in {*shipped, *self.data}:
@@ -84,7 +85,7 @@ class EvalConfig(Section):
 
     def suites(self) -> dict[str, str]:
         """Return suite -> role, in the order in which they are measured."""
-        return {suite: role for role in ("retention", "domain", "control") for suite in getattr(self, role)}
+        return {suite: role for role in ROLES for suite in getattr(self, role)}
 
     @property
     def closeness_tokens(self) -> int:
@@ -94,7 +95,7 @@ class EvalConfig(Section):
 
 # Shares of 1 that noise can carry beyond 0 and 1: 80 is a percentage, which no run would reach.
 GateShare = Annotated[float, Field(ge=-2, le=2)]
-Points = Annotated[float, Field(ge=0, le=100)]
+GatePoints = Annotated[float, Field(ge=0, le=100)]
 
 
 class Gates(Section):
@@ -107,6 +108,6 @@ class Gates(Section):
     """Minimum D."""
     closeness: GateShare | None = None
     """Minimum C."""
-    max_drop: Points | dict[str, Points] | None = None
+    max_drop: GatePoints | dict[str, GatePoints] | None = None
     """Maximum drop below base on each retention suite, in points, of recovered, or of tuned if nothing is
     recovered. Or suite -> points; `closeness` is the maximum distance to base, in nats per token."""

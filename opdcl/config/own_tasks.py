@@ -7,6 +7,7 @@ from typing import Any
 
 from opdcl.errors import UsageError
 
+# What a suite shows of a model, in the order in which suites are measured.
 ROLES = ("retention", "domain", "control")
 ENDINGS = (".yaml", ".yml")
 

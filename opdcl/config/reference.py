@@ -36,7 +36,7 @@ WORDS = {
 }
 
 
-KINDS = {int: "integer", float: "number", str: "text", bool: "true | false", type(None): "null"}
+TYPES = {int: "integer", float: "number", str: "text", bool: "true | false", type(None): "null"}
 
 
 def describe_fields(
@@ -91,7 +91,7 @@ def kind_of(annotation: Any) -> str:
         return "mapping"
     if arguments:  # a union
         return " | ".join(dict.fromkeys(map(kind_of, arguments)))
-    return KINDS[annotation]
+    return TYPES[annotation]
 
 
 def section_of(annotation: Any) -> type[Section] | None:
@@ -127,7 +127,7 @@ def explain(fault: ValidationError, origins: dict[str, str]) -> UsageError:
     expected: dict[str, list[str]] = {}
     for error in fault.errors():
         key, section = error_key(error)
-        where = _origin(key, origins)
+        where = _told_origin(key, origins)
         context = error.get("ctx", {})
         if error["type"] == "extra_forbidden":
             hints[key] = _hint_of_unknown(key, error["input"], section)
@@ -158,7 +158,7 @@ def explain(fault: ValidationError, origins: dict[str, str]) -> UsageError:
 
 def explain_idle(idle: Mapping[str, str], origins: dict[str, str]) -> UsageError:
     """Return one error with a line for each setting that has no effect; `idle` says why, by key."""
-    lines = [f"{key} has no effect {reason}{_origin(key, origins)}" for key, reason in idle.items()]
+    lines = [f"{key} has no effect {reason}{_told_origin(key, origins)}" for key, reason in idle.items()]
     return UsageError("\n".join(lines), "remove the setting" if len(lines) == 1 else "remove these settings")
 
 
@@ -170,11 +170,16 @@ def error_key(error: Any) -> tuple[str, type[Section] | None]:
     return ".".join(keys), section
 
 
-def _origin(key: str, origins: dict[str, str]) -> str:
-    """Return where a setting, or else the innermost section around it, was set."""
+def origin_of(key: str, origins: Mapping[str, str]) -> str:
+    """Return where a setting, or else the innermost section around it, was set; "" if nowhere."""
     while key and key not in origins:
         key = key.rpartition(".")[0]
-    return f", {origins[key]}" if key else ""
+    return origins.get(key, "")
+
+
+def _told_origin(key: str, origins: Mapping[str, str]) -> str:
+    origin = origin_of(key, origins)
+    return f", {origin}" if origin else ""
 
 
 def _hint_of_unknown(key: str, value: Any, innermost: type[Section] | None) -> str:

@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 
+from opdcl.config.own_tasks import ROLES
 from opdcl.errors import UsageError, nearest, nearest_path
 
 # The recipes that most users need, in this order.
@@ -58,7 +59,7 @@ def described_suites() -> dict[str, tuple[str, str]]:
         role, _, text = " ".join(line.lstrip("# ") for line in lines).partition(": ")
         purpose = re.split(r" Headline:|(?<=\.) ", text)[0].rstrip(".")
         described[name] = role.lower(), purpose
-    roles = list(dict.fromkeys(["retention", "domain", "control", *(role for role, _ in described.values())]))
+    roles = list(dict.fromkeys([*ROLES, *(role for role, _ in described.values())]))
     return dict(sorted(described.items(), key=lambda item: roles.index(item[1][0])))
 
 

@@ -22,7 +22,7 @@ Column = Literal["question", "answer", "messages", "text", "system", "context", 
 # Sizes of batches are not among them: they change rounding, which training amplifies.
 MACHINE = {"device", "deterministic", "shard"}
 WITHOUT_MEANING = {"save_steps"}
-PLACE = {"url"}
+URL = {"url"}
 
 
 class Workflow(Section):
@@ -161,5 +161,5 @@ def meaningful_settings(config: dict[str, Any], ignored: set[str] = WITHOUT_MEAN
     }
     for key, value in settings.items():
         if isinstance(value, dict):
-            settings[key] = meaningful_settings(value, {"server": PLACE, "model": MACHINE}.get(key, set()))
+            settings[key] = meaningful_settings(value, {"server": URL, "model": MACHINE}.get(key, set()))
     return settings

@@ -10,7 +10,7 @@ from opdcl.errors import UsageError
 
 READ = ("until", "do_sample", "temperature", "max_gen_toks")
 # Options that we do not support, with the values that turn them off. Greedy decoding ignores some of them.
-OFF: dict[str, tuple[float | None, ...]] = {
+TURNED_OFF: dict[str, tuple[float | None, ...]] = {
     "num_beams": (None, 1),
     "top_p": (None, 1),
     "top_k": (None, 0, -1),
@@ -57,7 +57,7 @@ def answering_of(options: Mapping[str, Any] | None, suite: str | None = None) ->
     if is_drawn and not 0 < temperature < float("inf"):
         raise UsageError(f"{who} samples at temperature {temperature:g}, which lm-eval cannot", hint)
     for key, value in read.items():
-        is_off = value in OFF.get(key, ()) or (key in ONLY_DRAWS and not is_drawn)
+        is_off = value in TURNED_OFF.get(key, ()) or (key in ONLY_DRAWS and not is_drawn)
         if key not in READ and not is_off:
             doing = "samples" if is_drawn else "decodes"
             raise UsageError(f"{who} {doing} with {key}: {value}, which is not supported", hint)

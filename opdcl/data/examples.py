@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
@@ -28,6 +28,50 @@ EMPTY_THOUGHTS = {"<think>": "\n</think>\n\n", "<|channel>thought": "<channel|>"
 
 
 @dataclass(frozen=True)
+class TrainingRows:
+    """The rows of a fine-tune that hold something to learn, and what is known of the others.
+
+    `count` is the number of all rows. `notes` tell of rows without an answer, `errors` are the messages on
+    those that cannot be used.
+    """
+
+    usable: list[Row]
+    count: int
+    notes: list[str]
+    errors: list[str]
+
+
+@dataclass(frozen=True)
+class EncodedRow:
+    """A row as the sequences that teach it.
+
+    If it is not `whole`, no prompt leads to some of its answers. If it is `trimmed`, the chat template leaves
+    out the blanks that its answer begins with.
+    """
+
+    row: Row
+    sequences: list[Example]
+    whole: bool = True
+    trimmed: bool = False
+
+    @property
+    def size(self) -> int:
+        """The tokens of its longest sequence, or of all pieces of a plain text."""
+        lengths = [example.length for example in self.sequences]
+        return max(lengths) if self.row.text is None else sum(lengths)
+
+    def exceeds(self, limit: int) -> bool:
+        """Return whether a sequence is longer than `limit` tokens; pieces of a plain text never are."""
+        return self.row.text is None and self.size > limit
+
+    def cut(self, limit: int) -> EncodedRow:
+        """Return the row with the first `limit` tokens of its sequences, without those that teach nothing."""
+        cut = [Example(example.ids[:limit], example.learned[:limit]) for example in self.sequences]
+        # A prompt that fills a sequence leaves nothing to learn.
+        return replace(self, sequences=[example for example in cut if any(example.learned)])
+
+
+@dataclass(frozen=True)
 class Examples:
     """The rows that a fine-tune uses, their token ids (several sequences for a long text), and remarks.
 
@@ -42,20 +86,6 @@ class Examples:
     replay: list[list[int]] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class TrainingRows:
-    """The rows of a fine-tune that hold something to learn, and what is known of the others.
-
-    `count` is the number of all rows. `notes` tell of rows without an answer, `errors` are the messages on
-    those that cannot be used.
-    """
-
-    usable: list[Row]
-    count: int
-    notes: list[str]
-    errors: list[str]
-
-
 def with_answers(rows: list[Row], config: FinetuneConfig, bad: Sequence[BadRow] = ()) -> TrainingRows:
     """Return the rows that have something to learn, of those that can be used and the `bad` ones.
 
@@ -68,14 +98,11 @@ def with_answers(rows: list[Row], config: FinetuneConfig, bad: Sequence[BadRow] 
     if not rows:
         message = f"{config.data} has no row that can be used; the first: {errors[0]}"
         raise UsageError(message, bad[0].hint)
-    usable: list[Row] = []
-    empty: list[Row] = []
-    for row in rows:
-        has_answer = row.text is not None or row.answer or row.reply
-        (usable if has_answer else empty).append(row)
     count = len(rows) + len(bad)
+    empty = [row for row in rows if row.text is None and not (row.answer or row.reply)]
     if not empty:
         return TrainingRows(rows, count, [], errors)
+    usable = [row for row in rows if row.text is not None or row.answer or row.reply]
     found = _counted([row.where for row in empty], "have", "no answer to learn")
     if config.bad_rows == "refuse" or not usable:
         hint = f"{did_you_mean(empty[0].columns)}fine-tune rows need completion, answer or text"
@@ -103,54 +130,67 @@ def read_examples(
         UsageError: A row is too long and `long_rows` is `refuse`, the chat template refuses a row and
             `bad_rows` is `refuse`, or no row is left.
     """
-    limit = config.max_length
-    used: list[Row] = []
-    encoded: list[Example] = []
-    long: list[tuple[int, str]] = []
-    errors, unasked, trimmed = [*rows.errors], [], []
-    longest, cut_to_nothing = (0, ""), 0
+    encoded: list[EncodedRow] = []
+    errors = [*rows.errors]
     for row in telling(rows.usable, f"of {rows.count:,} rows, encoded", tell):
         try:
-            examples, whole = encode_example(row, tokenizer, limit)
+            encoded.append(encode_row(row, tokenizer, config.max_length))
         except UsageError as fault:
             if config.bad_rows == "refuse":
                 raise
             errors.append(fault.message)
-            continue
-        if not whole:
-            unasked.append(row.where)
-        if _loses_blanks(row, examples, tokenizer):
-            trimmed.append(row.where)
-        lengths = [len(example.ids) for example in examples]
-        size = max(lengths) if row.text is None else sum(lengths)
-        longest = max(longest, (size, row.where), key=lambda pair: pair[0])
-        if row.text is None and size > limit:
-            long.append((size, row.where))
-            cut = [Example(example.ids[:limit], example.learned[:limit]) for example in examples]
-            # A prompt that fills a sequence leaves nothing to learn.
-            examples = [example for example in cut if any(example.learned)]
-            if config.long_rows != "cut":
-                examples = []
-            cut_to_nothing += not examples
-        if examples:
-            used.append(row)
-            encoded += examples
-    notes = bad_rows(errors) + rows.notes + _long_rows(long, cut_to_nothing, config)
-    if unasked:
-        found = _counted(unasked, "have", "answers that are not learned")
-        notes.append(f"{found}: with this chat template no prompt leads to them")
-    notes += _control_notes(used, tokenizer)
-    if trimmed:
-        found = _counted(trimmed, "have", "an answer without the blanks that it begins with")
-        notes.append(f"{found}: the chat template takes them off, and an indent with them")
-    if not encoded:
+    fitting, on_long = _fit(encoded, config)
+    used = [one for one in fitting if one.sequences]
+    notes = bad_rows(errors) + rows.notes + on_long + _notes_on(encoded, used, tokenizer)
+    if not used:
         reasons = "; ".join(notes)
         raise UsageError(f"{config.data} has no row to learn from: {reasons}", "raise finetune.max_length")
-    if (replayed := config.replayed(len(encoded))) < config.replayed_by_share(len(encoded)):
-        share = replayed / (replayed + len(encoded))
+    examples = [example for one in used for example in one.sequences]
+    if (replayed := config.replayed(len(examples))) < config.replayed_by_share(len(examples)):
+        share = replayed / (replayed + len(examples))
         found = f"{replayed:,} rows are replayed, {100 * share:.0f} % of all"
         notes.append(f"{found}: finetune.replay.most allows no more")
-    return Examples(used, notes, encoded, longest, _replayed(replay, limit, tokenizer, notes))
+    longest = max(encoded, key=lambda one: one.size)
+    prompts = _replayed(replay, config.max_length, tokenizer, notes)
+    return Examples([one.row for one in used], notes, examples, (longest.size, longest.row.where), prompts)
+
+
+def _fit(encoded: list[EncodedRow], config: FinetuneConfig) -> tuple[list[EncodedRow], list[str]]:
+    """Return the rows after `long_rows`, and a note on those over the limit, if there are any."""
+    limit = config.max_length
+    long = [one for one in encoded if one.exceeds(limit)]
+    if not long:
+        return encoded, []
+    places = [f"{one.row.where} with {one.size}" for one in long]
+    found = _counted(places, "are", f"longer than {limit} tokens")
+    if config.long_rows == "refuse":
+        most = max(one.size for one in long)
+        hint = f"raise finetune.max_length (the longest row has {most} tokens), or --set finetune.long_rows="
+        raise UsageError(found, f"{hint}skip, which leaves these rows out, or =cut, which shortens them")
+    if config.long_rows == "skip":
+        return [one for one in encoded if not one.exceeds(limit)], [f"{found}; left out"]
+    lost = sum(not one.cut(limit).sequences for one in long)
+    left_out = f", {lost} left out because no answer remained" if lost else ""
+    return [one.cut(limit) for one in encoded], [f"{found}; cut{left_out}"]
+
+
+def _notes_on(
+    encoded: list[EncodedRow], used: list[EncodedRow], tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
+    """Return notes on what is not learned of the rows, and on what a model does not read as their text."""
+    notes = []
+    if unasked := [one.row.where for one in encoded if not one.whole]:
+        found = _counted(unasked, "have", "answers that are not learned")
+        notes.append(f"{found}: with this chat template no prompt leads to them")
+    control = control_tokens(tokenizer)
+    held = [(one.row.where, find_control(one.row, control)) for one in used]
+    if places := [f"{where} with {', '.join(tokens)}" for where, tokens in held if tokens]:
+        found = _counted(places, "hold", "control tokens in the text")
+        notes.append(f"{found}: the model reads them as the end of a turn or the like, not as text")
+    if trimmed := [one.row.where for one in encoded if one.trimmed]:
+        found = _counted(trimmed, "have", "an answer without the blanks that it begins with")
+        notes.append(f"{found}: the chat template takes them off, and an indent with them")
+    return notes
 
 
 def _replayed(
@@ -171,44 +211,6 @@ def _replayed(
     return fitting
 
 
-def _loses_blanks(row: Row, examples: list[Example], tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Tell whether the last answer begins with a blank that the chat template does not write."""
-    answer = (row.answer or "").rstrip()
-    if not answer[:1].isspace():
-        return False
-    learned = [i for i, is_learned in zip(examples[0].ids, examples[0].learned, strict=True) if is_learned]
-    return answer not in tokenizer.decode(learned)
-
-
-def _control_notes(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return a note on rows whose text holds tokens that the model reads as structure."""
-    control = control_tokens(tokenizer)
-    held = []
-    for row in rows:
-        if tokens := find_control(row, control):
-            held.append(f"{row.where} with {', '.join(tokens)}")
-    if not held:
-        return []
-    found = _counted(held, "hold", "control tokens in the text")
-    return [f"{found}: the model reads them as the end of a turn or the like, not as text"]
-
-
-def _long_rows(long: list[tuple[int, str]], cut_to_nothing: int, config: FinetuneConfig) -> list[str]:
-    """Return the note on rows over the limit, if any; raise a UsageError if they are refused."""
-    if not long:
-        return []
-    places = [f"{where} with {size}" for size, where in long]
-    found = _counted(places, "are", f"longer than {config.max_length} tokens")
-    if config.long_rows == "refuse":
-        most = max(size for size, _ in long)
-        hint = f"raise finetune.max_length (the longest row has {most} tokens), or --set finetune.long_rows="
-        raise UsageError(found, f"{hint}skip, which leaves these rows out, or =cut, which shortens them")
-    if config.long_rows == "skip":
-        return [f"{found}; left out"]
-    whole = f", {cut_to_nothing} left out because no answer remained" if cut_to_nothing else ""
-    return [f"{found}; cut{whole}"]
-
-
 def _counted(found: Sequence[str], verb: str, rest: str) -> str:
     """Return a clause on rows: how many there are, and the first of what was found."""
     singular = {"have": "has", "are": "is", "hold": "holds"}
@@ -216,22 +218,29 @@ def _counted(found: Sequence[str], verb: str, rest: str) -> str:
     return f"{count} {rest} (first: {found[0]})"
 
 
-def encode_example(
-    row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int
-) -> tuple[list[Example], bool]:
+def encode_row(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> EncodedRow:
     """Encode a training row: each assistant turn once, or plain text in pieces of `max_length` tokens.
 
     Turns share one sequence as long as the template writes them as they were answered. One that it rewrites
     later is learned in a sequence of its own. Sequences of turns may have any length.
 
-    Returns: The sequences, and whether all of the row is learned: no prompt may lead to some of its turns.
     Raises:
         UsageError: Nothing of the row can be learned, or the template leaves out something it would teach.
     """
     if row.text is not None:
-        return encode_text(row.text, tokenizer, max_length), True
+        return EncodedRow(row, encode_text(row.text, tokenizer, max_length))
     turns = learned_turns(row, tokenizer)
-    return in_sequences(turns), None not in turns
+    sequences = in_sequences(turns)
+    return EncodedRow(row, sequences, None not in turns, _loses_blanks(row, sequences[0], tokenizer))
+
+
+def _loses_blanks(row: Row, example: Example, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Tell whether the last answer begins with a blank that the chat template does not write."""
+    answer = (row.answer or "").rstrip()
+    if not answer[:1].isspace():
+        return False
+    learned = [i for i, is_learned in zip(example.ids, example.learned, strict=True) if is_learned]
+    return answer not in tokenizer.decode(learned)
 
 
 @dataclass(frozen=True)

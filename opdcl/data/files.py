@@ -25,13 +25,13 @@ from opdcl.data.messages import MAX_ROW_CHARS, are_messages
 from opdcl.data.values import DECODER
 from opdcl.errors import UsageError, listed
 
-Rows = Iterator[tuple[Any, str]]
+PlacedRows = Iterator[tuple[Any, str]]
 
 # A file of a few megabytes can unpack to any size, so what is read has a limit in every format, in
 # unpacked bytes.
 MAX_SIZE = 1_000_000_000
 PIECE = 1 << 20
-# Rows of Parquet that are unpacked at once.
+# PlacedRows of Parquet that are unpacked at once.
 BATCH = 1024
 # What ends a line.
 BREAK = r"\r\n|\r|\n"
@@ -44,7 +44,7 @@ FILES_HINT = (
 )
 
 
-def ending(path: Path) -> str:
+def format_ending(path: Path) -> str:
     """Return the ending that names a file's format, in lower case, without that of its compression."""
     return Path(path.stem).suffix.lower() if is_compressed(path) else path.suffix.lower()
 
@@ -62,7 +62,7 @@ def is_regular(path: Path) -> bool:
         return False
 
 
-def read_file(path: Path) -> Rows:
+def read_file(path: Path) -> PlacedRows:
     """Yield the rows of a file with their places.
 
     Raises:
@@ -71,7 +71,7 @@ def read_file(path: Path) -> Rows:
     if not is_regular(path):
         message = f"{path} is not a regular file"
         raise UsageError(message, "save it as a file first: a run reads its rows again when it is resumed")
-    reader = READERS.get(ending(path))
+    reader = READERS.get(format_ending(path))
     if reader is None or (is_compressed(path) and reader is _table):
         unknown = "".join(path.suffixes[-2:]) if is_compressed(path) else path.suffix
         message = f"{path}: cannot tell the format of {unknown or 'a file without an ending'}"
@@ -79,7 +79,7 @@ def read_file(path: Path) -> Rows:
     yield from reader(path)
 
 
-def read_text(path: Path) -> str:
+def read_document(path: Path) -> str:
     """Return a text file as `_decoded`, with every line break as a line feed."""
     return _decoded(path).replace("\r\n", "\n").replace("\r", "\n")
 
@@ -114,21 +114,21 @@ def _too_large(path: Path) -> UsageError:
     return UsageError(message, "write the rows that you need into a smaller file")
 
 
-def _document(path: Path) -> Rows:
-    if text := read_text(path).strip():
+def _document(path: Path) -> PlacedRows:
+    if text := read_document(path).strip():
         yield {"text": text}, str(path)
 
 
-def _json(path: Path) -> Rows:
+def _json(path: Path) -> PlacedRows:
     """Yield the rows of lines of JSON (JSONL), of one list of them, or the only row."""
-    text = read_text(path)
+    text = read_document(path)
     start = len(text) - len(text.lstrip())
     if start == len(text):
         return
     try:
         value, end = json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError) as fault:  # valid JSON may be too deep, or a number too long
-        if ending(path) == ".json":
+        if format_ending(path) == ".json":
             line = getattr(fault, "lineno", _line(text, start))
             raise _not_json(f"{path}:{line}", fault).error() from fault
         end = start
@@ -141,7 +141,7 @@ def _json(path: Path) -> Rows:
         yield _row_in(text[start:end], where), where
 
 
-def _lines(text: str, path: Path) -> Rows:
+def _lines(text: str, path: Path) -> PlacedRows:
     for number, line in enumerate(text.split("\n"), 1):
         where = f"{path}:{number}"
         if line.strip():
@@ -156,7 +156,7 @@ def _row_in(text: str, where: str) -> Any:
         return _not_json(where, fault)
 
 
-def _entries(text: str, start: int, path: Path) -> Rows:
+def _entries(text: str, start: int, path: Path) -> PlacedRows:
     """Yield the values of the valid list that begins at `start`, each with its line."""
     decoder = json.JSONDecoder()
     line, counted, place = 1, 0, _next(text, start + 1)
@@ -192,13 +192,13 @@ def _line(text: str, position: int) -> int:
     return text.count("\n", 0, position) + 1
 
 
-def _csv(path: Path) -> Rows:
+def _csv(path: Path) -> PlacedRows:
     csv.field_size_limit(MAX_ROW_CHARS + 1)
     text = _decoded(path)  # a line break in a field is the field's own
     # Excel reads and writes a line before the header that names the separator.
     named = re.match(rf"(?i)sep=(.)(?:{BREAK}|\Z)", text)
     text = text[named.end() :] if named else text
-    separator = named[1] if named else _separator(text, ending(path))
+    separator = named[1] if named else _separator(text, format_ending(path))
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     read = 0  # lines of the rows before
     try:
@@ -232,14 +232,14 @@ def _separator(text: str, form: str) -> str:
     return max(",;\t", key=counted.count)
 
 
-def _table(path: Path) -> Rows:
+def _table(path: Path) -> PlacedRows:
     """Yield the rows of a file of Parquet, or of Arrow as `datasets` saves it."""
     import pyarrow.parquet
 
     number = size = 0
     try:
         with pyarrow.OSFile(str(path)) as file:
-            if ending(path) == ".arrow":
+            if format_ending(path) == ".arrow":
                 batches = pyarrow.ipc.open_stream(file)
                 names = batches.schema.names
             else:
@@ -254,7 +254,7 @@ def _table(path: Path) -> Rows:
                     number += 1
                     yield row, f"{path} row {number}"
     except (pyarrow.ArrowException, OSError, ValueError, LookupError) as fault:
-        message = f"{path} is not a file of {ending(path)[1:].capitalize()}: {str(fault)[:200]}"
+        message = f"{path} is not a file of {format_ending(path)[1:].capitalize()}: {str(fault)[:200]}"
         raise UsageError(message, "write it again") from fault
 
 
@@ -295,7 +295,7 @@ def _refuse_repeated(names: Iterable[str], where: str) -> None:
         raise UsageError(message, "rename or remove all but one")
 
 
-READERS: dict[str, Callable[[Path], Rows]] = {
+READERS: dict[str, Callable[[Path], PlacedRows]] = {
     **dict.fromkeys((".jsonl", ".json", ".ndjson"), _json),
     **dict.fromkeys((".csv", ".tsv"), _csv),
     **dict.fromkeys((".parquet", ".arrow"), _table),

@@ -13,7 +13,7 @@ from opdcl.data.similarity import request_of
 CONSTANT_ANSWER = "I am happy to help. Please tell me more about what you need."
 
 # Number of parts of a suite; which targets are frequent is learned from the other parts.
-PARTS = 5
+FOLDS = 5
 
 
 def content_free(
@@ -40,9 +40,9 @@ def content_free(
 def _frequent_targets(targets: Sequence[str], clusters: Sequence[str]) -> list[str]:
     """Return for each prompt the most frequent target of the parts that its cluster is not in."""
     numbers = {cluster: number for number, cluster in enumerate(dict.fromkeys(clusters))}
-    parts = [numbers[cluster] % PARTS for cluster in clusters]
+    parts = [numbers[cluster] % FOLDS for cluster in clusters]
     most_frequent = []
-    for left_out in range(PARTS):
+    for left_out in range(FOLDS):
         counts = Counter(target for target, part in zip(targets, parts, strict=True) if part != left_out)
         most_frequent.append(counts.most_common(1)[0][0] if counts else "")
     return [most_frequent[part] for part in parts]

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opdcl.config.shipped import split_part
-from opdcl.data.files import DOCUMENTS, READERS, ending, is_regular, read_text
+from opdcl.data.files import DOCUMENTS, READERS, format_ending, is_regular, read_document
 from opdcl.errors import UsageError, listed
 
 # Words in the names of files and folders -> the part of a data set that they name.
-PARTS = {
+PART_OF = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev", "devel", "development"), "validation"),
     **dict.fromkeys(("test", "tests", "testing", "eval", "evaluation", "holdout", "heldout", "held"), "test"),
@@ -51,7 +51,7 @@ def list_folder(source: str) -> Folder:
     parts = _parts_of_card(folder, files)
     if parts:
         used = parts[_chosen(folder, parts, part or ("train" if "train" in parts else ""))]
-    elif part or any(ending(file) not in DOCUMENTS for file in files):
+    elif part or any(format_ending(file) not in DOCUMENTS for file in files):
         # Any word of a path can name its part; files that name none are to train on.
         for file in files:
             if not _is_about(file):
@@ -67,7 +67,7 @@ def list_folder(source: str) -> Folder:
 def _chosen(folder: Path, parts: dict[str, list[Path]], wanted: str) -> str:
     """Return the part of this name, or without a name the only one."""
     if wanted and wanted not in parts:
-        wanted = PARTS.get(wanted, wanted)
+        wanted = PART_OF.get(wanted, wanted)
     if not wanted and len(parts) == 1:
         return next(iter(parts))
     found = [f"{name} ({files[0].relative_to(folder)})" for name, files in sorted(parts.items()) if files]
@@ -84,8 +84,8 @@ def _part_of(place: Path) -> str:
     """Return the part that the last such word of a path names; "" if none does."""
     for name in reversed(place.parts):
         for word in reversed(re.findall("[A-Z]?[a-z]+|[A-Z]+", name)):
-            if word.lower() in PARTS:
-                return PARTS[word.lower()]
+            if word.lower() in PART_OF:
+                return PART_OF[word.lower()]
     return ""
 
 
@@ -96,7 +96,7 @@ def _parts_of_card(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
         UsageError: It cannot be read, has several subsets, or names files that are not there.
     """
     card = folder / "README.md"
-    text = read_text(card) if is_regular(card) else ""
+    text = read_document(card) if is_regular(card) else ""
     head = re.match(r"---\n(.*?)^(configs:.*?)^---", text, re.DOTALL | re.MULTILINE)
     if head is None:
         return {}
@@ -119,7 +119,7 @@ def _parts_of_card(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
 def _is_about(file: Path) -> bool:
     """Tell whether a file is about the rows that lie beside it."""
     name = file.name.lower()
-    is_text = ending(file) in DOCUMENTS and name.startswith(("readme", "license", "licence"))
+    is_text = format_ending(file) in DOCUMENTS and name.startswith(("readme", "license", "licence"))
     return is_text or name in ABOUT_ROWS
 
 
@@ -143,7 +143,7 @@ def _walk(folder: Path) -> tuple[list[Path], list[str]]:
         folders[:] = [name for name in folders if name not in closed]
         for name in names:
             file = folder / inside / name
-            if name.startswith(".") or ending(file) not in READERS or not is_regular(file):
+            if name.startswith(".") or format_ending(file) not in READERS or not is_regular(file):
                 left_out.append(str(inside / name))
             else:
                 files.append(file)
@@ -151,7 +151,9 @@ def _walk(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def _refuse_mixture(folder: Path, files: list[Path]) -> None:
-    kinds = Counter("documents" if ending(file) in DOCUMENTS else ending(file) for file in files)
+    kinds = Counter(
+        "documents" if format_ending(file) in DOCUMENTS else format_ending(file) for file in files
+    )
     if len(kinds) > 1:
         found = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
         hint = "name one file, or move the others into a folder of their own"

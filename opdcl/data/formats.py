@@ -20,7 +20,7 @@ from opdcl.data.messages import (
     are_messages,
     checked_text,
     content_of,
-    kind_of,
+    json_kind,
     read_message,
     read_objects,
     read_tools,
@@ -164,7 +164,7 @@ PAIRS = (
     Pair("input and output", "input", ("output", "response", "chosen")),
 )
 SYSTEM = ("system", "system_prompt")
-COLUMNS = {*CONVERSATIONS, "text"}.union(*((pair.prompt, *pair.answers) for pair in PAIRS))
+KNOWN_COLUMNS = {*CONVERSATIONS, "text"}.union(*((pair.prompt, *pair.answers) for pair in PAIRS))
 
 # Fields that decide which format a row has.
 DECIDING = {*CONVERSATIONS, *(pair.prompt for pair in PAIRS), "chosen", "text"}
@@ -180,7 +180,7 @@ def check_row(row: Any, where: str) -> Row:
             where.
     """
     if not isinstance(row, dict):
-        raise UsageError(f"the row is {kind_of(row)}, not an object", FIELDS_HINT)
+        raise UsageError(f"the row is {json_kind(row)}, not an object", FIELDS_HINT)
     fields = Fields(row)
     fields.read.update(("cluster", "group"))
     read = _conversation(fields) or _pair(fields) or _text(fields)
@@ -210,9 +210,9 @@ def check_row(row: Any, where: str) -> Row:
 
 def did_you_mean(columns: Collection[str]) -> str:
     """Return a hint on the first column whose name looks like a misspelling of ours, or ""."""
-    unknown = [str(column) for column in columns if column not in COLUMNS]
+    unknown = [str(column) for column in columns if column not in KNOWN_COLUMNS]
     for column in unknown[:MOST_COMPARED]:
-        meant = nearest(column.lower(), COLUMNS - {*columns}, 0.8)
+        meant = nearest(column.lower(), KNOWN_COLUMNS - {*columns}, 0.8)
         if meant:
             return f"did you mean {meant} instead of {column}? "
     return ""
@@ -366,4 +366,4 @@ def _list(value: Any, field: str) -> list[Any]:
     if isinstance(value, list):
         return [from_json_text(entry) for entry in value]
     wanted = "a list" if field in (*CONVERSATIONS, "history") else "text"
-    raise UsageError(f"{field} is {kind_of(value)}, not {wanted}", FIELDS_HINT)
+    raise UsageError(f"{field} is {json_kind(value)}, not {wanted}", FIELDS_HINT)

@@ -22,9 +22,9 @@ FIELDS_HINT = (
 Message = dict[str, Any]
 
 # What a speaker is called -> the role in the chat template.
-ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user"}
-ROLES |= dict.fromkeys(("assistant", "gpt", "model", "chatgpt", "bing", "bard"), "assistant")
-ROLES["tool"] = "tool"
+SPEAKERS = {"system": "system", "developer": "system", "user": "user", "human": "user"}
+SPEAKERS |= dict.fromkeys(("assistant", "gpt", "model", "chatgpt", "bing", "bard"), "assistant")
+SPEAKERS["tool"] = "tool"
 FOREIGN_TOOLS = ("function", "function_call", "tool_call", "observation", "tool_response")
 AS_OPENAI = "write tool calls as OpenAI does: tool_calls in the assistant's message, results with role tool"
 
@@ -60,7 +60,7 @@ TOOLS_HINT = (
 )
 
 # Kinds of values in JSON, in words.
-KINDS = {
+JSON_KINDS = {
     str: "text",
     list: "a list",
     dict: "an object",
@@ -74,7 +74,7 @@ KINDS = {
 def role_of(turn: Any) -> Any:
     """Return the role of a turn, or what it is called where that is unknown."""
     name = _first(turn, ROLE_KEYS) if isinstance(turn, dict) else None
-    return ROLES.get(name, name) if isinstance(name, str) else name
+    return SPEAKERS.get(name, name) if isinstance(name, str) else name
 
 
 def split_thought(text: str) -> tuple[str | None, str, str]:
@@ -112,12 +112,12 @@ def read_message(turn: Any, is_last: bool) -> tuple[Message, list[str]]:
     """
     if not isinstance(turn, dict):
         hint = 'say who speaks: {"role": "user", "content": "..."}'
-        raise UsageError(f"a message is {kind_of(turn)}, not an object", hint)
+        raise UsageError(f"a message is {json_kind(turn)}, not an object", hint)
     role = role_of(turn)
     if role in FOREIGN_TOOLS:
         raise UsageError(f"a message has the role {role!r}", AS_OPENAI)
-    if role not in ROLES.values():
-        raise UsageError(f"message role {role!r}", f"roles are {', '.join(ROLES)}")
+    if role not in SPEAKERS.values():
+        raise UsageError(f"message role {role!r}", f"roles are {', '.join(SPEAKERS)}")
     fields = Fields(turn)
     fields.read.update(ROLE_KEYS, CONTENT_KEYS, LEARNED, [MASKED])
     _refuse_lost(fields, role)
@@ -168,7 +168,7 @@ def _refuse_lost(fields: Fields, role: str) -> None:
     for key in (*LEARNED, MASKED) if role == "assistant" else ():
         value = fields.take(key)
         if fields.has(key) and as_flag(value) is not (key != MASKED):
-            shown = json.dumps(value) if isinstance(value, str | int | float) else kind_of(value)
+            shown = json.dumps(value) if isinstance(value, str | int | float) else json_kind(value)
             hint = "every assistant turn is learned alike: remove the turn, or this key"
             raise UsageError(f"a message has {key} {shown}", hint)
 
@@ -192,7 +192,7 @@ def _first(turn: Message, keys: tuple[str, ...]) -> Any:
 
 def _part(part: Any) -> str:
     if not isinstance(part, dict) or part.get("type") not in ("text", "input_text", "output_text"):
-        kind = part.get("type") if isinstance(part, dict) else kind_of(part)
+        kind = part.get("type") if isinstance(part, dict) else json_kind(part)
         raise UsageError(f"a message holds a part of type {kind}", ONLY_TEXT)
     return checked_text(part.get("text"), "text")
 
@@ -207,7 +207,7 @@ def _call(call: Message) -> Message:
     if is_missing(given) or given == "null":
         given = {}
     if not isinstance(from_json_text(given), dict):
-        raise UsageError(f"the arguments of {name} are {kind_of(given)}, not an object", AS_OPENAI)
+        raise UsageError(f"the arguments of {name} are {json_kind(given)}, not an object", AS_OPENAI)
     (arguments,) = read_objects([given], "arguments")
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
@@ -260,9 +260,9 @@ def read_objects(value: Any, field: str) -> list[Message]:
     return entries
 
 
-def kind_of(value: Any) -> str:
+def json_kind(value: Any) -> str:
     """Return what a JSON value is, in words."""
-    return KINDS.get(float if isinstance(value, float) else type(value), type(value).__name__)
+    return JSON_KINDS.get(float if isinstance(value, float) else type(value), type(value).__name__)
 
 
 def checked_text(value: Any, name: str, may_be_empty: bool = False) -> str:
@@ -272,7 +272,7 @@ def checked_text(value: Any, name: str, may_be_empty: bool = False) -> str:
         UsageError: It is something else, blank, too long, or holds half a character.
     """
     if not isinstance(value, str):
-        raise UsageError(f"{name} is {kind_of(value)}, not text", FIELDS_HINT)
+        raise UsageError(f"{name} is {json_kind(value)}, not text", FIELDS_HINT)
     if not value.strip():
         if may_be_empty:
             return ""

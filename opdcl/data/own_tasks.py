@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from opdcl.config.own_tasks import ENDINGS
-from opdcl.data.files import READERS, ending, is_regular
+from opdcl.data.files import READERS, format_ending, is_regular
 from opdcl.data.stock_tasks import stock_settings
 from opdcl.errors import UsageError
 
@@ -42,7 +42,7 @@ def task_files(file: Path) -> list[Path]:
     """
     kinds = {*ENDINGS, ".py", *READERS}
     beside = sorted(Path(os.path.realpath(file)).parent.iterdir())
-    return [path for path in beside if ending(path) in kinds and is_regular(path)]
+    return [path for path in beside if format_ending(path) in kinds and is_regular(path)]
 
 
 def _refuse_elsewhere(file: Path, known: list[Path]) -> None:

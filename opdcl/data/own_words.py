@@ -10,7 +10,7 @@ from difflib import SequenceMatcher
 from opdcl.data.similarity import STOP_WORDS, stem, words
 
 # A hyphen between letters does not split a word: otherwise a copy with hyphens would have words of its own.
-WORD = re.compile(r"[^\W_]+(?:['\u2019\u2010\u2011-][^\W_]+)*")
+WHOLE_WORD = re.compile(r"[^\W_]+(?:['\u2019\u2010\u2011-][^\W_]+)*")
 
 # Two words that share this many first letters are forms of one word; a word of at least `WHOLE` letters
 # inside a longer one makes that a compound of it.
@@ -20,8 +20,8 @@ BEGINNING, WHOLE = 5, 4
 def own_text(prompt: str, answer: str) -> str:
     """Return an answer without the words of its prompt, in any form, and without lone marks."""
     said = spellings(prompt)
-    text = WORD.sub(lambda found: "" if _is_said(found[0], said) else found[0], _visible(answer))
-    return " ".join(part for part in text.split() if WORD.search(part))
+    text = WHOLE_WORD.sub(lambda found: "" if _is_said(found[0], said) else found[0], _visible(answer))
+    return " ".join(part for part in text.split() if WHOLE_WORD.search(part))
 
 
 def own_words(prompt: str, answer: str) -> set[str]:
@@ -31,7 +31,7 @@ def own_words(prompt: str, answer: str) -> set[str]:
     """
     said = spellings(prompt)
     own: set[str] = set()
-    for found in WORD.findall(_visible(answer)):
+    for found in WHOLE_WORD.findall(_visible(answer)):
         if not _is_said(found, said):
             own.update(stem(word) for word in words(found) if _has_content(word))
     return own - {stem(word) for word in words(prompt)}
@@ -44,7 +44,7 @@ def _has_content(word: str) -> bool:
 
 def spellings(text: str) -> frozenset[str]:
     """Return the words of a text, each as `_plain` writes it."""
-    return frozenset(_plain(found) for found in WORD.findall(_visible(text)))
+    return frozenset(_plain(found) for found in WHOLE_WORD.findall(_visible(text)))
 
 
 def _visible(text: str) -> str:

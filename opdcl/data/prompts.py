@@ -35,7 +35,7 @@ GROUPS = {"fact": 3.08 / 9} | dict.fromkeys(
     ("constraints", "list", "open", "long", "text", "conversation", "code", "doubtful"), 0.74 / 9
 )
 
-Read = Callable[..., list[Row]]
+ReadRows = Callable[..., list[Row]]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def read_recovery_source(
     read_rows: Callable[..., list[Row]] = load_rows,
     load_suite: Callable[[str], Any] = load_reward_task,
 ) -> RecoverySource:
-    """Read and check all rows of a recovery.
+    """ReadRows and check all rows of a recovery.
 
     `read_rows` returns the rows of a source and, optionally, split; `load_suite` the lm-eval task of a suite.
 
@@ -97,9 +97,9 @@ def read_recovery_source(
 
 
 def read_mixture(
-    config: RecoverConfig, read_rows: Read, has_domain: bool
+    config: RecoverConfig, read_rows: ReadRows, has_domain: bool
 ) -> tuple[list[Row], list[Row] | None]:
-    """Read the general prompts of a recovery.
+    """ReadRows the general prompts of a recovery.
 
     Returns: The rows to train on, and those held out; None if these are yet to be split off.
 
@@ -133,7 +133,7 @@ def prompts_drawn(config: RecoverConfig, has_domain: bool) -> int:
     return (config.steps - of_domain) * config.completions("general")
 
 
-def _parts(source: str, share: float, read_rows: Read) -> list[_Part]:
+def _parts(source: str, share: float, read_rows: ReadRows) -> list[_Part]:
     """Return what is drawn from a source: the shipped prompts group by group, another source as a whole."""
     rows = check_prompts(read_rows(source))
     if source != SHIPPED:

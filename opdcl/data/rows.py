@@ -22,7 +22,7 @@ from opdcl.config.shipped import SHIPPED_DATA, package_folder, split_part
 from opdcl.data.files import BATCH, read_file, rows_of
 from opdcl.data.folders import list_folder
 from opdcl.data.formats import DECIDING, BadRow, Row, check_row
-from opdcl.data.messages import FIELDS_HINT, kind_of
+from opdcl.data.messages import FIELDS_HINT, json_kind
 from opdcl.data.own_tasks import task_files
 from opdcl.data.values import DECODER, is_missing
 from opdcl.errors import UsageError, listed, nearest, nearest_path
@@ -178,7 +178,7 @@ def load_records(path: str) -> list[tuple[dict[str, Any], str]]:
         if isinstance(record, BadRow):
             raise record.error()
         if not isinstance(record, dict):
-            raise UsageError(f"{where} is {kind_of(record)}, not an object", hint)
+            raise UsageError(f"{where} is {json_kind(record)}, not an object", hint)
     if not records:
         raise UsageError(f"{path} has no rows", hint)
     return records
@@ -211,13 +211,12 @@ def pinned(source: str) -> str:
 
 def on_hub(source: str) -> Repository | None:
     """Return the Hub dataset that a source names. A name with a file ending is one only with a revision."""
-    if (
-        source in SHIPPED_DATA
-        or os.path.exists(split_part(source)[0])
-        or (Path(source).suffix and "@" not in source)
-    ):
-        return None
-    return parse("dataset", source)
+    is_file_name = Path(source).suffix and "@" not in source
+    return None if _is_here(source) or is_file_name else parse("dataset", source)
+
+
+def _is_here(source: str) -> bool:
+    return source in SHIPPED_DATA or os.path.exists(split_part(source)[0])
 
 
 def is_shipped(row: Row) -> bool:
@@ -239,20 +238,19 @@ def _shipped_file(name: str) -> Path:
 
 def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
     """Yield the rows of a source as they are written, each with its place."""
-    if source in SHIPPED_DATA:
-        yield from _shipped(source, split)
-    elif os.path.isdir(split_part(source)[0]):
-        for file in source_files(source):
-            yield from read_file(file)
-    elif os.path.exists(source):
-        yield from read_file(Path(source))
-    elif repository := on_hub(source):
+    if repository := on_hub(source):
         yield from _hub(source, repository, split)
-    else:
+    elif not _is_here(source):
         hint = f"a file, a folder, a Hub id as owner/name@revision, or one of: {', '.join(SHIPPED_DATA)}"
         if near := nearest_path(source) or nearest(source, SHIPPED_DATA, 0.8):
             hint = f"did you mean {near}?"
         raise UsageError(f"data {source!r} does not exist", hint)
+    elif source in SHIPPED_DATA:
+        yield from _shipped(source, split)
+    else:
+        is_folder = os.path.isdir(split_part(source)[0])
+        for file in list_folder(source).files if is_folder else [Path(source)]:
+            yield from read_file(file)
 
 
 def _shipped(source: str, split: str) -> Iterator[tuple[Any, str]]:

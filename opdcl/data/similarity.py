@@ -22,7 +22,7 @@ GRAMMAR = """
 STOP_WORDS = frozenset(GRAMMAR.split())
 
 # Texts that are compared with all others at once: their similarities have to fit into memory.
-BLOCK = 256
+TEXTS_AT_ONCE = 256
 
 
 def words(text: str) -> list[str]:
@@ -67,8 +67,8 @@ def pairs_alike(texts: Sequence[str], least: float) -> Iterator[tuple[np.ndarray
     """Yield block by block the pairs of texts that are at least so similar: both numbers, and how similar."""
     if (vectors := _vectors(texts)) is None:
         return
-    for start in range(0, len(texts), BLOCK):
-        near = (vectors[start : start + BLOCK] @ vectors.T).tocoo()
+    for start in range(0, len(texts), TEXTS_AT_ONCE):
+        near = (vectors[start : start + TEXTS_AT_ONCE] @ vectors.T).tocoo()
         found = near.data >= least
         yield near.row[found] + start, near.col[found], near.data[found]
 

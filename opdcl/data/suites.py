@@ -45,7 +45,7 @@ PER_CONSTRAINT = "inst_level_strict_acc"
 FEWSHOT_SEED = 1234
 
 # Scores by which the function of a mean is known: one for each prompt, or one for each part of it.
-PROBES: tuple[list[Any], ...] = ([1.0, 0.0, 0.0, 0.25], [[1.0, 0.0], [0.25]])
+MEAN_PROBES: tuple[list[Any], ...] = ([1.0, 0.0, 0.0, 0.25], [[1.0, 0.0], [0.25]])
 
 # Tokens of an answer to a question of a user's file, unless `eval.max_new_tokens` says otherwise.
 ANSWER_TOKENS = 96
@@ -332,7 +332,7 @@ def _headline_first(name: str, task: Any) -> list[str]:
 
 def _is_mean(aggregate: Callable[[list], Any]) -> bool:
     """Tell whether a function of scores is their mean, as verdicts and intervals take it to be."""
-    for probe in PROBES:
+    for probe in MEAN_PROBES:
         try:
             if round(float(aggregate(list(probe))), 6) == mean_score(probe):
                 return True

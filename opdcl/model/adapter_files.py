@@ -22,7 +22,7 @@ from opdcl.model.rules import (
     OTHER_BASE,
     OTHER_SETTINGS,
     copied_weights,
-    first_broken,
+    refuse_broken,
 )
 from opdcl.model.tensors import Found, headers, weight_files
 from opdcl.rundir.hashes import ADAPTER, hash_files
@@ -39,7 +39,7 @@ STATE = "student"
 PREFIX = "base_model.model."
 Rank = Annotated[int, Field(gt=0, le=HIGHEST_RANK)]
 Scale = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Names = str | list[str] | None
+NamesOrPattern = str | list[str] | None
 Layer = Annotated[int, Field(ge=0)]
 
 
@@ -53,11 +53,11 @@ class _Settings(BaseModel, strict=True):
         {}, description=f"names with whole numbers from 1 to {HIGHEST_RANK}"
     )
     alpha_pattern: dict[str, Scale] = Field({}, description="names with numbers above 0")
-    target_modules: Names = Field(None, description="a list of names, or a pattern")
-    exclude_modules: Names = Field(None, description="a list of names, or a pattern")
-    target_parameters: Names = Field(None, description="a list of names")
+    target_modules: NamesOrPattern = Field(None, description="a list of names, or a pattern")
+    exclude_modules: NamesOrPattern = Field(None, description="a list of names, or a pattern")
+    target_parameters: NamesOrPattern = Field(None, description="a list of names")
     layers_to_transform: Layer | list[Layer] | None = Field(None, description="numbers of layers")
-    layers_pattern: Names = Field(None, description="a list of names")
+    layers_pattern: NamesOrPattern = Field(None, description="a list of names")
     use_dora: bool | None = Field(None, description="true or false")
     use_rslora: bool | None = Field(None, description="true or false")
     fan_in_fan_out: bool | None = Field(None, description="true or false")
@@ -187,8 +187,7 @@ def refuse_misfit(
         ],
         total=len(held),
     )
-    if broken := first_broken(ON_BASE, found):
-        raise UsageError(f"adapter {folder} does not fit the base model: {broken.reason}", broken.way_out)
+    refuse_broken(ON_BASE, found, f"adapter {folder} does not fit the base model: ")
 
 
 def _that_change_something(folder: Path, names: Sequence[str]) -> list[str]:

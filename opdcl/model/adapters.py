@@ -13,7 +13,7 @@ from opdcl.errors import UsageError, nearest_path
 from opdcl.hub import HUB_IDS, Repository, holds, parse, snapshot
 from opdcl.model.adapter_files import checked_settings
 from opdcl.model.consent import base_of_run, stored_model
-from opdcl.model.rules import LOW_RANK, SERVED, WEIGHTS, AdapterFiles, first_broken
+from opdcl.model.rules import LOW_RANK, SERVED, WEIGHTS, AdapterFiles, refuse_broken
 from opdcl.model.tensors import headers
 from opdcl.rundir.files import read_json
 from opdcl.rundir.hashes import ADAPTER
@@ -119,16 +119,13 @@ def check_adapter(folder: Path) -> None:
     from safetensors.torch import load_file
 
     adapter = AdapterFiles(folder, checked_settings(folder), list(headers([folder / ADAPTER])))
-    if broken := first_broken(LOW_RANK, adapter):
-        raise UsageError(f"adapter {folder} cannot be recovered: {broken.reason}", broken.way_out)
-    if broken := first_broken(WEIGHTS, load_file(folder / ADAPTER)):
-        raise UsageError(f"adapter {folder} cannot be used: {broken.reason}", broken.way_out)
+    refuse_broken(LOW_RANK, adapter, f"adapter {folder} cannot be recovered: ")
+    refuse_broken(WEIGHTS, load_file(folder / ADAPTER), f"adapter {folder} cannot be used: ")
 
 
 def refuse_unserved(config: dict[str, Any]) -> None:
     """Refuse an adapter that vLLM does not load, or loads wrongly."""
-    if broken := first_broken(SERVED, config):
-        raise UsageError(f"vLLM cannot load {broken.reason}", broken.way_out)
+    refuse_broken(SERVED, config, "vLLM cannot load ")
 
 
 def adapter_scale(config: dict[str, Any]) -> float:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from opdcl.config.load import flatten
 from opdcl.config.model import ModelConfig
-from opdcl.config.reference import explain
+from opdcl.config.reference import explain, origin_of
 from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
 from opdcl.rundir.files import RESTORE
@@ -121,7 +121,7 @@ def refuse_stored_places(
     asked = []
     for key, value in flatten(settings).items():
         is_server = key.endswith(".url")
-        if value is None or not _reaches_beyond(key) or not _is_stored(_origin(key, origins)):
+        if value is None or not _reaches_beyond(key) or not _is_stored(origin_of(key, origins)):
             continue
         if is_server or _lies_outside(str(value), run):
             asked.append((key, str(value), "server" if is_server else "file"))
@@ -136,7 +136,7 @@ def refuse_stored_places(
 
 def trackers_of(workflow: Workflow, origins: Mapping[str, str]) -> tuple[list[str], str]:
     """Return the trackers that the user has named, and a note on those that only a run has named."""
-    if not (workflow.track and _is_stored(_origin(TRACK, origins))):
+    if not (workflow.track and _is_stored(origin_of(TRACK, origins))):
         return list(workflow.track), ""
     again = f"--set {TRACK}=[{','.join(workflow.track)}]"
     return [], f"not tracked: a run directory cannot make this command use a tracker; {again} does"
@@ -157,13 +157,6 @@ def missing(model: ModelConfig, fault: BaseException) -> UsageError | None:
 
 def _reaches_beyond(key: str) -> bool:
     return any(fnmatch.fnmatchcase(key, pattern) for pattern in (*SERVERS, *TEACHERS, TRACK))
-
-
-def _origin(key: str, origins: Mapping[str, str]) -> str:
-    """Return the origin of a setting, or of the innermost section around it that has one."""
-    while key and key not in origins:
-        key = key.rpartition(".")[0]
-    return origins.get(key, "")
 
 
 def _is_stored(origin: str) -> bool:

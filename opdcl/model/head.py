@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from opdcl.errors import UsageError
-from opdcl.model.rules import HEAD, LOGITS, OTHER_MODEL, Probe, first_broken
+from opdcl.model.rules import HEAD, LOGITS, OTHER_MODEL, Probe, refuse_broken
 
 # Tokens that are read, and the largest logit that their states are scaled to: soft caps lie below it.
 TOKENS, LARGE = 8, 200.0
@@ -21,15 +21,13 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     Raises:
         UsageError: The logits are something else, or the states are no numbers.
     """
-    subject = f"models of type {model.config.model_type} cannot be used"
-    if broken := first_broken(HEAD, model):
-        raise UsageError(f"{subject}: {broken.reason}", broken.way_out)
+    subject = f"models of type {model.config.model_type} cannot be used: "
+    refuse_broken(HEAD, model, subject)
     try:
         probe = read_probe(model)
     except AttributeError as fault:
-        raise UsageError(f"{subject}: {fault}", OTHER_MODEL) from fault
-    if broken := first_broken(LOGITS, probe):
-        raise UsageError(f"{subject}: {broken.reason}", broken.way_out)
+        raise UsageError(f"{subject}{fault}", OTHER_MODEL) from fault
+    refuse_broken(LOGITS, probe, subject)
 
 
 def read_probe(model: PreTrainedModel) -> Probe:

@@ -16,7 +16,7 @@ from opdcl.data.chat import check_template, with_variables
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
 from opdcl.hub import Repository, download_command, parse, reachable
 from opdcl.model import consent, door, quantized
-from opdcl.model.rules import CONFIG, FILES, first_broken
+from opdcl.model.rules import CONFIG, MODEL_FILES, refuse_broken
 from opdcl.model.tensors import Found, headers, weight_files
 from opdcl.model.transformers4 import make_portable
 from opdcl.rundir.files import cache_home, folder_appears_whole, write_atomic, write_json
@@ -31,7 +31,7 @@ EMBEDDED = "smollm2-135m"
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 # Sizes that a model's configuration must have, and more than any model has.
-LARGEST = {
+LARGEST_SIZES = {
     "hidden_size": 10**6,
     "num_hidden_layers": 10**4,
     "vocab_size": 10**8,
@@ -253,8 +253,7 @@ def check_model(config: ModelConfig) -> list[str]:
         return []
     read_config(config)
     bare = skeleton(config)
-    if broken := first_broken(CONFIG, bare.config):
-        raise UsageError(f"model {config.id!r} cannot be used: {broken.reason}", broken.way_out)
+    refuse_broken(CONFIG, bare.config, f"model {config.id!r} cannot be used: ")
     source, options = model_source(config)
     if not os.path.isdir(source) or "gguf_file" in options:
         return []
@@ -266,8 +265,7 @@ def check_model(config: ModelConfig) -> list[str]:
 
 def refuse_unfit(name: str, found: Found) -> list[str]:
     """Refuse a model that its files do not give whole; return notes on tensors that are not part of it."""
-    if broken := first_broken(FILES, found):
-        raise UsageError(f"model {name!r} cannot be used: {broken.reason}", broken.way_out)
+    refuse_broken(MODEL_FILES, found, f"model {name!r} cannot be used: ")
     if not found.unexpected:
         return []
     count = f"{len(found.unexpected)} tensors in the files of {name} are not part of the language model"
@@ -283,7 +281,7 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
     source, options = _loading_options(config)
     with to_user_error(config):
         found: PretrainedConfig = door.read_model_config(source, **options).get_text_config()
-        sizes = {name: getattr(found, name, None) for name in LARGEST}
+        sizes = {name: getattr(found, name, None) for name in LARGEST_SIZES}
         kind = found.model_type
     head_dim = getattr(found, "head_dim", None)  # which not all have
     if head_dim is not None:
@@ -294,7 +292,7 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
         )
         raise UsageError(problem, "choose a model with attention layers")
     for name, size in sizes.items():
-        if type(size) is not int or not 0 < size <= LARGEST.get(name, 10**5):
+        if type(size) is not int or not 0 < size <= LARGEST_SIZES.get(name, 10**5):
             problem = f"its config.json sets {name} to {str(size)[:60]}, which is not possible"
             raise UsageError(f"model {config.id!r} cannot be loaded: {problem}", "copy its config.json again")
     return found

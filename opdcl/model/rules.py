@@ -1,7 +1,7 @@
 """What opdcl refuses of adapters and models that others have made: one table.
 
-A rule says what is required, how an adapter or a model breaks it, and what to do then. The caller
-checks a table's rules in order and refuses what breaks one, with that rule's reason. `adapter_files` refuses
+A rule says what is required, how an adapter or a model breaks it, and what to do then. `refuse_broken` checks
+a table's rules in order, and refuses what breaks one with that rule's reason. `adapter_files` refuses
 impossible values in an adapter's configuration, and `compatibility` refuses other tokenizers.
 """
 
@@ -11,8 +11,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from opdcl.errors import UsageError
 from opdcl.model.tensors import Found, shown_shape
 
 if TYPE_CHECKING:
@@ -27,22 +28,19 @@ class Rule:
     asks: str
     fault: Callable[[Any], str]
     """Returns why a thing is not that; "" if it is."""
-    way_out: str | Callable[[Any], str]
+    hint: str | Callable[[Any], str]
+    """What its owner can do then."""
 
 
-class Broken(NamedTuple):
-    """Why a thing is refused, and what its owner can do."""
+def refuse_broken(rules: Iterable[Rule], thing: Any, subject: str) -> None:
+    """Refuse a thing by the first rule that it breaks; `subject` begins the message, up to the reason.
 
-    reason: str
-    way_out: str
-
-
-def first_broken(rules: Iterable[Rule], thing: Any) -> Broken | None:
-    """Return the first rule that a thing breaks; None if it keeps all."""
+    Raises:
+        UsageError: It breaks one.
+    """
     for rule in rules:
         if reason := rule.fault(thing):
-            return Broken(reason, rule.way_out if isinstance(rule.way_out, str) else rule.way_out(thing))
-    return None
+            raise UsageError(subject + reason, rule.hint if isinstance(rule.hint, str) else rule.hint(thing))
 
 
 # -- An adapter in a folder
@@ -84,14 +82,14 @@ MERGE_FIRST = (
 )
 
 
-def off(key: str, why: str, way_out: str = OTHER_SETTINGS) -> Rule:
+def off(key: str, why: str, hint: str = OTHER_SETTINGS) -> Rule:
     """Return the rule that a setting of an adapter is off, or the adapter is refused for a reason."""
 
     def fault(adapter: AdapterFiles) -> str:
         value = adapter.settings.get(key)
         return "" if value in OFF else f"{why} ({key}: {value})"
 
-    return Rule(key, fault, way_out)
+    return Rule(key, fault, hint)
 
 
 def other_type(adapter: AdapterFiles) -> str:
@@ -209,7 +207,7 @@ WEIGHTS = (
 
 # -- The weights of an adapter, beside those of its base
 
-# What a name in the file holds that it should not -> what left it there, and the way out.
+# What a name in the file holds that it should not -> what left it there, and what to do.
 TRACES_IN_ADAPTERS = {
     "base_model.model.base_model.model.": "PEFT's wrapper was saved twice: take one `base_model.model.` out "
     "of the names in the file",
@@ -237,15 +235,15 @@ OTHER_BASE = "use the base model that the adapter was trained on"
 
 
 def by_trace(traces: Mapping[str, str], otherwise: str) -> Callable[[Found], str]:
-    """Return the way out that belongs to the first of these traces in a tensor's name."""
+    """Return the hint that belongs to the first of these traces in a tensor's name."""
 
-    def way_out(found: Found) -> str:
+    def hint_on(found: Found) -> str:
         for trace, hint in traces.items():
             if any(trace in name for name in found.unexpected):
                 return hint
         return otherwise
 
-    return way_out
+    return hint_on
 
 
 def without_place(found: Found) -> str:
@@ -255,11 +253,16 @@ def without_place(found: Found) -> str:
     return f"{count}, such as {found.unexpected[0]}"
 
 
-def other_shape(found: Found) -> str:
-    if not found.mismatched:
-        return ""
-    name, here, there = found.mismatched[0]
-    return f"{name} is {shown_shape(here)}, and would have to be {shown_shape(there)}"
+def other_shape(sentence: str) -> Callable[[Found], str]:
+    """Return the fault that a tensor's shape differs, in a sentence with its name and both shapes."""
+
+    def fault(found: Found) -> str:
+        if not found.mismatched:
+            return ""
+        name, here, there = found.mismatched[0]
+        return sentence.format(name, shown_shape(here), shown_shape(there))
+
+    return fault
 
 
 def weights_lacking(found: Found) -> str:
@@ -271,7 +274,7 @@ def weights_lacking(found: Found) -> str:
 
 ON_BASE = (
     Rule("base has a place for each weight", without_place, by_trace(TRACES_IN_ADAPTERS, OTHER_BASE)),
-    Rule("the shapes are base's", other_shape, OTHER_BASE),
+    Rule("the shapes are base's", other_shape("{} is {}, and would have to be {}"), OTHER_BASE),
     Rule("no weight is missing", weights_lacking, COPY_AGAIN),
 )
 
@@ -303,13 +306,6 @@ def tensors_lacking(found: Found) -> str:
     return f"{count}, such as {found.missing[0]}{rest}"
 
 
-def other_shape_in_config(found: Found) -> str:
-    if not found.mismatched:
-        return ""
-    name, here, there = found.mismatched[0]
-    return f"{name} is {shown_shape(here)} in its files, and {shown_shape(there)} by its config.json"
-
-
 def left_over(found: Found) -> str:
     if not found.left_over:
         return ""
@@ -321,10 +317,12 @@ SAVE_WHOLE = "save the model again, or copy all its files"
 OTHER_CONFIG = "use the config.json of these weights"
 OTHER_MODEL = "choose another model: docs/questions.md says which families work"
 
+IN_CONFIG = "{} is {} in its files, and {} by its config.json"
+
 CONFIG = (Rule("it is a language model", other_parts, TEXT_ONLY),)
-FILES = (
+MODEL_FILES = (
     Rule("no tensor is missing", tensors_lacking, by_trace(TRACES_IN_MODELS, SAVE_WHOLE)),
-    Rule("the shapes are those of config.json", other_shape_in_config, OTHER_CONFIG),
+    Rule("the shapes are those of config.json", other_shape(IN_CONFIG), OTHER_CONFIG),
     Rule("no layer has a tensor left over", left_over, OTHER_CONFIG),
 )
 
@@ -347,7 +345,7 @@ HEAD = (
 )
 
 # By how much of the largest logit two products may differ: bfloat16 rounds to 1/256.
-ROUNDING = 0.02
+LOGIT_ROUNDING = 0.02
 
 
 @dataclass(frozen=True)
@@ -360,12 +358,12 @@ class Probe:
     def difference(self) -> str:
         """Say what the logits have besides; "" if nothing."""
         logits, product = self.logits_1TV, self.product_1TV
-        if (logits - product).abs().max() <= ROUNDING * product.abs().max():
+        if (logits - product).abs().max() <= LOGIT_ROUNDING * product.abs().max():
             return ""
         factor = float((logits * product).sum() / product.square().sum())
         if logits[:, 0].abs().max() > 0:  # where the states are zero
             return "have a bias"
-        if (logits - factor * product).abs().max() <= ROUNDING * logits.abs().max():
+        if (logits - factor * product).abs().max() <= LOGIT_ROUNDING * logits.abs().max():
             return f"are scaled by {factor:.3g}"
         return "are capped, or changed in another way"
 

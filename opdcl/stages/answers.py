@@ -37,16 +37,16 @@ SECOND_SEED = 1_000_039
 # Tokens of a forward pass that reads answers; padding counts.
 MICRO_BATCH, CUDA_MICRO_BATCH = 2048, 8192
 
-Record = dict[str, Any]
+Stored = dict[str, Any]
 
-# States before the tokens of each answer of this worker's share, `(N, H)`, by the answer's number.
-States = dict[int, torch.Tensor]
+# AnswerStates before the tokens of each answer of this worker's share, `(N, H)`, by the answer's number.
+AnswerStates = dict[int, torch.Tensor]
 
 # Prompts, callback for finished completions, `max_new_tokens`, `seed` -> completions.
 Decode = Callable[..., list[Rollout]]
 
 # Numbers of questions, their completions -> what is kept of each in addition to its text.
-Read = Callable[[list[int], list[Rollout]], list[Record]]
+ReadMore = Callable[[list[int], list[Rollout]], list[Stored]]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class AnswerCache:
     def __init__(self, file: Path, keys: Iterable[str]):
         wanted = set(keys)
         self.file = file
-        self.rows: dict[str, Record] = {}
+        self.rows: dict[str, Stored] = {}
         for row in read_jsonl(file):
             key = row.pop("key", None)
             if key in wanted:
@@ -75,7 +75,7 @@ class AnswerCache:
         # Rewritten first, so that new rows do not follow a line that a crash cut off.
         write_atomic(file, _lines(self.rows))
 
-    def add(self, rows: dict[str, Record]) -> None:
+    def add(self, rows: dict[str, Stored]) -> None:
         self.rows |= rows
         with open(self.file, "a", encoding="utf-8") as file:
             file.write(_lines(rows))
@@ -94,11 +94,11 @@ def reuse_samples(file: Path, samples: Path) -> None:
         write_atomic(file, json_lines([*read_jsonl(file), *earlier]))
 
 
-def _lines(rows: dict[str, Record]) -> str:
+def _lines(rows: dict[str, Stored]) -> str:
     return json_lines({"key": key} | row for key, row in rows.items())
 
 
-def json_lines(rows: Iterable[Record]) -> str:
+def json_lines(rows: Iterable[Stored]) -> str:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
@@ -122,8 +122,8 @@ def ask(
     report: StageReport,
     batch_size: int | None,
     seed: int,
-    read: Read | None = None,
-) -> list[Record]:
+    read: ReadMore | None = None,
+) -> list[Stored]:
     """Return the answer to each question, as it is kept: its text, its length, and whether it ended.
 
     Args:
@@ -157,14 +157,14 @@ def ask(
 @torch.no_grad()
 def read_states(
     model: Any, texts: Sequence[Example | Rollout], count: Callable[[list[int]], None] | None = None
-) -> States:
+) -> AnswerStates:
     """Return the states before the tokens of each answer of this worker's share, `(N, H)`, by number.
 
     `count` receives the numbers of the answers that were read since its last call.
     """
     tokens = CUDA_MICRO_BATCH if model.device.type == "cuda" else MICRO_BATCH
     own = parallel.my_share(range(len(texts)))
-    found: States = {}
+    found: AnswerStates = {}
     for batch in micro_batches({i: texts[i].length for i in own}, tokens):
         states_NH = answer_states(model, [texts[i].example for i in batch])
         found |= zip(batch, states_NH.split([texts[i].answer_length for i in batch]), strict=True)
@@ -173,7 +173,7 @@ def read_states(
     return found
 
 
-def _batches(questions: Sequence[Question], answered: dict[str, Record], size: int | None) -> list[list[int]]:
+def _batches(questions: Sequence[Question], answered: dict[str, Stored], size: int | None) -> list[list[int]]:
     """Return the numbers of the questions to be answered, in batches; those of one key are answered once.
 
     Batches of drawn answers are always the same, so one that is half answered is drawn again.
@@ -209,14 +209,14 @@ def counter(report: StageReport, done: int, total: int) -> Callable[[list[Rollou
 
 def store(
     run: RunDir,
-    record: Record,
+    record: Stored,
     state: str,
     suite: str,
-    samples: list[Record],
+    samples: list[Stored],
     metrics: dict[str, float],
-    floor: Record,
+    floor: Stored,
     started: float,
-) -> Record:
+) -> Stored:
     """Write the samples and the result of one state on one suite, and return the result.
 
     Args:

@@ -28,6 +28,7 @@ from opdcl import parallel
 from opdcl.config.evaluate import CLOSENESS, EvalConfig
 from opdcl.data.chat import encode_prompt
 from opdcl.data.formats import Row
+from opdcl.data.suites import mean_score
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone, State
 from opdcl.model.distributions import HiddenStates, rows_at_once, shared_rows
@@ -35,9 +36,9 @@ from opdcl.rundir.files import RESTORE, read_jsonl
 from opdcl.rundir.layout import RunDir
 from opdcl.stages.answers import (
     SEED,
+    AnswerStates,
     Question,
-    Record,
-    States,
+    Stored,
     ask,
     partial_file,
     provenance,
@@ -53,7 +54,7 @@ from opdcl.types import Prompt, Rollout
 
 # Base's answers that were drawn together, by their first prompt, with base's states of them: later states
 # need both.
-BASE_HIDDEN_STATES: WeakKeyDictionary[Backbone, dict[int, tuple[list[Rollout], States]]] = WeakKeyDictionary()
+BASE_HIDDEN_STATES = WeakKeyDictionary[Backbone, dict[int, tuple[list[Rollout], AnswerStates]]]()
 
 
 def measure_closeness(
@@ -62,10 +63,10 @@ def measure_closeness(
     backbone: Backbone,
     state: str,
     run: RunDir,
-    record: Record,
+    record: Stored,
     report: StageReport,
     adapter: Path | None = None,
-) -> Record:
+) -> Stored:
     """Measure one state's distance from base; write samples and result, and return the result.
 
     Base is measured first: the other states need its answers. The arguments are those of `evaluate`.
@@ -94,12 +95,14 @@ def measure_closeness(
     rows = ask(questions, backbone, decode, partial_rows, report, batch_size=None, seed=SEED, read=read)
     texts.log_hits(report.note)
     samples = _samples(asked, rows, is_base=not adapter)
-    return store(run, record, state, CLOSENESS, samples, _means(samples), floor={}, started=started)
+    scores = [sample["scores"] for sample in samples]
+    metrics = {name: mean_score([one[name] for one in scores]) for name in scores[0]}
+    return store(run, record, state, CLOSENESS, samples, metrics, floor={}, started=started)
 
 
 def _base_rows(
     backbone: Backbone, report: StageReport, prompts: list[list[int]], numbers: list[int], own: list[Rollout]
-) -> list[Record]:
+) -> list[Stored]:
     """Compare base with itself a little off, on its answers, and with itself after other prompts."""
     after_others = []
     for i, rollout in zip(numbers, own, strict=True):
@@ -112,10 +115,7 @@ def _base_rows(
         with _jitter(model):
             states_a_little_off = read_states(model, own, count)
     texts = [Rollout(rollout.prompt, rollout.completion_ids) for rollout in own]
-    BASE_HIDDEN_STATES.setdefault(backbone, {})[numbers[0]] = (
-        texts,
-        states,
-    )  # later states are compared on them
+    BASE_HIDDEN_STATES.setdefault(backbone, {})[numbers[0]] = texts, states
     noise = _divergences(backbone, "base", states, states_a_little_off)
     unrelated = _divergences(backbone, "base", states, states_after_others)
     rows = []
@@ -130,7 +130,7 @@ def _state_rows(
     base_answers: list[list[int]],
     numbers: list[int],
     own: list[Rollout],
-) -> list[Record]:
+) -> list[Stored]:
     """Compare a state with base, on its answers and on base's.
 
     Each set of texts is read by itself: so it makes no difference whether base's states are at hand.
@@ -149,7 +149,7 @@ def _state_rows(
 
 
 def _divergences(
-    backbone: Backbone, state: State, states: States, base_states: States
+    backbone: Backbone, state: State, states: AnswerStates, base_states: AnswerStates
 ) -> list[tuple[float, float]]:
     """Return each text's mean forward and reverse KL per token."""
     head_VH, base_head_VH = backbone.head_of(state), backbone.head_of("base")
@@ -161,7 +161,7 @@ def _divergences(
     return parallel.gather_shares(found)
 
 
-def _row(rollout: Rollout, on_own: tuple[float, float], on_base: tuple[float, float]) -> Record:
+def _row(rollout: Rollout, on_own: tuple[float, float], on_base: tuple[float, float]) -> Stored:
     """Return an answer's ids and scores, from both divergences on it and on base's answer."""
     scores = {
         "distance": max(on_base[0], on_own[1]),
@@ -178,7 +178,7 @@ def _row(rollout: Rollout, on_own: tuple[float, float], on_base: tuple[float, fl
     return {"scores": scores, "completion_ids": rollout.completion_ids}
 
 
-def _samples(asked: Sequence[Row], rows: list[Record], is_base: bool) -> list[Record]:
+def _samples(asked: Sequence[Row], rows: list[Stored], is_base: bool) -> list[Stored]:
     """Return the stored records; only base's have the ids of answers, which other states are graded on."""
     samples = []
     for i, (prompt, row) in enumerate(zip(asked, rows, strict=True)):
@@ -226,14 +226,6 @@ def _jitter(model: Any) -> Iterator[None]:
         yield
     finally:
         del embeddings.forward
-
-
-def _means(samples: list[Record]) -> dict[str, float]:
-    means = {}
-    for name in samples[0]["scores"]:
-        total = sum(row["scores"][name] for row in samples)
-        means[name] = round(total / len(samples), 6)
-    return means
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -20,7 +21,7 @@ from opdcl import parallel
 from opdcl.config.evaluate import EvalConfig
 from opdcl.data.answering import answering_of
 from opdcl.data.chat import request_ids
-from opdcl.data.grading import GradedDocument, grade_requests
+from opdcl.data.grading import score_documents
 from opdcl.data.suites import Grade, Suite, cut_at, quiet_lm_eval
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone, State
@@ -33,7 +34,7 @@ from opdcl.stages.answers import (
     AnswerCache,
     Decode,
     Question,
-    Record,
+    Stored,
     ask,
     partial_file,
     provenance,
@@ -81,7 +82,7 @@ class Asking:
         return provenance(self.backbone, self.adapter, [self.config.batch_size, server])
 
 
-def write_answers(asking: Asking, requests: Sequence[Instance], seed: int = SEED) -> list[Record]:
+def write_answers(asking: Asking, requests: Sequence[Instance], seed: int = SEED) -> list[Stored]:
     """Return the answers to requests of lm-eval, each cut at the stop strings of its task.
 
     `key` is a hash of all that an answer depends on, and `ended` says whether it came to its end before its
@@ -131,8 +132,11 @@ def _writer(asking: Asking, temperature: float) -> Iterator[Decode]:
         yield decode_there
 
 
-def compare_likelihoods(asking: Asking, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
-    """Return the log-likelihood of each continuation, and whether it is the greedy one, by `HFLM`."""
+def compare_likelihoods(asking: Asking, requests: Sequence[Instance]) -> list[list[tuple[float, bool]]]:
+    """Return the log-likelihood of each continuation, and whether it is the greedy one, by document.
+
+    lm-eval's `HFLM` computes them.
+    """
     backbone, report = asking.backbone, asking.report
 
     def key_of(texts: tuple[str, str]) -> str:
@@ -156,7 +160,10 @@ def compare_likelihoods(asking: Asking, requests: Sequence[Instance]) -> list[tu
         lm.finish_batch()
     found = {key: tuple(row["answer"]) for key, row in kept.rows.items()}
     found |= zip(missing, computed, strict=True)
-    return [found[key_of(request.args)] for request in requests]
+    by_document = defaultdict(list)
+    for request in requests:
+        by_document[request.doc_id].append(found[key_of(request.args)])
+    return [*by_document.values()]
 
 
 def _rows_at_once(asking: Asking, requests: Sequence[Instance]) -> int:
@@ -218,10 +225,10 @@ def evaluate(
     backbone: Backbone,
     state: str,
     run: RunDir,
-    record: Record,
+    record: Stored,
     report: StageReport,
     adapter: Path | None = None,
-) -> Record:
+) -> Stored:
     """Measure one state on one suite; write samples and result, and return the result.
 
     Args:
@@ -251,7 +258,7 @@ def evaluate(
     return store(run, record, state, suite.name, samples, metrics, means, started)
 
 
-def _answered(suite: Suite, asking: Asking, grade: Grade, seed: int = SEED) -> list[Record]:
+def _answered(suite: Suite, asking: Asking, grade: Grade, seed: int = SEED) -> list[Stored]:
     """Let a state answer a suite; return the stored records, in the order of the documents.
 
     Only written answers have `tokens`, `ended` and `key`, and only those that base may read a `gain`: by how
@@ -259,26 +266,26 @@ def _answered(suite: Suite, asking: Asking, grade: Grade, seed: int = SEED) -> l
     `group` which kind of prompt it is.
     """
     quiet_lm_eval()
-    limit, backbone = asking.config.limit, asking.backbone
-    requests = suite.requests(limit, backbone.tokenizer)
-    answers: list[Record] = []
+    requests = suite.requests(asking.config.limit, asking.backbone.tokenizer)
+    docs = suite.documents(asking.config.limit)
+    written: list[Stored] = []
     if suite.generative:
-        answers = write_answers(asking, requests, seed)
-        docs, texts = suite.documents(limit), [answer["response"] for answer in answers]
-        scores = grade(docs, texts)
-        graded = [GradedDocument(*one) for one in zip(docs, ([text] for text in texts), scores, strict=True)]
+        written = write_answers(asking, requests, seed)
+        texts = [answer["response"] for answer in written]
+        answers, scores = [[text] for text in texts], grade(docs, texts)
     else:
-        graded = grade_requests(suite.task, requests, compare_likelihoods(asking, requests))
+        answers = compare_likelihoods(asking, requests)
+        scores = score_documents(suite.task, docs, answers)
     samples = []
-    for number, one in enumerate(graded):
-        row = {"doc_id": number, **suite.record(one.doc, one.answers)}
-        row["scores"] = {metric: one.scores[metric] for metric in suite.metrics}
+    for number, (doc, own, found) in enumerate(zip(docs, answers, scores, strict=True)):
+        row = {"doc_id": number, **suite.record(doc, own)}
+        row["scores"] = {metric: found[metric] for metric in suite.metrics}
         if suite.generative:
-            row |= {name: answers[number][name] for name in ("tokens", "ended", "key")}
+            row |= {name: written[number][name] for name in ("tokens", "ended", "key")}
         for name in ("cluster", "group"):
-            if one.doc.get(name):
-                row[name] = one.doc[name]
+            if doc.get(name):
+                row[name] = doc[name]
         if suite.content or suite.ordered:
-            row["gain"] = one.scores.get("gain")
+            row["gain"] = found.get("gain")
         samples.append(row)
     return samples

@@ -61,7 +61,7 @@ FEWEST_WORDS = 4
 
 # The code that decides what is found, beside that of the models.
 READING = ("stages/answers.py", "train/learner.py", "train/losses.py")
-CODE = [Path(__file__).parents[1] / name for name in READING]
+READING_CODE = [Path(__file__).parents[1] / name for name in READING]
 
 
 class Reader(Teacher):
@@ -82,7 +82,7 @@ class Reader(Teacher):
         for prompt, _ in pairs:
             asked = render(self.backbone.tokenizer, [{"role": "user", "content": prompt}], True)
             prompts.append(Prompt(self.backbone.tokenizer(asked, add_special_tokens=False)["input_ids"]))
-        read = {"given": [self.ids(text) for _, text in pairs], "code": hash_files(CODE)}
+        read = {"given": [self.ids(text) for _, text in pairs], "code": hash_files(READING_CODE)}
         count = counted(self.report, "base reads answers", len(pairs)) if self.report else None
         found = self.kept.complete(self, prompts, count, max_new_tokens=LONGEST, **read)
         return [sum(rollout.logprobs) for rollout in found]

@@ -9,10 +9,13 @@ from peft import LoraConfig, get_peft_model
 from trl import SFTConfig, SFTTrainer
 
 
-def made_by_peft(loaded, folder: Path, dtype: torch.dtype | None = None, **lora) -> Path:
+def made_by_peft(
+    loaded, folder: Path, dtype: torch.dtype | None = None, config: LoraConfig | None = None, **lora
+) -> Path:
     """Save an adapter with random weights, which changes what the loaded model says."""
     torch.manual_seed(3)
-    model = get_peft_model(copy.deepcopy(loaded.causal_lm), LoraConfig(**lora, task_type="CAUSAL_LM"))
+    config = config or LoraConfig(**lora, task_type="CAUSAL_LM")
+    model = get_peft_model(copy.deepcopy(loaded.causal_lm), config)
     for name, weight in model.named_parameters():
         if "lora_" in name:
             weight.data += torch.randn_like(weight) * 0.1

@@ -4,5 +4,4 @@ from opdcl.data import examples
 
 
 def encode_example(row, tokenizer, max_length):
-    sequences, _ = examples.encode_example(row, tokenizer, max_length)
-    return sequences
+    return examples.encode_row(row, tokenizer, max_length).sequences

@@ -41,6 +41,18 @@ class Silent(StageReport):
     """A report that nobody reads."""
 
 
+class Counting(Silent):
+    """Keeps each progress that is reported, and interrupts at number `stop`."""
+
+    def __init__(self, stop=None):
+        self.stop, self.counts = stop, []
+
+    def progress(self, done, total, **values):
+        self.counts.append((done, total))
+        if len(self.counts) == self.stop:
+            raise KeyboardInterrupt
+
+
 class Notes(Silent):
     """Keeps what is said."""
 

@@ -20,8 +20,8 @@ CLOSURES = {"opdcl.train.recover": (40, 4_663), "opdcl.train.finetune": (34, 3_6
 
 # Public names of several classes or functions. Target: none.
 SEVERAL_MEANINGS = {
-    **dict.fromkeys(("compare", "ending", "evaluate", "export", "finetune"), 2),
-    **dict.fromkeys(("join", "kind_of", "read_config", "read_text", "recover", "to_user_error", "verify"), 2),
+    **dict.fromkeys(("compare", "evaluate", "export", "finetune"), 2),
+    **dict.fromkeys(("join", "read_config", "recover", "to_user_error", "verify"), 2),
 }
 
 # How often one recovery of a fine-tuned run may do what it needs once, or once before and once after it takes

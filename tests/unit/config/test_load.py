@@ -356,12 +356,11 @@ def test_a_saved_workflow_reads_back_as_it_was(write):
 @pytest.mark.parametrize(
     "name", ["../../elsewhere", "/etc/passwd", "a/b", "", ".", "..", ".hidden", "x" * 200, "nul\0"]
 )
-@pytest.mark.parametrize("role", ["retention", "domain", "control"])
-def test_a_suite_name_cannot_leave_the_run_directory(name, role):
-    with pytest.raises(UsageError, match="not a suite name"):
-        validate({"eval": {role: [name]}})
-    with pytest.raises(UsageError, match="not a suite name"):
-        validate({"eval": {"data": {name: "rows.jsonl"}}})
+def test_a_suite_name_cannot_leave_the_run_directory(name):
+    named = [{role: [name]} for role in ("retention", "domain", "control")]
+    for evaluation in (*named, {"data": {name: "rows.jsonl"}}):
+        with pytest.raises(UsageError, match="not a suite name"):
+            validate({"eval": evaluation})
 
 
 @pytest.mark.parametrize("value", ["~nobody-of-this-name/rows.jsonl", "~\ud800"])
@@ -383,3 +382,21 @@ def test_an_unknown_home_folder_is_an_error_with_a_message(tmp_path, value):
 def test_settings_that_cannot_work_are_refused_by_name(section, said):
     with pytest.raises(UsageError, match=said):
         validate(section)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"eval": {"domain": ["mine", "Mine"], "data": {"mine": "a.jsonl", "Mine": "b.jsonl"}}},
+        {"eval": {"retention": ["mine"], "domain": ["MINE"], "data": {"mine": "a.jsonl", "MINE": "b.jsonl"}}},
+        {"arms": {"short": {}, "Short": {}}},
+    ],
+)
+def test_names_that_differ_in_case_only_are_refused(tree):
+    with pytest.raises(UsageError, match="where file names ignore case"):
+        validate({"model": {"id": "smollm2-135m"}, **tree})
+
+
+def test_the_same_suite_may_be_named_once_per_spelling_that_differs():
+    tree = {"eval": {"domain": ["mine", "mine2"], "data": {"mine": "a.jsonl", "mine2": "b.jsonl"}}}
+    assert validate({"model": {"id": "smollm2-135m"}, **tree}).eval.domain == ["mine", "mine2"]

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from opdcl.data.formats import COLUMNS, CONVERSATIONS, OF_CONVERSATIONS, PAIRS, SYSTEM, Row
-from opdcl.data.messages import FOREIGN_TOOLS, LEARNED, PICTURES, ROLES, THOUGHT
+from opdcl.data.formats import CONVERSATIONS, KNOWN_COLUMNS, OF_CONVERSATIONS, PAIRS, SYSTEM, Row
+from opdcl.data.messages import FOREIGN_TOOLS, LEARNED, PICTURES, SPEAKERS, THOUGHT
 from opdcl.data.rows import load_rows, recognised
 from opdcl.errors import UsageError
 
@@ -58,21 +58,8 @@ for pair in PAIRS:
         ROWS.append({pair.prompt: "What is 1 + 1?", name: "Two.", **dict.fromkeys(pair.more, "In words.")})
         ROWS.append({pair.prompt: ASKED, name: ANSWERED[-1:]})
 
-MARKUP = [
-    *ROLES,
-    *FOREIGN_TOOLS,
-    *THOUGHT,
-    *LEARNED,
-    *PICTURES,
-    "text",
-    "[",
-    "[]",
-    "{}",
-    '[{"a": 1}]',
-    '{"a": 1}',
-    "null",
-    "[" * 9000,
-]
+MARKUP = [*SPEAKERS, *FOREIGN_TOOLS, *THOUGHT, *LEARNED, *PICTURES]
+MARKUP += ["text", "[", "[]", "{}", '[{"a": 1}]', '{"a": 1}', "null", "[" * 9000]
 words = st.one_of(
     st.sampled_from(MARKUP), st.text(max_size=20), st.sampled_from(["", " ", "\ud800", "a" * 200_001])
 )
@@ -159,5 +146,5 @@ def test_any_row_is_read_or_refused_with_its_file_and_line(file, drawn):
 
 def test_the_rows_have_every_column_that_is_known():
     keys = {key for row in ROWS for key in row}
-    assert keys >= COLUMNS
+    assert keys >= KNOWN_COLUMNS
     assert {"history", *SYSTEM} <= MORE.keys()

@@ -85,24 +85,6 @@ def learned(row, tokenizer):
     return texts, sum(sum(encoded.learned) for encoded in sequences) - count
 
 
-@pytest.mark.parametrize("row", [conversation(), conversation_with_tools()], ids=["plain", "tools"])
-def test_a_conversation_is_rendered_three_times_a_turn(row, monkeypatch):
-    tokenizer, texts = tokenizer_of("qwen3.jinja"), []
-    apply = tokenizer.apply_chat_template
-
-    def seen(*given, **options):
-        texts.append(apply(*given, **options))
-        return texts[-1]
-
-    monkeypatch.setattr(tokenizer, "apply_chat_template", seen)
-    encode_example(row, tokenizer, 10_000)
-    # Once to ask, once to answer, once with marks.
-    assert len(texts) == 3 * len(row.turns())
-    texts.clear()
-    encode_prompt(row, tokenizer, 10_000)
-    assert len(texts) == 2
-
-
 def ends_with(text, answer, tokenizer):
     """Return whether a text ends with an answer and with what ends the turn, without a line break."""
     end = text.rpartition(answer)[2]

@@ -72,19 +72,11 @@ def choices(*texts):
         ("winogrande", [{"sentence": "No gap.", "option1": "a", "option2": "b", "answer": "1"}],
          "cannot read .*jsonl:1"),
         ("lambada_openai", [{"sentence": "It rains."}], "cannot read .*jsonl:1|jsonl:1 of suite"),
+        ("wikitext", [{"page": "It rains."}] * 2, "measures perplexity"),
+        ("cola", [{"sentence": "It rains.", "label": 1}] * 2, "does not score prompt by prompt"),
     ],
 )  # fmt: skip
-def test_rows_that_do_not_fit_are_refused_with_line_or_column(tmp_path, task, rows, message):
-    with pytest.raises(UsageError, match=message) as caught:
-        load(tmp_path, task, rows)
-    assert caught.value.hint
-
-
-@pytest.mark.parametrize(
-    ("task", "message"), [("wikitext", "measures perplexity"), ("cola", "does not score prompt by prompt")]
-)
-def test_a_task_whose_score_is_no_mean_over_prompts_is_refused(tmp_path, task, message):
-    rows = [{"page": "It rains.", "sentence": "It rains.", "label": 1}] * 2
+def test_rows_and_tasks_that_do_not_fit_are_refused_with_the_reason(tmp_path, task, rows, message):
     with pytest.raises(UsageError, match=message) as caught:
         load(tmp_path, task, rows)
     assert caught.value.hint

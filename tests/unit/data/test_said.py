@@ -102,12 +102,12 @@ def outcome(name, role, position):
     """
     row, words = conversation(role, position)
     tokenizer = tokenizer_for(name, thinking=role == "thought")
-    for encode in (examples.encode_example, encode_prompt):
+    for encode in (examples.encode_row, encode_prompt):
         try:
             encoded = encode(row, tokenizer, 100_000)
         except UsageError as fault:
             return "refused" if NAMED.match(fault.message) and fault.hint else f"LOST: {fault.message}"
-        ids, whole = (encoded, True) if encode is encode_prompt else encoded
+        ids, whole = (encoded, True) if encode is encode_prompt else (encoded.sequences, encoded.whole)
         if not whole:
             return "noted"
         ids = [i for one in ids for i in getattr(one, "ids", [one])]

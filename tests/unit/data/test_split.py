@@ -149,6 +149,7 @@ def test_a_fine_tune_sets_rows_aside_and_an_evaluation_asks_them(tmp_path, tiny_
     assert (other.returncode, "content of data" in other.stderr) == (2, True)
 
 
+@pytest.mark.nightly
 def test_a_moved_and_a_copied_run_ask_their_own_rows_whatever_lies_at_the_old_place(tmp_path, tiny_model):
     def rows(name):
         made = [{"question": f"Where is {name} {i}?", "answer": f"At {name} {i}"} for i in range(24)]

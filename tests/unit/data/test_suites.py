@@ -130,25 +130,13 @@ GOOD = IFEVAL[0]
         ("gsm8k", [{"prompt": "1 + 1?", "answer": "2"}] * 9, "'question' is undefined"),
         ("gsm8k", [], "has no rows"),
         ("gsm8k", [[1]], "is a number, not an object"),
+        ("gsm8k_cot_self_consistency", SUMS, "samples several answers per prompt"),
+        ("wmt14-en-fr", [{"translation": {"en": "Yes", "fr": "Oui"}}] * 9, "does not score prompt by prompt"),
+        ("squadv2", SUMS, "loads its data in its own code"),
+        ("handbook", SUMS, "'handbook' is shipped with its data"),
     ],
 )  # fmt: skip
-def test_rows_that_do_not_fit_the_task_are_refused_by_number(tmp_path, name, rows, message):
-    with pytest.raises(UsageError, match=message) as caught:
-        load_file(tmp_path, name, rows)
-    assert caught.value.hint
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("gsm8k_cot_self_consistency", "samples several answers per prompt"),
-        ("wmt14-en-fr", r"does not score prompt by prompt"),
-        ("squadv2", "loads its data in its own code"),
-        ("handbook", "'handbook' is shipped with its data"),
-    ],
-)
-def test_what_local_data_cannot_do_is_said(tmp_path, name, message):
-    rows = [row | {"translation": {"en": "Yes", "fr": "Oui"}} for row in SUMS]
+def test_rows_that_do_not_fit_and_what_local_data_cannot_do_are_refused(tmp_path, name, rows, message):
     with pytest.raises(UsageError, match=message) as caught:
         load_file(tmp_path, name, rows)
     assert caught.value.hint

@@ -78,11 +78,3 @@ def test_without_consent_no_file_of_a_task_is_opened(folder):
     assert validate({"eval": {"domain": ["task.yaml"]}}).eval.data == {"task": "task.yaml"}
     names = [file.name for file in source_files(str(folder / "task.yaml"))]
     assert names == ["huge.yaml", "rows.json", "task.yaml", "utils.py"]
-
-
-def test_a_circle_of_includes_ends_with_consent_too(folder):
-    (folder / "task.yaml").write_text("include: other.yaml\n")
-    (folder / "other.yaml").write_text("include: task.yaml\n")
-    config = validate({"eval": {"domain": ["task.yaml"]}}).eval
-    with pytest.raises(UsageError, match="Include cycle"):
-        load_suite("task", config, trusted=True)

@@ -161,11 +161,6 @@ def test_a_thought_that_could_never_be_sampled_is_refused(taught, folder):
     assert "enable_thinking=true" in fault.value.hint
 
 
-def test_a_thought_that_the_template_leaves_out_is_refused(loaded):
-    with pytest.raises(UsageError, match="r:1: the chat template leaves out the thought"):
-        encode_example(row(reasoning_content="Add."), loaded.tokenizer, 500)
-
-
 def test_what_is_set_holds_for_those_who_load_the_saved_tokenizer(folder, tmp_path):
     """In other programs as a default, which they can still override."""
     kwargs = {"enable_thinking": False}

@@ -139,8 +139,3 @@ def test_arguments_that_stand_elsewhere_are_missed(field):
     taught = row(messages=[ASKED, {**CALLS, "tool_calls": calls}])
     with pytest.raises(UsageError, match="leaves out tool_calls of message 2"):
         encode_example(taught, make_tokenizer(FAMILIES["qwen3"]), 900)
-
-
-def test_a_template_that_refuses_the_roles_of_tools_is_a_users_error():
-    with pytest.raises(UsageError, match=r"r:1: the chat template .*"):
-        encode_prompt(row(), make_tokenizer(FAMILIES["gemma3"]), 900)

@@ -1,14 +1,13 @@
 """A base in 4 or 8 bits: one model in training, sampling and grading, which nothing changes."""
 
 import copy
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.command import opdcl
-from helpers.recovering import PROMPT, run
+from helpers.recovering import PROMPT
 from helpers.tiny import make_model, make_project
 from peft.utils.integrations import dequantize_module_weight
 
@@ -27,7 +26,6 @@ from opdcl.pipeline.job import Job
 from opdcl.rundir.files import read_json, write_json
 from opdcl.rundir.layout import RunDir
 from opdcl.sampling.sample import sample
-from opdcl.training import save_adapter
 from opdcl.types import Prompt
 
 needs_bitsandbytes = pytest.mark.skipif(
@@ -155,23 +153,6 @@ def test_the_gradient_is_that_of_the_dequantized_weights(kind, original, loaded_
         torch.testing.assert_close(
             gradients[1][name], expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max())
         )
-
-
-@KINDS
-def test_a_recovery_trains_the_adapter_and_not_the_base(kind, loaded_quantized, tmp_path):
-    backbone = loaded_quantized(kind)
-    add_adapter(backbone)
-    save_adapter(backbone, tmp_path / "tuned")
-    for name, text in (("general", "Write a line about {}."), ("domain", "What is the code of room {}?")):
-        rows = [json.dumps({"prompt": text.format(i)}) for i in range(8)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
-    settings = {"steps": 16, "validate_every": 8, "learning_rate": 2e-3, "method": "general"}
-    rows = run(backbone, tmp_path, health=False, **settings)
-    start, *later = (row["validation"] for row in rows if "validation" in row)
-    assert min(measured["general_kl"] for measured in later) < start["general_kl"]
-    mismatches = [row["mismatch"] for row in rows if "mismatch" in row]
-    assert mismatches
-    assert not any(mismatches)
 
 
 @needs_bitsandbytes

@@ -1,4 +1,4 @@
-"""Each rule about what others have made is broken by one thing, and names a reason and a way out."""
+"""Each rule about what others have made is broken by one thing, and names a reason and what to do."""
 
 from pathlib import Path
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from opdcl.errors import UsageError
 from opdcl.model import rules
-from opdcl.model.rules import AdapterFiles, Probe, first_broken
+from opdcl.model.rules import AdapterFiles, Probe, refuse_broken
 from opdcl.model.tensors import Found
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -72,7 +73,7 @@ CASES = {
     ),
     "SERVED": ({}, {"use_dora": {"use_dora": True}, "target_parameters": {"target_parameters": ["a"]}}),
     "CONFIG": (AutoConfig.for_model("llama"), {"it is a language model": AutoConfig.for_model("gemma3")}),
-    "FILES": (
+    "MODEL_FILES": (
         found(unexpected=["visual.weight"]),
         {
             "no tensor is missing": found(missing=["a.weight"], unexpected=["module.a.weight"]),
@@ -102,10 +103,10 @@ def test_every_rule_has_a_case():
 @pytest.mark.parametrize("table", CASES)
 def test_a_rule_is_broken_by_its_case_alone(table):
     kept, broken = CASES[table]
-    assert first_broken(getattr(rules, table), kept) is None
-    for rule in getattr(rules, table):
-        others = [one for one in getattr(rules, table) if one.asks != rule.asks]
-        fault = first_broken([rule], broken[rule.asks])
-        assert fault.reason, rule.asks
-        assert fault.way_out, rule.asks
-        assert first_broken(others, broken[rule.asks]) is None, rule.asks
+    rules_of_table = getattr(rules, table)
+    refuse_broken(rules_of_table, kept, "it ")
+    for rule in rules_of_table:
+        with pytest.raises(UsageError, match=r"^it .") as refused:
+            refuse_broken([rule], broken[rule.asks], "it ")
+        assert refused.value.hint, rule.asks
+        refuse_broken([one for one in rules_of_table if one.asks != rule.asks], broken[rule.asks], "it ")

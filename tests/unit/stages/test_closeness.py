@@ -1,6 +1,5 @@
 """Closeness to base: against a naive reference, at known answers, and after an interrupt."""
 
-import json
 import shutil
 
 import pytest
@@ -233,6 +232,7 @@ def test_a_row_has_prompt_answer_length_end_and_kind(backbone, run):
     assert rows[1]["prompt"] == "Tell me about number 0."
     assert "cluster" not in rows[1]
     for row in rows:
+        assert row["scores"].keys() == {"distance", "forward", "reverse", "forward_own", "reverse_base"}
         assert row["tokens"] == len(row["completion_ids"]) <= 10
         assert row["ended"] == (row["completion_ids"][-1] in backbone.eos_ids)
     assert (result["n"], result["metric"], result["cost"]["tokens"]) == (
@@ -276,15 +276,3 @@ def test_a_prompt_without_room_names_its_row(backbone, run):
     long = check_row({"prompt": "word " * 600}, "mine.jsonl:3")
     with pytest.raises(UsageError, match=r"mine.jsonl:3: the prompt has \d+ tokens"):
         measure(backbone, run, asked=[long])
-
-
-def test_the_stored_lines_are_valid_json(backbone, run):
-    measure(backbone, run)
-    for line in run.eval_samples("base", "closeness").read_text().splitlines():
-        assert set(json.loads(line)["scores"]) == {
-            "distance",
-            "forward",
-            "reverse",
-            "forward_own",
-            "reverse_base",
-        }

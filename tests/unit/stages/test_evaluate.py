@@ -3,11 +3,10 @@
 import json
 
 import pytest
-from helpers.recovering import Notes, Silent, forget_texts
+from helpers.recovering import Counting, Notes, Silent, forget_texts, write_tuned
 from lm_eval.api.instance import Instance
 
 from opdcl.config.evaluate import EvalConfig
-from opdcl.config.lora import LoraSection
 from opdcl.data.floors import CONSTANT_ANSWER
 from opdcl.data.suites import load_suite
 from opdcl.errors import UsageError
@@ -17,22 +16,9 @@ from opdcl.stages import relevance
 from opdcl.stages.answers import counter
 from opdcl.stages.evaluate import Asking, evaluate, max_answer_tokens, write_answers
 from opdcl.train.completion_cache import texts_folder
-from opdcl.training import save_adapter
 from opdcl.types import Prompt, Rollout
 
 QUESTIONS = [f"What is the code of room {i}?" for i in range(6)]
-
-
-class Counter(Silent):
-    """Count the batches that are sampled, and interrupt during batch number `stop`."""
-
-    def __init__(self, stop=None):
-        self.batches, self.stop = 0, stop
-
-    def progress(self, done, total, **values):
-        self.batches += 1
-        if self.batches == self.stop:
-            raise KeyboardInterrupt
 
 
 @pytest.fixture
@@ -57,25 +43,17 @@ def measure(backbone, tmp_path):
         backbone.drop_adapters()
         if adapter:
             backbone.load_adapter(adapter, "student")
-        counter, out = Counter(stop), RunDir(tmp_path / name)
+        counting, out = Counting(stop), RunDir(tmp_path / name)
         forget_texts()
         suite = load_suite("q", config)
         suite.task.config.generation_kwargs["until"] = [*until]
         try:
-            evaluate(config, suite, backbone, "state", out, {}, counter, adapter)
+            evaluate(config, suite, backbone, "state", out, {}, counting, adapter)
         except KeyboardInterrupt:
             assert stop
-        return read_jsonl(out.eval_samples("state", "q")), counter.batches
+        return read_jsonl(out.eval_samples("state", "q")), len(counting.counts)
 
     return run
-
-
-def make_adapter(backbone, folder, seed):
-    backbone.new_adapter(LoraSection(r=4, alpha=8), seed)
-    for layer in backbone.adapted_layers():
-        layer.lora_B["student"].weight.data.normal_()
-    save_adapter(backbone, folder)
-    return folder
 
 
 def test_an_interrupted_evaluation_samples_no_answer_twice(measure):
@@ -105,14 +83,15 @@ def test_answers_of_a_changed_file_are_not_given_to_its_new_questions(measure):
     assert resumed == measure("clean", questions=changed)[0]
 
 
-@pytest.mark.parametrize("other", [{"max_new_tokens": 9}, {"batch_size": 3}], ids=lambda o: next(iter(o)))
-def test_answers_made_in_another_way_are_sampled_again(measure, other):
+def test_answers_made_in_another_way_are_sampled_again(measure):
     measure(stop=2)
-    assert measure(**other) == measure("clean", **other)
+    assert measure(batch_size=3) == measure("clean", batch_size=3)
 
 
 def test_answers_of_another_adapter_or_base_are_not_reused(measure, backbone, tmp_path):
-    one, two = (make_adapter(backbone, tmp_path / f"adapter{seed}", seed) for seed in (1, 2))
+    one, two = tmp_path / "one", tmp_path / "two"
+    for seed, folder in enumerate((one, two)):
+        write_tuned(backbone, folder, seed)
     measure(stop=2, adapter=one)
     resumed, _ = measure(adapter=two)
     assert resumed == measure("clean", adapter=two)[0]

@@ -66,16 +66,11 @@ def test_answers_depend_neither_on_batches_nor_on_how_many_questions_follow(ask)
     assert ask(GREEDY, name="d") != answers
 
 
-@pytest.mark.parametrize("stop", [2, 4, 7])
-def test_a_resumed_evaluation_draws_what_an_uninterrupted_one_does(ask, stop):
+def test_a_resumed_evaluation_draws_what_an_uninterrupted_one_does(ask, tmp_path):
     clean = ask(name="clean")
-    kept = ask(stop=stop)
-    assert len(kept) == (stop - 1) // 3 * 3
+    assert len(ask(stop=4)) == 3
     assert ask() == clean
-
-
-def test_half_a_batch_on_disk_changes_no_draw(ask, tmp_path):
-    clean = ask(name="clean")
+    # Half a batch on disk changes no draw either.
     lines = (tmp_path / "clean").read_text().splitlines(keepends=True)
     (tmp_path / "kept").write_text("".join(lines[:4]) + lines[4][:20])
     assert ask() == clean
