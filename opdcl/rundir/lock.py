@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from opdcl.errors import UsageError
+from opdcl.errors import UsageError, typed
 from opdcl.rundir.files import now
 from opdcl.rundir.layout import RunDir
 
@@ -43,7 +42,7 @@ def locked(run: RunDir) -> Iterator[dict | None]:
     with held:
         owner = _owner(file)
         if owner.get("host", host) != host:
-            hint = f"if that process has ended, or this machine had that name: rm {shlex.quote(str(file))}"
+            hint = f"if that process has ended, or this machine had that name: {typed('rm', file)}"
             raise _in_use(run, owner, hint)
         file.write_text(json.dumps({"pid": os.getpid(), "host": host, "since": now()}))
         try:
