@@ -17,9 +17,10 @@ from opdcl.pipeline.execute import execute
 from opdcl.pipeline.inputs import Inputs
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import make_plan
-from opdcl.pipeline.records import Records, StageRecord, StoredStage
+from opdcl.pipeline.records import Records, StoredStage
 from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
+from opdcl.rundir.records import StageRecord
 
 OPENED: list[str] = []
 _listening = False
