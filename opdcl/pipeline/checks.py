@@ -88,24 +88,6 @@ def checked_plan(
     return tasks, [note for note in dict.fromkeys(of_files + notes) if note]
 
 
-def refuse_foreign(run: RunDir) -> None:
-    """Refuse a directory that is not a run's, or that links out of itself, so that nothing is overwritten."""
-    hint = "choose another directory with -o"
-    if run.path.exists() and not run.path.is_dir():
-        raise UsageError(f"{run.path} is a file", hint)
-    names = {p.name for p in run.path.iterdir()} if run.path.is_dir() else set()
-    # A crash can leave the temporary file of config.json, which is the first that a run writes.
-    begun = {name for name in names if name.startswith(f".{run.config.name}.")}
-    if names - begun - {".lock", "logs"} and not run.is_run():
-        raise UsageError(f"{run.path} exists and is not a run directory", hint)
-    for folder, folders, files in os.walk(run.path):
-        for name in (*folders, *files):
-            if os.path.islink(link := os.path.join(folder, name)):
-                hint = "replace it by what it points to; the run directory itself may be a link"
-                message = f"{link} is a symbolic link: what a run writes stays inside its directory"
-                raise UsageError(message, hint)
-
-
 def refuse_other_finetune(job: Job, tasks: list[Task], donor: RunDir) -> None:
     """Refuse a second recovery whose fine-tune is not the one in `donor`, and would be made again."""
     known = outcomes(donor)

@@ -7,13 +7,14 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
-from opdcl.pipeline.checks import checked_plan, refuse_foreign, repeated_rows
+from opdcl.pipeline.checks import checked_plan, repeated_rows
 from opdcl.pipeline.forecast import forecast, memory_words
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Measure
 from opdcl.pipeline.records import read_records
 from opdcl.results.tables import Table
 from opdcl.rundir.layout import RunDir
+from opdcl.rundir.lock import refuse_foreign
 from opdcl.rundir.seals import refuse_damaged
 from opdcl.train.finetune import planned_steps
 

@@ -21,7 +21,7 @@ from opdcl.console import Output, StageLine, quiet_libraries
 from opdcl.data.rows import recognised
 from opdcl.errors import GateError, InconclusiveError, Interrupted, OpdclError, UsageError, typed
 from opdcl.model.consent import trackers_of
-from opdcl.pipeline.checks import checked_plan, refuse_foreign
+from opdcl.pipeline.checks import checked_plan
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Measure, Task, Train
 from opdcl.pipeline.records import (
@@ -104,14 +104,9 @@ def execute(
 
 @contextlib.contextmanager
 def _locked_for_all(run: RunDir, output: Output) -> Iterator[None]:
-    """Lock a directory that this command may write to: the first worker holds the lock for all."""
+    """Lock a run directory: the first worker holds the lock for all, and all raise its error."""
     with contextlib.ExitStack() as held:
-
-        def lock() -> dict | None:
-            refuse_foreign(run)
-            return held.enter_context(locked(run))
-
-        if dead := parallel.on_first_worker(lock):
+        if dead := parallel.on_first_worker(lambda: held.enter_context(locked(run))):
             output.note(f"took over the lock of process {dead.get('pid')}, which has ended")
         yield
 

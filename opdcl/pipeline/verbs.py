@@ -17,7 +17,6 @@ from opdcl.errors import UsageError, typed
 from opdcl.hub import HUB_IDS
 from opdcl.model import consent
 from opdcl.outcomes import Comparison, Plan, Result
-from opdcl.pipeline.checks import refuse_foreign
 from opdcl.pipeline.execute import execute
 from opdcl.pipeline.inputs import Inputs
 from opdcl.pipeline.job import Job
@@ -30,6 +29,7 @@ from opdcl.results.tables import Table
 from opdcl.rundir.files import cache_home
 from opdcl.rundir.hashes import SEAL
 from opdcl.rundir.layout import RunDir
+from opdcl.rundir.lock import refuse_foreign
 
 
 def run_files(

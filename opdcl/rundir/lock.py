@@ -1,4 +1,4 @@
-"""The lock that lets one process write to a run directory, and another one continue when that has died."""
+"""Who may write to a run directory: opdcl to its own only, and one process at a time, by a lock."""
 
 from __future__ import annotations
 
@@ -16,6 +16,24 @@ from opdcl.rundir.files import now
 from opdcl.rundir.layout import RunDir
 
 
+def refuse_foreign(run: RunDir) -> None:
+    """Refuse a directory that is not a run's, or that links out of itself, so that nothing is overwritten."""
+    hint = "choose another directory with -o"
+    if run.path.exists() and not run.path.is_dir():
+        raise UsageError(f"{run.path} is a file", hint)
+    names = {p.name for p in run.path.iterdir()} if run.path.is_dir() else set()
+    # A crash can leave the temporary file of config.json, which is the first that a run writes.
+    begun = {name for name in names if name.startswith(f".{run.config.name}.")}
+    if names - begun - {".lock", "logs"} and not run.is_run():
+        raise UsageError(f"{run.path} exists and is not a run directory", hint)
+    for folder, folders, files in os.walk(run.path):
+        for name in (*folders, *files):
+            if os.path.islink(link := os.path.join(folder, name)):
+                hint = "replace it by what it points to; the run directory itself may be a link"
+                message = f"{link} is a symbolic link: what a run writes stays inside its directory"
+                raise UsageError(message, hint)
+
+
 @contextlib.contextmanager
 def locked(run: RunDir) -> Iterator[dict | None]:
     """Lock the run for this process and yield the previous owner if it died without unlocking, else None.
@@ -26,8 +44,9 @@ def locked(run: RunDir) -> Iterator[dict | None]:
     other machines, so an owner on another one is believed to live.
 
     Raises:
-        UsageError: Another process holds the lock, or the file system has no locks.
+        UsageError: The directory is foreign, another process holds the lock, or the file system has no locks.
     """
+    refuse_foreign(run)
     new = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
     run.path.mkdir(parents=True, exist_ok=True)
     file = run.path / ".lock"
