@@ -139,14 +139,6 @@ def test_rows_that_a_caller_changes_stay_as_they_were_read(project):
     assert len(sources.rows("rows.jsonl")) == 12
 
 
-def test_a_row_without_an_answer_is_refused_before_anything_is_written(project):
-    (project / "rows.jsonl").write_text(json.dumps({"question": "What is the code?"}))
-    workflow, _ = load(["tiny.yaml"], ["eval=null"])
-    with pytest.raises(UsageError, match=r"1 row has no answer to learn \(first: .*rows\.jsonl:1\)"):
-        execute(Job(workflow, RunDir(project / "run")), Output("quiet"))
-    assert not (project / "run").exists()
-
-
 def test_rows_that_the_fine_tune_leaves_out_are_no_domain_prompts(project):
     with open(project / "rows.jsonl", "a") as file:
         file.write(json.dumps({"question": "What is it?", "answer": "word " * 300}) + "\n")

@@ -179,12 +179,6 @@ def test_another_adapter_is_not_mixed_into_a_run(adapter, project):
     assert "changed: start" in refused.stderr
 
 
-def test_a_run_goes_on_in_its_directory_or_is_recovered_in_another(adapter):
-    assert opdcl("eval", "mine", *MEASURE, "-o", "run").returncode == 0
-    for place in ("run", "other"):
-        assert open_or_begin("run", Path(place), None)[0] == Path(place)
-
-
 def test_every_verb_that_needs_a_run_says_how_an_adapter_becomes_one(adapter):
     for words in (("report", "mine"), ("compare", "mine", "mine"), ("verify", "mine")):
         refused = opdcl(*words)
