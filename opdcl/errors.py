@@ -6,6 +6,7 @@ import difflib
 import errno
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterable
 
@@ -77,6 +78,11 @@ def listed(names: Iterable[object], most: int = 10) -> str:
     shown = [text if len(text) <= LONGEST_NAME else f"{text[:LONGEST_NAME]}..." for text in texts[:most]]
     more = f" and {len(texts) - most:,} more" if len(texts) > most else ""
     return ", ".join(shown) + more
+
+
+def typed(*words: object) -> str:
+    """Return words of a command as a shell takes them: a path with a blank in quotes."""
+    return shlex.join(map(str, words))
 
 
 FULL = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opdcl.errors import OpdclError
+from opdcl.errors import OpdclError, typed
 from opdcl.results.tables import Table
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.verify import Finding, verify
@@ -92,7 +91,7 @@ class Result(Outcome):
         from opdcl.results.report_tables import brief_table, terminal_tables
         from opdcl.results.verdict import at_place, next_command, severity
 
-        place = shlex.quote(str(path))
+        place = typed(path)
         results = at_place(results, place)
         self.path, self.gates = path, [*gates]
         self._results = results
@@ -127,16 +126,15 @@ class Result(Outcome):
         """
         from opdcl.results.gates import refuse
 
-        refuse(self.gates, f"opdcl report {self.path}")
+        refuse(self.gates, typed("opdcl", "report", self.path))
         super().refuse()
 
     def _remedy(self) -> str:
         if all(finding.ok for finding in verify(RunDir(self.path))):
             # What is wrong is what was measured, not the files that hold it.
             return "train longer, or at a higher rate, until tuned answers otherwise than base"
-        return (
-            f"opdcl verify {shlex.quote(str(self.path))}  # checks the files; restore them, or measure again"
-        )
+        check = typed("opdcl", "verify", self.path)
+        return f"{check}  # checks the files; restore them, or measure again"
 
     @property
     def report(self) -> Path:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import sys
 from typing import Annotated, Any
 
@@ -21,7 +20,7 @@ from opdcl.cli.guidance import describe_commands, hint_for
 from opdcl.cli.help import TwoLists
 from opdcl.cli.init import init
 from opdcl.console import silence
-from opdcl.errors import EnvironmentFault, Interrupted, OpdclError, UsageError, translate
+from opdcl.errors import EnvironmentFault, Interrupted, OpdclError, UsageError, translate, typed
 from opdcl.sanitize import redact
 from opdcl.signals import as_interrupts
 from opdcl.version import __version__
@@ -77,7 +76,7 @@ def main() -> None:
         if code == Interrupted.exit_code:  # Typer has taken Ctrl-C for itself, without a word
             raise KeyboardInterrupt
     except (KeyboardInterrupt, typer.Abort):
-        code = _fail(Interrupted("interrupted", redact(shlex.join(["opdcl", *sys.argv[1:]]))))
+        code = _fail(Interrupted("interrupted", redact(typed("opdcl", *sys.argv[1:]))))
     except OpdclError as fault:
         code = _fail(fault)
     except BrokenPipeError as fault:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +11,7 @@ import typer
 from opdcl.cli import options as opt
 from opdcl.cli import screen
 from opdcl.cli.screen import start
-from opdcl.errors import UsageError
+from opdcl.errors import UsageError, typed
 from opdcl.rundir.files import RESTORE
 from opdcl.rundir.layout import StageDir, open_run
 
@@ -27,18 +26,15 @@ def clean(
 
     Adapters, scores and reports stay, so all commands still work. Lost are the adapters of earlier steps.
     """
-    from opdcl.pipeline.checks import refuse_foreign
     from opdcl.rundir.lock import locked
     from opdcl.rundir.seals import refuse_damaged
 
     start(json)
     run = open_run(run_dir)
-    refuse_foreign(run)
     with locked(run):
         for stage in run.stages():
             if not stage.is_done():
-                words = map(str, ("opdcl", "run", run.workflow, "-o", run.path))
-                again = f"finish it first: {shlex.join(words)}"
+                again = f"finish it first: {typed('opdcl', 'run', run.workflow, '-o', run.path)}"
                 raise UsageError(f"{stage.path} is not done, and resumes from its checkpoints", again)
             _refuse_only_copy(stage)
         refuse_damaged(run)
@@ -63,7 +59,7 @@ def _refuse_only_copy(stage: StageDir) -> None:
     if recorded and (problem := check(adapter, recorded)):
         same = (file for file in sorted(stage.trainer.rglob(ADAPTER)) if not check(file, recorded))
         copy = next(same, None)
-        hint = f"cp {shlex.quote(str(copy))} {shlex.quote(str(adapter))}" if copy else RESTORE
+        hint = typed("cp", copy, adapter) if copy else RESTORE
         raise UsageError(f"{adapter} {problem}, and a checkpoint may be its only copy", hint)
 
 

@@ -15,7 +15,7 @@ from opdcl.cli.guidance import describe_commands
 from opdcl.cli.screen import start, suggest
 from opdcl.config.shipped import described_suites, workflow_files
 from opdcl.console import quiet_libraries
-from opdcl.errors import OpdclError, UsageError
+from opdcl.errors import OpdclError, UsageError, typed
 
 Recipe = Annotated[str, typer.Argument(metavar="NAME", help="Name of a recipe.", autocompletion=opt.recipes)]
 Target = Annotated[Path, typer.Argument(metavar="TO", help="File or folder to write to.")]
@@ -56,7 +56,7 @@ def copy_workflow(name: Recipe, to: Target = Path(".")) -> None:
     source = find_workflow(name)
     target = to / source.name if to.is_dir() else to
     if not target.parent.is_dir():
-        raise UsageError(f"folder {target.parent} does not exist", f"mkdir -p {target.parent}")
+        raise UsageError(f"folder {target.parent} does not exist", typed("mkdir", "-p", target.parent))
     if target.exists():
         raise UsageError(f"{target} exists", f"opdcl workflows cp {name} another-name.yaml")
     target.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")

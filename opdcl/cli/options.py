@@ -81,10 +81,10 @@ TrustRemoteCode = Annotated[bool, Option("--trust-remote-code")]
 # -- options of `opdcl eval`
 
 
-def suite_files(texts: list[str] | None) -> dict[str, str]:
+def suite_files(texts: list[str]) -> dict[str, str]:
     """Return `--data` as suite -> file."""
     files = {}
-    for text in texts or ():
+    for text in texts:
         suite, separator, path = text.partition("=")
         if not separator:
             raise UsageError(f"--data {text!r} is not SUITE=PATH", "--data ifeval=input_data.jsonl")
@@ -92,10 +92,10 @@ def suite_files(texts: list[str] | None) -> dict[str, str]:
     return files
 
 
-def drops(texts: list[str] | None) -> Any:
+def drops(texts: list[str]) -> Any:
     """Return `--max-drop` as the setting `gates.max_drop`: one number, a number by suite, or None."""
     found: dict[str, float] = {}
-    for text in texts or ():
+    for text in texts:
         suite, _, number = text.rpartition("=")
         try:
             found[suite] = float(number)

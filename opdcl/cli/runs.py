@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import sys
 import threading
 import webbrowser
@@ -19,7 +18,7 @@ from opdcl import api
 from opdcl.cli import options as opt
 from opdcl.cli import screen
 from opdcl.cli.screen import show, start, suggest
-from opdcl.errors import EnvironmentFault, OpdclError, UsageError
+from opdcl.errors import EnvironmentFault, OpdclError, UsageError, typed
 
 if TYPE_CHECKING:
     from opdcl.deploy.browser import ChatServer
@@ -204,9 +203,9 @@ def export(
         quiet=json,
     )
     show(outcome)
-    place = shlex.quote(str(out))
-    ollama = f"ollama create my-model -f {place}/Modelfile"
-    screen.output.note(f"next: {ollama if format == 'gguf' else f'hf upload OWNER/NAME {place}'}")
+    upload = typed("hf", "upload", "OWNER/NAME", out)
+    ollama = typed("ollama", "create", "my-model", "-f", out / "Modelfile")
+    screen.output.note(f"next: {ollama if format == 'gguf' else upload}")
 
 
 def serve(
@@ -228,7 +227,7 @@ def serve(
         os.execve(command[0], command, os.environ | environment)
     variables = [f"{name}={value}" for name, value in environment.items() if name != "VLLM_API_KEY"]
     data = {"command": command, "url": f"http://{host}:{port}/v1"}
-    screen.output.result(shlex.join(variables + command), data)
+    screen.output.result(typed(*variables, *command), data)
     suggest(*(word for word in sys.argv[1:] if word != "--dry-run"))
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from typing import TYPE_CHECKING
 
 from opdcl import launcher
 from opdcl.console import Output
+from opdcl.errors import typed
 
 if TYPE_CHECKING:
     from opdcl.outcomes import Outcome
@@ -57,4 +57,4 @@ def show(outcome: Outcome, all: bool = False) -> None:
 
 def suggest(*words: object) -> None:
     """Say which command comes next."""
-    output.note(f"next: opdcl {shlex.join(map(str, words))}")
+    output.note(f"next: {typed('opdcl', *words)}")

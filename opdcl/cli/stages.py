@@ -1,9 +1,15 @@
-"""The commands that run stages: run, finetune, recover and eval."""
+"""The commands that run stages: run, finetune, recover and eval.
+
+Each is declared by its arguments, and hands them to the verb of its name.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
@@ -14,18 +20,6 @@ from opdcl.cli.screen import show, start, suggest
 
 
 def _started(
-    json: bool, quiet: bool, workers: int, settings: list[str] | None, dry_run: bool, force: bool
-) -> Options:
-    """Start a command; return what it hands to its verb as all verbs take it."""
-    start(json, quiet, workers)
-    return {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
-
-
-def run(
-    workflow: opt.Workflow,
-    out: opt.Out = None,
-    base: str | None = None,
-    deterministic: Annotated[bool, Option("--deterministic")] = False,
     settings: opt.Settings = None,
     dry_run: opt.DryRun = False,
     force: opt.Force = False,
@@ -33,21 +27,52 @@ def run(
     workers: opt.Workers = 1,
     json: opt.Json = False,
     quiet: opt.Quiet = False,
+) -> Options:
+    """Start a command by the options that all of these have; return what it hands to its verb of them."""
+    start(json, quiet, workers)
+    return {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
+
+
+def _command(declared: Callable[..., None], **read: Callable[[Any], Any]) -> Callable[..., None]:
+    """Return the command that takes the declared arguments, then those of `_started`, and calls the verb.
+
+    `read` has the functions by which the texts of some arguments become what the verb takes.
+    """
+    own, common = (inspect.signature(f, eval_str=True).parameters for f in (declared, _started))
+
+    @functools.wraps(declared)
+    def command(**given: Any) -> None:
+        how = _started(**{name: given.pop(name) for name in common})
+        # What is not given has the verb's own default.
+        chosen = {name: value for name, value in given.items() if value is not None}
+        chosen |= {name: read[name](value) for name, value in chosen.items() if name in read}
+        outcome = getattr(api, declared.__name__)(**chosen, **how)
+        show(outcome)
+        from opdcl.outcomes import Comparison
+
+        if isinstance(outcome, Comparison) and (runs := outcome.runs()):
+            suggest("chat", runs[0])
+
+    parameters = [*own.values(), *common.values()]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
+
+
+@_command
+def run(
+    workflow: opt.Workflow,
+    out: opt.Out = None,
+    base: str | None = None,
+    deterministic: Annotated[bool, Option("--deterministic")] = False,
 ) -> None:
     """Run a workflow: fine-tune, recover, evaluate, report. Run it again to resume where it stopped.
 
     With `--set track=[wandb]`, or trackio, tensorboard or mlflow, a tracker follows it.
     """
-    how = _started(json, quiet, workers, settings, dry_run, force)
-    outcome = api.run(workflow, out=out, base=base, deterministic=deterministic, **how)
-    show(outcome)
-    from opdcl.outcomes import Comparison
-
-    runs = outcome.runs() if isinstance(outcome, Comparison) else []
-    if runs:
-        suggest("chat", runs[0])
 
 
+@_command
 def finetune(
     data: Annotated[str, Argument(metavar="ROWS")],
     out: Annotated[Path, Option("-o", "--out", metavar="RUN")] = Path("runs/finetune"),
@@ -58,31 +83,11 @@ def finetune(
     learning_rate: float | None = None,
     seed: int | None = None,
     columns: opt.Columns = None,
-    settings: opt.Settings = None,
-    dry_run: opt.DryRun = False,
-    force: opt.Force = False,
-    offline: opt.Offline = False,
-    workers: opt.Workers = 1,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
 ) -> None:
     """Fine-tune a LoRA adapter on your rows, mixed with replayed general prompts."""
-    how = _started(json, quiet, workers, settings, dry_run, force)
-    outcome = api.finetune(
-        data,
-        out=out,
-        base=base,
-        epochs=epochs,
-        learning_rate=learning_rate,
-        seed=seed,
-        columns=columns,
-        replay=replay,
-        test_share=test_share,
-        **how,
-    )
-    show(outcome)
 
 
+@_command
 def recover(
     path: Annotated[str, Argument(metavar="SOURCE")],
     prompts: str | None = None,
@@ -94,32 +99,11 @@ def recover(
     base: str | None = None,
     system: opt.System = None,
     columns: opt.Columns = None,
-    settings: opt.Settings = None,
-    dry_run: opt.DryRun = False,
-    force: opt.Force = False,
-    offline: opt.Offline = False,
-    workers: opt.Workers = 1,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
 ) -> None:
     """Recover what the fine-tune forgot, by distillation. The teacher is the original model."""
-    how = _started(json, quiet, workers, settings, dry_run, force)
-    outcome = api.recover(
-        path,
-        prompts=prompts,
-        domain=domain,
-        steps=steps,
-        learning_rate=learning_rate,
-        seed=seed,
-        out=out,
-        base=base,
-        system=system,
-        columns=columns,
-        **how,
-    )
-    show(outcome)
 
 
+@functools.partial(_command, data=opt.suite_files, max_drop=opt.drops)
 def evaluate(
     path: Annotated[str, Argument(metavar="SOURCE")],
     retention: Annotated[list[str] | None, Option(metavar="SUITE,...")] = None,
@@ -131,30 +115,8 @@ def evaluate(
     system: opt.System = None,
     columns: opt.Columns = None,
     max_drop: Annotated[list[str] | None, Option(metavar="POINTS")] = None,
-    settings: opt.Settings = None,
-    dry_run: opt.DryRun = False,
-    force: opt.Force = False,
-    offline: opt.Offline = False,
-    workers: opt.Workers = 1,
-    json: opt.Json = False,
-    quiet: opt.Quiet = False,
 ) -> None:
     """Score base, tuned and recovered on the same prompts, or one model alone. Writes the report.
 
     With --max-drop, exit code 3 if a larger drop is shown, 5 if the scores do not decide it.
     """
-    how = _started(json, quiet, workers, settings, dry_run, force)
-    outcome = api.evaluate(
-        path,
-        retention=retention or (),
-        domain=domain or (),
-        data=opt.suite_files(data),
-        limit=limit,
-        out=out,
-        base=base,
-        system=system,
-        columns=columns,
-        max_drop=opt.drops(max_drop),
-        **how,
-    )
-    show(outcome)

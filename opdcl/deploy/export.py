@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from opdcl.config.model import ModelConfig
 from opdcl.data.rows import on_hub
 from opdcl.deploy.gguf import OUTTYPES, compare, find_converter, in_words, modelfile, to_gguf
-from opdcl.errors import UsageError
+from opdcl.errors import UsageError, typed
 from opdcl.hub import HUB_IDS, parse, reachable
 from opdcl.model.adapter_files import note_other_base
 from opdcl.model.adapters import find_states
@@ -106,7 +105,7 @@ def pick_state(source: str, adapters: dict[str, Path], state: str | None) -> tup
         raise UsageError(f"state {state!r} cannot be exported", "--state tuned or --state recovered")
     state = state or next(reversed(adapters), "recovered")
     if state not in adapters:
-        run = shlex.quote(source)
+        run = typed(source)
         hint = f"opdcl recover {run}" if state == "recovered" else f"opdcl finetune ROWS -o {run}"
         raise UsageError(f"{source} has no {state} adapter", hint)
     return state, adapters[state]

@@ -6,7 +6,7 @@ import os
 import shutil
 
 from opdcl.config.model import ModelConfig, is_this_machine
-from opdcl.errors import EnvironmentFault, UsageError
+from opdcl.errors import EnvironmentFault, UsageError, typed
 from opdcl.model.adapters import refuse_unserved, stands_on
 from opdcl.model.consent import base_of_run
 from opdcl.rundir.layout import TEMPLATE, RunDir, adapter_config
@@ -48,7 +48,7 @@ def serve_command(
         )
     model = base_of_run(run, CONSENT in arguments)
     adapters = run.intact_adapters()
-    hint = f"opdcl export {run.path} -o MODEL writes a merged model, which vLLM serves"
+    hint = f"{typed('opdcl', 'export', run.path, '-o', 'MODEL')} writes a merged model, which vLLM serves"
     _check_base(run, model, hint)
     configs = [adapter_config(folder) for folder in adapters.values()]
     for config in configs:

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from opdcl.config.lora import LoraSection
 from opdcl.config.model import ModelConfig
+from opdcl.config.shipped import split_part
 from opdcl.config.workflow import Workflow
 from opdcl.data.chat import note_on_clock
 from opdcl.data.formats import PACKED_ROW, Row
 from opdcl.data.rows import left_out, shortened, unread
-from opdcl.errors import UsageError
+from opdcl.errors import UsageError, nearest_path, typed
 from opdcl.model.consent import refuse_stored_places, trackers_of
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.plan import Task, make_plan
+from opdcl.pipeline.plan import Measure, Task, Train, make_plan
 from opdcl.pipeline.records import Records, learned_rows, read_records
 from opdcl.pipeline.reuse import outcomes
 from opdcl.pipeline.trackers import check_trackers
@@ -27,6 +28,7 @@ from opdcl.results.origins import count_learned, holder, learned_by, line_of
 from opdcl.rundir.layout import TEMPLATE, RunDir
 
 if TYPE_CHECKING:
+    from opdcl.data.prompts import RecoverySource
     from opdcl.data.suites import Suite
     from opdcl.types import Prompts, StreamName
 
@@ -51,7 +53,9 @@ def checked_plan(
         UsageError: The run would refuse it later.
     """
     workflow = job.workflow
-    job.check_rows()
+    # Before data is compared with that of earlier stages, so that a bad row is named first.
+    recovery, near = job.recovery if workflow.recover else None, job.closeness
+    _check_data(job)
     donor = read_records(continued) if continued else None
     tasks = make_plan(workflow, job.hashes, records, job.earlier_hashes, donor)
     if continued:
@@ -70,36 +74,18 @@ def checked_plan(
         notes += [untracked, *_check_models(job), *check_adapters(job), note_on_clock(job.tokenizer)]
     if workflow.finetune and "finetune" in todo:
         notes += _check_finetune(job)
-    if workflow.recover and "recover" in todo:
-        notes += _check_recovery(job)
+    if recovery and "recover" in todo:
+        notes += _check_recovery(job, recovery)
     if workflow.eval:
-        notes += _check_suites(job, "eval" in todo)
+        notes += _check_suites(job, near, "eval" in todo)
     for stage in ("recover", "eval"):
         if stage in todo:
             notes.append(system_note(job, workflow.system_of(stage)))
-    _check_servers(workflow, todo, sends_key=not dry_run)
+    _check_servers(job, todo, sends_key=not dry_run)
     files = job.inputs.files  # those of suites are read by now
     of_files = [left_out(source) for source in files]
     of_files += [unread(source, rows) for source, rows in files.items()]
     return tasks, [note for note in dict.fromkeys(of_files + notes) if note]
-
-
-def refuse_foreign(run: RunDir) -> None:
-    """Refuse a directory that is not a run's, or that links out of itself, so that nothing is overwritten."""
-    hint = "choose another directory with -o"
-    if run.path.exists() and not run.path.is_dir():
-        raise UsageError(f"{run.path} is a file", hint)
-    names = {p.name for p in run.path.iterdir()} if run.path.is_dir() else set()
-    # A crash can leave the temporary file of config.json, which is the first that a run writes.
-    begun = {name for name in names if name.startswith(f".{run.config.name}.")}
-    if names - begun - {".lock", "logs"} and not run.is_run():
-        raise UsageError(f"{run.path} exists and is not a run directory", hint)
-    for folder, folders, files in os.walk(run.path):
-        for name in (*folders, *files):
-            if os.path.islink(link := os.path.join(folder, name)):
-                hint = "replace it by what it points to; the run directory itself may be a link"
-                message = f"{link} is a symbolic link: what a run writes stays inside its directory"
-                raise UsageError(message, hint)
 
 
 def refuse_other_finetune(job: Job, tasks: list[Task], donor: RunDir) -> None:
@@ -107,14 +93,14 @@ def refuse_other_finetune(job: Job, tasks: list[Task], donor: RunDir) -> None:
     known = outcomes(donor)
     if all(task.fingerprint in known for task in tasks if task.name == "finetune"):
         return
-    adapter = donor.adapters()["tuned"]
+    again = typed("opdcl", "recover", donor.adapters()["tuned"], "--domain", "PROMPTS", "-o", "RUN")
     message = f"{job.run.path} would have another fine-tune than {donor.path}: its settings or rows differ"
-    raise UsageError(message, f"begin from the adapter: opdcl recover {adapter} --domain PROMPTS -o RUN")
+    raise UsageError(message, f"begin from the adapter: {again}")
 
 
 def _refuse_stale(job: Job, tasks: list[Task], records: Records) -> None:
     """Refuse a run whose finished or begun stages were made with other settings or data."""
-    stale = [task for task in tasks if task.action == "stale"]
+    stale = [task for task in tasks if isinstance(task, Train) and task.action == "stale"]
     if not stale:
         return
     # The options that give automatic settings the values with which the stages were made.
@@ -123,15 +109,16 @@ def _refuse_stale(job: Job, tasks: list[Task], records: Records) -> None:
         for name, value in records.stages[task.name].record.inputs.items():
             key = "model.dtype" if name == "dtype" else f"{task.name}.{name}"
             if task.inputs.get(name) != value and job.origins.get(key, "").startswith("auto: "):
-                earlier[key] = f"--set {key}={value}"
+                earlier[key] = typed("--set", f"{key}={value}")
     ways = ["the old settings and files", "--force to redo these stages"]
     if earlier:
         ways = [f"what it was made with: {' '.join(earlier.values())}"]
-    if stale[0].name == "finetune":
-        ways.insert(0, f"a new directory (-o {job.run.path}-2)")
-    else:
-        place = job.run.path
-        ways.insert(0, f"a second recovery beside it (opdcl recover {place} -o {place}-2, same options)")
+    place, other = job.run.path, f"{job.run.path}-2"
+    if stale[0].name == "recover":
+        again = typed("opdcl", "recover", place, "-o", other)
+        ways.insert(0, f"a second recovery beside it ({again}, same options)")
+    elif not job.is_continued:
+        ways.insert(0, f"a new directory ({typed('-o', other)})")
     reasons = "; ".join(f"{task.name} {task.why}" for task in stale)
     message = f"{job.run.path} was made with other settings or data; {reasons}"
     raise UsageError(message, ", or ".join(ways))
@@ -144,6 +131,14 @@ def _refuse_other_dtype(job: Job, records: Records) -> None:
     if earlier != dtype and not records.empty:
         hint = f"--set model.dtype={earlier}, or a new run directory"
         raise UsageError(f"this run started in {earlier} and would continue in {dtype}", hint)
+
+
+def _check_data(job: Job) -> None:
+    """Check that the files of suites are here."""
+    for suite, path in job.workflow.eval.data.items() if job.workflow.eval else ():
+        if path not in job.inputs.given and not os.path.exists(split_part(path)[0]):
+            hint = typed("--data", f"{suite}={nearest_path(path) or 'PATH'}")
+            raise UsageError(f"eval.data.{suite}: {path} does not exist", hint)
 
 
 def _check_machine(workflow: Workflow, trackers: list[str]) -> None:
@@ -160,19 +155,17 @@ def _check_machine(workflow: Workflow, trackers: list[str]) -> None:
 def _check_gates(workflow: Workflow, tasks: list[Task]) -> None:
     """Refuse gates where base is measured alone: each of them compares another state with base."""
     is_gated = any(value is not None for value in workflow.gates.model_dump().values())
-    if is_gated and {task.state for task in tasks} == {"base"}:
+    if is_gated and tasks and all(isinstance(task, Measure) and task.state == "base" for task in tasks):
         hint = "--base BASE names the model to compare with; or leave the gate out"
         raise UsageError(f"a gate needs two models, and {workflow.model.id} is measured alone", hint)
 
 
 def _check_tuned_model(job: Job) -> None:
     """Refuse a whole model with another base, and settings that need an adapter on base."""
-    from opdcl.model.adapters import tuned_model
     from opdcl.model.compatibility import check_same_tokenizer
     from opdcl.model.extended_vocabulary import has_tokenizer
 
-    workflow, base = job.workflow, job.workflow.model
-    tuned = tuned_model(workflow.start, base)
+    workflow, base, tuned = job.workflow, job.workflow.model, job.tuned
     if tuned is None:
         return
     hint = "--base names the model that it was fine-tuned from"
@@ -180,8 +173,7 @@ def _check_tuned_model(job: Job) -> None:
         raise UsageError(f"base and tuned model are both {tuned.id}", hint)
     shape = text_config(tuned)
     # By its own tokenizer: rows behind base's are tokens that base lacks, or padding.
-    has_more = has_tokenizer(tuned) and shape.vocab_size > job.shape.vocab_size
-    has_more = has_more or job.tokenizer is not job.inputs.tokenizer(base)
+    has_more = job.has_more_tokens or (has_tokenizer(tuned) and shape.vocab_size > job.shape.vocab_size)
     for key in SHAPE:
         ours, theirs = getattr(job.shape, key, None), getattr(shape, key, None)
         is_longer = key == "vocab_size" and theirs > ours
@@ -200,7 +192,7 @@ def _check_tuned_model(job: Job) -> None:
             may_have_more=True,
         )
     recover, teachers = workflow.recover, workflow.teachers().values()
-    used = {
+    used: dict[str, tuple[Any, str]] = {
         "finetune": (workflow.finetune, "opdcl finetune --base trains an adapter on such a model"),
         "a server for the student or the evaluation": (
             (recover and recover.server) or (workflow.eval and workflow.eval.server),
@@ -212,7 +204,12 @@ def _check_tuned_model(job: Job) -> None:
         used["recover.steps 0"] = (recover.steps == 0, "train some steps")
         used["recover.start"] = (recover.start not in ("auto", 1), "leave it out")
     if has_more:
-        used |= _needing_the_same_tokens(workflow)
+        by_token = recover and (recover.reward or recover.loss.kind in ("policy_gradient", "cross_entropy"))
+        used |= {
+            "a reward, or a loss of single tokens": (by_token, "use forward_kl"),
+            "a teacher on a server": (any(teacher.server for teacher in teachers), "use kind model"),
+            "model.shard": (workflow.model.shard, "leave it out"),
+        }
     for what, (is_used, remedy) in used.items():
         if is_used:
             reason = "its weights are not base's plus an adapter"
@@ -221,25 +218,11 @@ def _check_tuned_model(job: Job) -> None:
             raise UsageError(f"{what} does not work with {tuned.id}, a whole model: {reason}", remedy)
 
 
-def _needing_the_same_tokens(workflow: Workflow) -> dict[str, tuple[Any, str]]:
-    """Return what does not work with a tuned model that has tokens of its own: is it used, and the remedy."""
-    recover, teachers = workflow.recover, workflow.teachers().values()
-    by_token = recover and (recover.reward or recover.loss.kind in ("policy_gradient", "cross_entropy"))
-    return {
-        "a reward, or a loss of single tokens": (by_token, "use forward_kl"),
-        "a teacher on a server": (any(teacher.server for teacher in teachers), "use kind model"),
-        "model.shard": (workflow.model.shard, "leave it out"),
-    }
-
-
 def _check_models(job: Job) -> list[str]:
     """Check the files of all models that the run loads, each once; return notes."""
-    from opdcl.model.adapters import tuned_model
     from opdcl.model.load import check_model
 
-    models = job.workflow.models()
-    if tuned := tuned_model(job.workflow.start, job.workflow.model):
-        models.append(tuned)
+    models = [*job.workflow.models(), *filter(None, [job.tuned])]
     return [note for model in models for note in check_model(model)]
 
 
@@ -268,22 +251,21 @@ def _check_finetune(job: Job) -> list[str]:
     return notes
 
 
-def _check_recovery(job: Job) -> list[str]:
+def _check_recovery(job: Job, source: RecoverySource) -> list[str]:
     """Check that there is an adapter to recover, its teachers and every prompt; return notes on prompts."""
     from opdcl.data.prompts import SHIPPED
     from opdcl.data.reward_rows import count_short_of_room
-    from opdcl.model.adapters import tuned_model
     from opdcl.model.compatibility import check_same_tokenizer
 
     workflow, run, config = job.workflow, job.run, job.workflow.recover
     if not (workflow.finetune or workflow.start or "tuned" in run.adapters()):
-        hint = f"opdcl finetune ROWS -o {run.path}"
+        hint = typed("opdcl", "finetune", "ROWS", "-o", run.path)
         raise UsageError(f"{run.path} has no fine-tuned adapter to recover", hint)
     for model in workflow.models()[1:]:
         check_same_tokenizer(job.tokenizer, job.inputs.tokenizer(model), f"teacher {model.id}")
     _check_turn_end(job)
     _check_prompts(job.prompts)
-    prompts, teacher, notes = job.recovery.rows, config.teacher_of("general"), []
+    prompts, teacher, notes = source.rows, config.teacher_of("general"), []
     if short := count_short_of_room(config, prompts["general"], job.tokenizer, job.context):
         lost = "the teacher does not see a demonstration that does not fit"
         notes.append(f"{short} of {len(prompts['general'])} prompts may have too little room: {lost}")
@@ -299,11 +281,9 @@ def _check_recovery(job: Job) -> list[str]:
     if not prompts["domain"]:
         lost = "so the recovery may undo what was learned; name some with --domain"
         notes.append(f"warning: no prompts guard the domain, {lost}")
-    tuned = tuned_model(workflow.start, workflow.model)
-    has_its_tokens = job.tokenizer is job.inputs.tokenizer(workflow.model)
-    if tuned and has_its_tokens:
+    if job.tuned and not job.has_more_tokens:
         way = "mergekit-extract-lora makes one of a merged model, see docs/repair.md"
-        notes.append(f"base and {tuned.id} are two models in memory; one is enough for an adapter: {way}")
+        notes.append(f"base and {job.tuned.id} are two models in memory; one is enough for an adapter: {way}")
     if not prompts["general"]:
         lost = "so general behaviour is not recovered; name some with --prompts"
         notes.append(f"warning: there are no general prompts, {lost}")
@@ -350,21 +330,21 @@ def check_adapters(job: Job) -> list[str]:
     from opdcl.model.adapters import new_tokens, own_template
     from opdcl.model.compatibility import template_difference
 
-    model, notes = job.workflow.model, list[str]()
-    start = planned_adapter(job.workflow)
+    model, start, notes = job.workflow.model, job.adapter, list[str]()
     if isinstance(start, Path):
         template = own_template(start)
         difference = template_difference(job.tokenizer, template) if template else ""
         if difference:
             file = start / TEMPLATE if (start / TEMPLATE).is_file() else "FILE"
             problem = f"warning: adapter {start} was saved with another chat template than that of its base"
-            notes.append(f"{problem}: {difference}; --set model.chat_template={file} takes the adapter's")
+            way = typed("--set", f"model.chat_template={file}")
+            notes.append(f"{problem}: {difference}; {way} takes the adapter's")
         if more := new_tokens(start, job.tokenizer):
             shown = ", ".join(more[:5])
             notes.append(
                 f"warning: adapter {start} was saved with tokens that base lacks: {shown}; they are not used"
             )
-    for folder in foreign_adapters(job.workflow):
+    for folder in job.foreign_adapters:
         notes += check_on_base(folder, model)
     return notes
 
@@ -385,12 +365,12 @@ def check_targets(model: ModelConfig, lora: LoraSection) -> None:
     names = sorted({name.rpartition(".")[2] for name in layers})
     hint = f"linear layers of this model: {', '.join(names)}"
     if isinstance(targets, str) and "," in targets:
-        hint = f"write a list: --set 'finetune.lora.target_modules=[{targets}]'; {hint}"
+        hint = f"write a list: {typed('--set', f'finetune.lora.target_modules=[{targets}]')}; {hint}"
     named = ", ".join(repr(one if isinstance(one, str) else one[0]) for one in missing)
     raise UsageError(f"finetune.lora.target_modules: {named} matches no linear layer of {model.id}", hint)
 
 
-def _check_suites(job: Job, to_do: bool) -> list[str]:
+def _check_suites(job: Job, near: list[Row], to_do: bool) -> list[str]:
     """Check that each prompt and its longest answer fit; note answers that would be cut, and learned rows."""
     from opdcl.data.chat import encode_prompt
     from opdcl.results.notes import learned_note  # it brings numpy
@@ -411,7 +391,7 @@ def _check_suites(job: Job, to_do: bool) -> list[str]:
         if suite.generative:
             samples = [suite.record(doc, [None]) for doc in suite.documents(config.limit)]
             notes.append(learned_note(suite.name, count_learned(samples, learned), len(samples)))
-    for row in job.closeness:
+    for row in near:
         encode_prompt(row, job.tokenizer, job.context - config.closeness_tokens)
     return notes
 
@@ -432,7 +412,7 @@ def _note_on_cut(job: Job, suite: Suite) -> str:
     return f"{found} {limit} tokens at which answers are cut, so a perfect one scores less: {hint}"
 
 
-def _check_servers(workflow: Workflow, todo: set[str], sends_key: bool) -> None:
+def _check_servers(job: Job, todo: set[str], sends_key: bool) -> None:
     """Check that every server that the unfinished stages need grants access."""
     from opdcl.model.adapter_files import checked_settings
     from opdcl.model.adapters import refuse_unserved
@@ -440,7 +420,7 @@ def _check_servers(workflow: Workflow, todo: set[str], sends_key: bool) -> None:
     from opdcl.model.targets import lora_config
     from opdcl.sampling.server import check_access
 
-    own = []
+    workflow, own = job.workflow, []
     if workflow.eval and "eval" in todo:
         own.append(workflow.eval.server)
     if workflow.recover and "recover" in todo:
@@ -449,33 +429,13 @@ def _check_servers(workflow: Workflow, todo: set[str], sends_key: bool) -> None:
         for teacher in workflow.teachers().values():
             if teacher.server:
                 check_access(teacher.server.url, named, teacher.server.model, sends_key)
-    if any(own) and (adapter := planned_adapter(workflow)):
-        if isinstance(adapter, Path):
-            refuse_unserved(checked_settings(adapter))
-        else:
-            refuse_unserved(vars(lora_config(adapter, skeleton(workflow.model))))
+    adapter = job.adapter if any(own) else None
+    if isinstance(adapter, Path):
+        refuse_unserved(checked_settings(adapter))
+    elif adapter:
+        refuse_unserved(vars(lora_config(adapter, skeleton(workflow.model))))
     for server in filter(None, own):
         check_access(server.url, sends_key=sends_key)
-
-
-def planned_adapter(workflow: Workflow) -> LoraSection | Path | None:
-    """Return the settings of a run's new adapter, or the folder of the one it starts from."""
-    from opdcl.model.adapters import find_adapter, tuned_model
-
-    if workflow.start and not tuned_model(workflow.start, workflow.model):
-        return find_adapter(workflow.start)
-    if workflow.finetune:
-        return workflow.finetune.lora
-    return LoraSection() if workflow.start else None
-
-
-def foreign_adapters(workflow: Workflow) -> list[Path]:
-    """Return the folders of the adapters that a run takes from elsewhere: its start, and its teachers'."""
-    from opdcl.model.adapters import find_adapter
-
-    start = planned_adapter(workflow)
-    teachers = [find_adapter(t.adapter) for t in workflow.teachers().values() if t.adapter]
-    return [start, *teachers] if isinstance(start, Path) else teachers
 
 
 def repeated_rows(rows: list[Row]) -> list[Row]:

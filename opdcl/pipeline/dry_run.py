@@ -7,12 +7,14 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
-from opdcl.pipeline.checks import checked_plan, planned_adapter, refuse_foreign, repeated_rows
+from opdcl.pipeline.checks import checked_plan, repeated_rows
 from opdcl.pipeline.forecast import forecast, memory_words
 from opdcl.pipeline.job import Job
+from opdcl.pipeline.plan import Measure
 from opdcl.pipeline.records import read_records
 from opdcl.results.tables import Table
 from opdcl.rundir.layout import RunDir
+from opdcl.rundir.lock import refuse_foreign
 from opdcl.rundir.seals import refuse_damaged
 from opdcl.train.finetune import planned_steps
 
@@ -54,22 +56,22 @@ def describe(
             why = f"about {sizes['memory_bytes'][task.name] / 2**30:.1f} GiB; {why}"
         if task.unfinished and task.name in sizes["steps"]:
             why = f"{sizes['steps'][task.name]} steps, {why}"
-        name = f"eval {task.suite}" if task.suite else task.name
+        state, suite = (task.state, task.suite) if isinstance(task, Measure) else ("", "")
         # States of a suite with the same action and reason share a row.
-        states[name, task.action, why].append(task.state)
-        shown = {"stage": task.name, "state": task.state, "suite": task.suite, "action": task.action}
+        states[f"{task.name} {suite}", task.action, why].append(state)
+        shown = {"stage": task.name, "state": state, "suite": suite, "action": task.action}
         plan.append(shown | {"why": task.why})
     totals = f"{sizes['parameters'] / 1e6:,.0f}M parameters; "
     totals += f"about {sizes['disk_bytes'] / 2**20:,.0f} MiB of disk"
     share = None
-    if adapter := planned_adapter(workflow):
-        share = adapted_share(workflow.model, adapter)
+    if job.adapter:
+        share = adapted_share(workflow.model, job.adapter)
         totals = f"LoRA on layers with {100 * share:.0f} % of {totals}"
     rows, words = [["machine", sizes["device"], totals]], memory_words(sizes)
     if words:
         rows.append(["memory", "", words])
     for (name, action, why), of_suite in states.items():
-        rows.append([f"{name} {', '.join(of_suite)}".strip(), action, why])
+        rows.append([f"{name} {', '.join(of_suite)}".rstrip(), action, why])
     data = _data(job) if "finetune" in sizes["steps"] else {}
     more = {"adapted_share": share, "data": data, "notes": notes}
     return rows, {"tasks": plan, **sizes, **more}

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import shlex
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +19,19 @@ from opdcl.config.section import FINGERPRINT
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output, StageLine, quiet_libraries
 from opdcl.data.rows import recognised
-from opdcl.errors import GateError, InconclusiveError, Interrupted, OpdclError, UsageError
+from opdcl.errors import GateError, InconclusiveError, Interrupted, OpdclError, UsageError, typed
 from opdcl.model.consent import trackers_of
-from opdcl.pipeline.checks import checked_plan, foreign_adapters, refuse_foreign
+from opdcl.pipeline.checks import checked_plan
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.plan import Task
-from opdcl.pipeline.records import StageRecord, read_record, read_records, stage_folder, write_learned
+from opdcl.pipeline.plan import Measure, Task, Train
+from opdcl.pipeline.records import (
+    finish_stage,
+    read_record,
+    read_records,
+    stage_folder,
+    write_learned,
+    write_record,
+)
 from opdcl.pipeline.reuse import copy_finished, refuse_other_base, take_start
 from opdcl.pipeline.trackers import Tracking, scores
 from opdcl.results.origins import SET_ASIDE
@@ -37,7 +42,7 @@ from opdcl.rundir.hashes import adapter_hash
 from opdcl.rundir.identity import weights_of_base
 from opdcl.rundir.layout import STATE_OF, RunDir, StageDir
 from opdcl.rundir.lock import locked
-from opdcl.rundir.records import read_metrics
+from opdcl.rundir.records import StageRecord, read_metrics
 from opdcl.sanitize import redact
 from opdcl.signals import as_interrupts
 from opdcl.version import __version__
@@ -69,38 +74,41 @@ def execute(
         Interrupted: The user stopped it.
         GateError: Everything ran, but a required score was missed.
     """
-    run, first = job.run, parallel.rank() == 0
-    with interruptible(run), contextlib.ExitStack() as stack:
-        # Nothing that another command does can change what is checked under the lock.
-        parallel.on_first_worker(lambda: _lock(run, output, stack))
+    run, is_first = job.run, parallel.rank() == 0
+    # Nothing that another command does can change what is checked under the lock.
+    with interruptible(run), _locked_for_all(run, output):
         with output.busy("checking model and data"), quiet_libraries():
-            tasks, notes, manifest = parallel.on_first_worker(lambda: _check(job, output, force, continued))
-        unfinished = any(task.unfinished for task in tasks)
-        stack.enter_context(quiet_libraries(run.new_log() if first else None))
-        # Before anything is written: a run whose base is another one now stays as it was.
-        backbone = _load(job, manifest, output) if unfinished else None
-        base = weights_of_base(manifest)
-        if continued:
-            refuse_other_base(job.workflow.model.id, base, continued)
-            donors = [continued, *donors]
-        tasks = parallel.on_first_worker(lambda: _settle(job, tasks, donors, base, output))
-        mine = stack.enter_context(_own(job))
-        trackers, _ = trackers_of(job.workflow, job.origins) if unfinished and first else ([], "")
-        tracking = stack.enter_context(contextlib.closing(Tracking(trackers, run, output.note)))
-        if backbone:
-            if first:
-                _announce(job, tasks, notes, output)
-            Session(mine, backbone, manifest, output, tracking).do(tasks)
-        else:
-            output.note("nothing to do: all stages are finished")
-        return parallel.on_first_worker(lambda: finish(job.workflow, run, output, tracking))
+            planned, notes, manifest = parallel.on_first_worker(lambda: _check(job, output, force, continued))
+        with quiet_libraries(run.new_log() if is_first else None):
+            # Before anything is written: a run whose base is another one now stays as it was.
+            is_unfinished = any(task.unfinished for task in planned)
+            backbone = _load(job, manifest, output) if is_unfinished else None
+            base = weights_of_base(manifest)
+            if continued:
+                refuse_other_base(job.workflow.model.id, base, continued)
+            givers = [continued, *donors] if continued else donors
+            tasks = parallel.on_first_worker(lambda: _settle(job, planned, givers, base, output))
+            trackers = trackers_of(job.workflow, job.origins)[0] if backbone and is_first else []
+            with (
+                _copy_of_worker(run) as place,
+                contextlib.closing(Tracking(trackers, run, output.note)) as tracking,
+            ):
+                if backbone is None:
+                    output.note("nothing to do: all stages are finished")
+                else:
+                    if is_first:
+                        _announce(job, tasks, notes, output)
+                    Session(job, place, backbone, manifest, output, tracking).do(tasks)
+                return parallel.on_first_worker(lambda: finish(job.workflow, run, output, tracking))
 
 
-def _lock(run: RunDir, output: Output, stack: contextlib.ExitStack) -> None:
-    """Lock the run directory until the stack closes, if it is one that this command may write to."""
-    refuse_foreign(run)
-    if dead := stack.enter_context(locked(run)):
-        output.note(f"took over the lock of process {dead.get('pid')}, which has ended")
+@contextlib.contextmanager
+def _locked_for_all(run: RunDir, output: Output) -> Iterator[None]:
+    """Lock a run directory: the first worker holds the lock for all, and all raise its error."""
+    with contextlib.ExitStack() as held:
+        if dead := parallel.on_first_worker(lambda: held.enter_context(locked(run))):
+            output.note(f"took over the lock of process {dead.get('pid')}, which has ended")
+        yield
 
 
 def _check(
@@ -122,16 +130,14 @@ def _check(
 def _load(job: Job, manifest: dict[str, Any], output: Output) -> Backbone:
     """Return the model, check that it is the one that the run began with, and add it to the manifest."""
     from opdcl.model.accept import load_backbone, refuse_changed_copies
-    from opdcl.model.adapters import tuned_model
     from opdcl.model.load import pick_device, pick_dtype
 
-    started, config = time.perf_counter(), job.workflow.model
-    tuned = tuned_model(job.workflow.start, config)
+    started, config, tuned = time.perf_counter(), job.workflow.model, job.tuned
     with output.stage("load") as line:
         models = f"{tuned.id} beside {config.id}" if tuned else config.id
         line.note(f"{models} on {pick_device()} in {pick_dtype(config.dtype)}")
         backbone = load_backbone(config, tuned, job.tokenizer)
-        for folder in foreign_adapters(job.workflow):
+        for folder in job.foreign_adapters:
             refuse_changed_copies(folder, backbone.causal_lm)
         if parallel.worker_count() > 1:
             part = "a part of the" if parallel.sharded() else "the whole"
@@ -162,7 +168,7 @@ def _settle(job: Job, tasks: list[Task], donors: Sequence[RunDir], base: str, ou
     run = job.run
     replaced = []
     for task in tasks:
-        if task.name in STATE_OF and task.action in ("run", "stale"):
+        if isinstance(task, Train) and task.action in ("run", "stale"):
             replaced.append(stage_folder(run, task.name).path)
         if task.action == "stale":
             replaced.append(run.evals / STATE_OF[task.name])
@@ -197,19 +203,21 @@ def _announce(job: Job, tasks: list[Task], notes: list[str], output: Output) -> 
         output.note(note)
 
 
+@dataclass
 class Session:
     """One worker's part of a run, in the run directory or the worker's copy of it.
 
     It does the tasks, and keeps the manifest and the stage records.
     """
 
-    def __init__(
-        self, job: Job, backbone: Backbone, manifest: dict[str, Any], output: Output, tracking: Tracking
-    ):
-        self.job, self.workflow, self.run = job, job.workflow, job.run
-        self.backbone, self.manifest = backbone, manifest
-        self.output, self.tracking = output, tracking
-        self._measured_state = "base"
+    job: Job
+    run: RunDir
+    backbone: Backbone
+    manifest: dict[str, Any]
+    output: Output
+    tracking: Tracking
+    measured_state: str = "base"
+    """The last state that was measured: the one whose adapter the backbone holds."""
 
     def do(self, tasks: list[Task]) -> None:
         """Do all tasks that the plan does not skip.
@@ -220,23 +228,22 @@ class Session:
         from opdcl.pipeline.times import Timetable, work_of
 
         started = time.perf_counter()
-        base = self.manifest["base"]
+        base, workflow = self.manifest["base"], self.job.workflow
         self._save_manifest()
         self.times = Timetable(work_of(self.job, tasks), self.output.note)
         try:
             for task in tasks:
-                if task.action == "skip":
-                    self.output.note(f"{task.label}: skipped, {task.why}")
-                elif task.name == "eval":
-                    with self.times.timed(task.label):
+                match task:
+                    case _ if task.action == "skip":
+                        self.output.note(f"{task.label}: skipped, {task.why}")
+                    case Measure():
                         self._measure(task)
-                elif task.name == "finetune" and self.workflow.finetune is None:
-                    self.output.note(f"{task.name}: taken from {self.workflow.start}")
-                    take_start(self.workflow, self.run, task, self.backbone)
-                else:
-                    with self.times.timed(task.label):
+                    case Train(name="finetune") if workflow.finetune is None:
+                        self.output.note(f"{task.name}: taken from {workflow.start}")
+                        take_start(self.job, self.run, task, self.backbone)
+                    case Train():
                         self._train(task)
-                if task.name != "eval":
+                if isinstance(task, Train):
                     self._save_manifest()  # it names the new adapter
                 seals.seal_new(self.run)
         finally:
@@ -251,7 +258,7 @@ class Session:
             hint = "this is a defect of opdcl: please report it"
             raise OpdclError("the base weights changed during the run", hint)
 
-    def _train(self, task: Task) -> None:
+    def _train(self, task: Train) -> None:
         """Train one stage, showing its progress on the console and in the trackers."""
         from opdcl.train.cost import dose, peak_memory, reset_peak_memory
 
@@ -260,14 +267,15 @@ class Session:
         cost = earlier.cost if earlier else {}
         record = StageRecord(
             stage=task.name,
+            status="running",
             fingerprint=task.fingerprint,
-            config=getattr(self.workflow, task.name).model_dump(),
+            config=getattr(self.job.workflow, task.name).model_dump(),
             inputs=task.inputs,
             started=earlier.started if earlier else now(),
             cost=cost,
             rows=self.job.training_rows.count if task.name == "finetune" else None,
         )
-        record.write(stage)
+        write_record(stage, record)
         if task.name == "finetune" and not earlier:
             inputs, test = self.job.inputs, str((self.run.data / f"{SET_ASIDE}.jsonl").resolve())
             set_aside = inputs.hash(test) if test in inputs.given else None
@@ -281,70 +289,67 @@ class Session:
             self.times.progress(done, total)
 
         try:
-            with self.output.stage(task.label, on_progress) as line:
-                self._learn(task, stage, line)
+            with self.times.timed(task.label), self.output.stage(task.label, on_progress) as line:
+                self._learn(task.name, stage, line)
             self.tracking.follow(stage, offset)
         finally:
             metrics = read_metrics(stage.metrics)
             steps = [row for row in metrics if "tokens" in row]
-            record = replace(
-                record,
-                cost={
-                    "seconds": round(cost.get("seconds", 0) + time.perf_counter() - started, 1),
-                    "tokens": sum(row["tokens"] for row in steps),
-                    "steps": max((row["step"] for row in steps), default=0),
-                    "peak_memory_bytes": max(cost.get("peak_memory_bytes", 0), peak_memory()),
-                    **dose(metrics),
-                },
-            )
-            record.write(stage)
-        record.finish(stage)
+            spent = {
+                "seconds": round(cost.get("seconds", 0) + time.perf_counter() - started, 1),
+                "tokens": sum(row["tokens"] for row in steps),
+                "steps": max((row["step"] for row in steps), default=0),
+                "peak_memory_bytes": max(cost.get("peak_memory_bytes", 0), peak_memory()),
+            }
+            record = record.model_copy(update={"cost": spent | dose(metrics)})
+            write_record(stage, record)
+        finish_stage(stage, record)
 
-    def _learn(self, task: Task, stage: StageDir, line: StageLine) -> None:
+    def _learn(self, name: str, stage: StageDir, line: StageLine) -> None:
         """Recover or fine-tune, and write the adapter into the stage's folder."""
-        from opdcl.model.adapters import find_adapter
         from opdcl.train.completion_cache import CompletionCache
         from opdcl.train.finetune import finetune
         from opdcl.train.provide import provided
         from opdcl.train.recover import recover
         from opdcl.train.self_distill import self_distill
 
-        job, workflow, backbone = self.job, self.workflow, self.backbone
-        if task.name == "recover":
+        job, workflow, backbone = self.job, self.job.workflow, self.backbone
+        if name == "recover":
             config, prompts, tuned = workflow.recover, job.prompts, self.run.adapters()["tuned"]
             with provided(config, job.recovery, prompts, backbone, stage, line.note) as more:
                 recover(config, prompts, backbone, tuned, stage, line, more)
             return
-        start = find_adapter(workflow.start) if workflow.start else None
+        start = job.adapter if isinstance(job.adapter, Path) else None
         if workflow.finetune.method == "self-distill":
             self_distill(workflow.finetune, *job.self_distillation, backbone, start, stage, line)
         else:
             rows, general, cache = job.examples.encoded, job.examples.replay, CompletionCache(backbone)
             finetune(workflow.finetune, rows, general, backbone, start, stage, line, cache)
 
-    def _measure(self, task: Task) -> None:
+    def _measure(self, task: Measure) -> None:
         """Measure one state on one suite, or its closeness to base."""
         from opdcl.stages.closeness import measure_closeness
         from opdcl.stages.evaluate import evaluate
 
-        config, run, backbone = self.workflow.eval, self.run, self.backbone
-        adapter = run.adapters()[task.state] if task.state != "base" else None
-        if adapter and self._measured_state != task.state:
+        job, config, run, backbone = self.job, self.job.workflow.eval, self.run, self.backbone
+        state, adapter = task.state, run.adapters()[task.state] if task.state != "base" else None
+        if adapter and self.measured_state != state:
             backbone.drop_adapters()
             backbone.load_adapter(adapter, "student")
-            self._measured_state = task.state
-        seals.forget(run, run.eval_result(task.state, task.suite), run.eval_samples(task.state, task.suite))
-        model = {"id": self.workflow.model.id, "adapter_sha256": adapter_hash(adapter) if adapter else None}
+            self.measured_state = state
+        seals.forget(run, run.eval_result(state, task.suite), run.eval_samples(state, task.suite))
+        digest = adapter_hash(adapter) if adapter else None
+        model = {"id": job.workflow.model.id, "adapter_sha256": digest}
         record = {"role": task.role, "model": model, "fingerprint": task.fingerprint}
-        with self.output.stage(task.label, self.times.progress) as line:
-            place = backbone, task.state, run, record, line, adapter
+        with self.times.timed(task.label), self.output.stage(task.label, self.times.progress) as line:
             if task.suite == CLOSENESS:
-                result = measure_closeness(config, self.job.closeness, *place)
+                asked = job.closeness
+                result = measure_closeness(config, asked, backbone, state, run, record, line, adapter)
             else:
-                suite = self.job.suite(task.suite)
+                suite = job.suite(task.suite)
                 if config.server and suite.generative:
                     model["decoded"] = "on a server"
-                result = evaluate(config, suite, *place)
+                result = evaluate(config, suite, backbone, state, run, record, line, adapter)
             metric = result["metric"]
             line.note(f"{metric} {result['metrics'][metric]:.3f} (n = {result['n']})")
 
@@ -389,7 +394,7 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracking: Tracking) 
     for verdict in verdicts:
         output.note(f"gate {verdict['outcome']}: {verdict['sentence']}")
     try:
-        gates.refuse(verdicts, f"opdcl report {run.path}")
+        gates.refuse(verdicts, typed("opdcl", "report", run.path))
     except (GateError, InconclusiveError):
         # The command ends without showing the result; its faults and notes must be seen all the same.
         output.remarks(summary.faults, [note for note in summary.notes if note not in summary.faults])
@@ -414,19 +419,17 @@ def interruptible(run: RunDir) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _own(job: Job) -> Iterator[Job]:
-    """Yield the job to the first worker; to each other one, the same in a temporary copy of the directory."""
+def _copy_of_worker(run: RunDir) -> Iterator[RunDir]:
+    """Yield the run to the first worker, and to each other one a temporary copy of its directory."""
     if parallel.rank() == 0:
         parallel.all_values(None)  # wait until the copies are made
-        yield job
+        yield run
         return
     with tempfile.TemporaryDirectory(prefix="opdcl-") as scratch:
-        folder = Path(scratch) / job.run.path.name
-        shutil.copytree(job.run.path, folder)
+        folder = Path(scratch) / run.path.name
+        shutil.copytree(run.path, folder)
         parallel.all_values(None)
-        mine = copy.copy(job)
-        mine.run = RunDir(folder)
-        yield mine
+        yield RunDir(folder)
 
 
 def steps_done(run: RunDir, before: StageDir | None = None) -> int:
@@ -441,4 +444,4 @@ def command_line(run: RunDir) -> str:
     words = sys.argv[1:]
     if program.stem != "opdcl" and program.parent.name != "opdcl":  # neither the script nor `python -m opdcl`
         words = ["run", str(run.workflow), "-o", str(run.path)]
-    return redact(shlex.join(["opdcl", *words]))
+    return redact(typed("opdcl", *words))

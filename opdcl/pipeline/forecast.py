@@ -21,7 +21,6 @@ from opdcl.config.lora import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.model.adapter_files import read_lora_config
-from opdcl.model.adapters import tuned_model
 from opdcl.model.architecture import architecture
 from opdcl.model.llama import FAMILY, WIDE, attends_within_rows
 from opdcl.model.load import pick_device, pick_dtype, skeleton
@@ -29,7 +28,7 @@ from opdcl.model.lora import base_weight
 from opdcl.model.targets import lora_config
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.plan import Task
+from opdcl.pipeline.plan import Measure, Task
 from opdcl.results.format import memory
 from opdcl.rundir.environment import machine
 from opdcl.stages.answers import SAMPLING_BATCH
@@ -126,10 +125,10 @@ def forecast(job: Job, tasks: Sequence[Task]) -> dict[str, Any]:
     if "finetune" in steps:
         needs["finetune"] = _finetune_need(job, size)
     if workflow.recover and "recover" in todo:
-        needs["recover"] = _recovery_need(job, workflow.recover, job.prompts, size)
-    if suites := {task.suite for task in tasks if task.unfinished and task.suite}:
+        needs["recover"] = _recovery_need(workflow.recover, job.prompts, size)
+    if suites := {task.suite for task in tasks if task.unfinished and isinstance(task, Measure)}:
         needs["eval"] = max(_eval_need(job, suite, size) for suite in suites)
-    models = 2 if tuned_model(workflow.start, workflow.model) else 1
+    models = 2 if job.tuned else 1
     held = models * size.weights + (0 if on_cuda else LIBRARIES)
     peaks: dict[str, int] = {}
     for name, need in needs.items():
@@ -176,7 +175,7 @@ def _finetune_need(job: Job, size: Size) -> int:
     """Return the bytes that a fine-tune takes on top of the base."""
     config, examples = job.workflow.finetune, job.examples
     if config.method == "self-distill":
-        return _recovery_need(job, *job.self_distillation, size)
+        return _recovery_need(*job.self_distillation, size)
     longest = max(len(example.ids) for example in examples.encoded)
     if count := config.replayed(len(examples.encoded)):
         drawn = itertools.islice(endless(len(examples.replay), config.seed), count)
@@ -184,14 +183,11 @@ def _finetune_need(job: Job, size: Size) -> int:
     return size.adapter * 16 + int(config.batch_size) * longest * size.trained_token + size.loss
 
 
-def _recovery_need(job: Job, config: RecoverConfig, prompts: dict[StreamName, Prompts], size: Size) -> int:
+def _recovery_need(config: RecoverConfig, prompts: dict[StreamName, Prompts], size: Size) -> int:
     """Return the bytes that a recovery takes on top of the base, if all answers have their maximum length."""
     need = size.merged + size.adapter * 20
-    named = {
-        config.general_teacher,
-        config.domain_teacher,
-        *(prompt.teacher for prompt in prompts["domain"].train),
-    }
+    named = {config.general_teacher, config.domain_teacher}
+    named |= {prompt.teacher for prompt in prompts["domain"].train}
     for name, teacher in config.teachers.items():
         if name not in named:
             continue
@@ -199,9 +195,8 @@ def _recovery_need(job: Job, config: RecoverConfig, prompts: dict[StreamName, Pr
             need += _size(teacher.model.resident(), rank=0).weights
         if teacher.kind in ("ema", "adapter"):
             need += size.adapter * 4
-    longest = 0
-    for of_stream in prompts.values():
-        longest = max([longest, *(len(prompt.shown) for prompt in of_stream.train)])
+    shown = [prompt.shown for of_stream in prompts.values() for prompt in of_stream.train]
+    longest = max(map(len, shown), default=0)
     answer = max(config.max_new_tokens, config.domain_max_new_tokens or 0)
     ahead = 1 if config.sample_ahead == "auto" else config.sample_ahead
     rows = max(config.completions("general") * ahead, FULL_BATCH)
@@ -237,9 +232,8 @@ def longest_answer(job: Job, suite: str) -> int:
 
 def adapted_share(model: ModelConfig, adapter: LoraSection | Path) -> float:
     """Return the share of a model's weights that an adapter changes. No weights are loaded."""
-    return _share(
-        model.model_dump_json(), adapter if isinstance(adapter, Path) else adapter.model_dump_json()
-    )
+    lora = adapter if isinstance(adapter, Path) else adapter.model_dump_json()
+    return _share(model.model_dump_json(), lora)
 
 
 @functools.cache  # the arms of a comparison mostly share both

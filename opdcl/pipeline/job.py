@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import replace
 from functools import cached_property
@@ -11,14 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from opdcl.config.evaluate import CLOSENESS, EvalConfig
 from opdcl.config.load import with_setting
+from opdcl.config.lora import LoraSection
+from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
-from opdcl.config.shipped import shipped_suites, split_part
+from opdcl.config.shipped import shipped_suites
 from opdcl.config.workflow import Workflow
 from opdcl.data import grading, scoring
 from opdcl.data.chat import encode_prompt
-from opdcl.data.examples import Examples, TrainingRows, bad_rows, read_examples
+from opdcl.data.examples import Examples, bad_rows, read_examples
 from opdcl.data.rows import Row, check_prompts
-from opdcl.errors import UsageError, nearest_path
 from opdcl.pipeline.defaults import named_after, resolve_for_machine, text_config, with_steps
 from opdcl.pipeline.inputs import Inputs
 from opdcl.pipeline.plan import Task, make_plan
@@ -35,10 +35,7 @@ if TYPE_CHECKING:
 
 
 class Job:
-    """What one run is to do. What follows from its settings is made when it is first asked for, and kept.
-
-    `automatic` has the origin of each setting that was left at `auto`.
-    """
+    """What one run is to do. What follows from its settings is made when it is first asked for, and kept."""
 
     def __init__(
         self,
@@ -46,30 +43,29 @@ class Job:
         run: RunDir,
         inputs: Inputs | None = None,
         origins: dict[str, str] | None = None,
+        is_continued: bool = False,
     ) -> None:
         """Resolve a workflow: its recovery practises the fine-tune's rows if it names no domain, and numbers
-        take the place of `auto`.
+        take the place of `auto`. `is_continued`: the command names this run as the one that it continues.
 
         Raises:
             UsageError: A file of rows, the model, or the adapter to start from was not found.
         """
-        self.workflow, self.run, self.inputs = workflow, run, inputs or Inputs()
+        self.run, self.inputs, self.is_continued = run, inputs or Inputs(), is_continued
         self._suites: dict[str, Suite] = {}
         finetune, recover = workflow.finetune, workflow.recover
+        self.training_rows = self.inputs.training_rows(workflow) if finetune else None
+        """The checked rows of the fine-tune, if there is one."""
         # Plain text has no question to sample on.
-        has_questions = finetune is not None and all(row.prompt for row in self.training_rows.usable)
+        has_questions = finetune and all(row.prompt for row in self.training_rows.usable)
         if recover and not recover.domain and has_questions:
-            self.workflow = with_setting(workflow, "recover.domain", finetune.data)
-        self.workflow, self.automatic = resolve_for_machine(named_after(self.workflow, run.path))
+            workflow = with_setting(workflow, "recover.domain", finetune.data)
+        self.workflow, automatic = resolve_for_machine(named_after(workflow, run.path))
         if recover and recover.steps == "auto":
+            # What the fine-tune learns is encoded by the settings so far, which stay as they are.
             self.workflow, steps = with_steps(self.workflow, self.learned_tokens if finetune else None)
-            self.automatic |= steps
-        self.origins = {**(origins or {}), **self.automatic}
-
-    @cached_property
-    def training_rows(self) -> TrainingRows:
-        """The checked rows of the fine-tune."""
-        return self.inputs.training_rows(self.workflow)
+            automatic |= steps
+        self.origins = {**(origins or {}), **automatic}
 
     def rows(self, source: str, split: str = "train") -> list[Row]:
         """Return the checked rows of a source, read by the workflow's names of columns."""
@@ -94,13 +90,43 @@ class Job:
         return self._suites[name]
 
     @cached_property
+    def tuned(self) -> ModelConfig | None:
+        """The whole model that the run starts from, if it starts from one."""
+        from opdcl.model.adapters import tuned_model
+
+        return tuned_model(self.workflow.start, self.workflow.model)
+
+    @cached_property
+    def adapter(self) -> LoraSection | Path | None:
+        """The settings of the run's new adapter, or the folder of the one it starts from."""
+        from opdcl.model.adapters import find_adapter
+
+        if self.workflow.start and not self.tuned:
+            return find_adapter(self.workflow.start)
+        if self.workflow.finetune:
+            return self.workflow.finetune.lora
+        return LoraSection() if self.workflow.start else None
+
+    @cached_property
+    def foreign_adapters(self) -> list[Path]:
+        """The folders of the adapters that the run takes from elsewhere: its start, and its teachers'."""
+        from opdcl.model.adapters import find_adapter
+
+        teachers = self.workflow.teachers().values()
+        start = [self.adapter] if isinstance(self.adapter, Path) else []
+        return start + [find_adapter(teacher.adapter) for teacher in teachers if teacher.adapter]
+
+    @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The base model's tokenizer, or that of a tuned model with more tokens."""
-        from opdcl.model.adapters import tuned_model
         from opdcl.model.extended_vocabulary import shared_tokenizer
 
-        base = self.workflow.model
-        return shared_tokenizer(base, tuned_model(self.workflow.start, base), self.inputs.tokenizer)
+        return shared_tokenizer(self.workflow.model, self.tuned, self.inputs.tokenizer)
+
+    @property
+    def has_more_tokens(self) -> bool:
+        """Whether a tuned model brings tokens that base lacks."""
+        return self.tokenizer is not self.inputs.tokenizer(self.workflow.model)
 
     @cached_property
     def shape(self) -> Any:
@@ -239,9 +265,7 @@ class Job:
         columns: dict[Any, str] = self.workflow.columns
         if key.startswith("eval.data."):
             self.suite(key.removeprefix("eval.data."))
-        elif key == "finetune.data":
-            _ = self.training_rows  # of which some may be bad
-        else:
+        elif key != "finetune.data":  # whose rows have been read
             self.rows(source)
         return {ours: columns[ours] for ours in self.inputs.renamed(source)}
 
@@ -257,21 +281,6 @@ class Job:
         columns = self.workflow.columns
         hashes = {key: self.inputs.hash(source) for key, source in self.sources.items()} if columns else {}
         return {key: hash_value([value, columns]) for key, value in hashes.items()}
-
-    def check_rows(self) -> None:
-        """Check that every row can be used where the workflow uses it.
-
-        Raises:
-            UsageError: A source is missing or malformed, or a row lacks what its stage needs.
-        """
-        if self.workflow.recover:
-            _ = self.recovery
-        if evaluation := self.workflow.eval:
-            _ = self.closeness
-            for suite, path in evaluation.data.items():
-                if path not in self.inputs.given and not os.path.exists(split_part(path)[0]):
-                    hint = f"--data {suite}={nearest_path(path) or 'PATH'}"
-                    raise UsageError(f"eval.data.{suite}: {path} does not exist", hint)
 
     def plan(self) -> list[Task]:
         """Return the plan for the present state of the run directory."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from opdcl.config.model import ModelConfig
-from opdcl.errors import UsageError
+from opdcl.errors import UsageError, typed
 from opdcl.hub import HUB_IDS
 from opdcl.model.adapters import base_of, find_adapter, template_beside, tuned_model
 from opdcl.rundir.layout import RunDir
@@ -35,7 +35,8 @@ def open_or_begin(
     run = RunDir(Path(source))
     if donor := run_beside(source, out):
         if "tuned" not in donor.intact_adapters():
-            raise UsageError(f"{source} has no fine-tuned adapter", f"opdcl run {donor.workflow} -o {source}")
+            hint = typed("opdcl", "run", donor.workflow, "-o", source)
+            raise UsageError(f"{source} has no fine-tuned adapter", hint)
         second = RunDir(out)
         return second.path, read_config((second if second.is_run() else donor).config)
     if run.is_run():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.finetune import FinetuneConfig, ReplaySection
@@ -22,26 +22,46 @@ DECODING = {"limit", "max_new_tokens", "thought_tokens", "batch_size", "server"}
 
 
 @dataclass(frozen=True)
-class Task:
-    """A training stage, or one state measured on one suite; `inputs` is what a stage's result depends on."""
+class _Task:
+    """Something that a run has to do, or has done already."""
 
-    name: str
     action: Action
     why: str
     fingerprint: str
-    state: str = ""
-    suite: str = ""
-    role: str = ""
-    inputs: dict[str, Any] = field(default_factory=dict)
 
     @property
     def unfinished(self) -> bool:
         """Whether this run has to do it: it is neither done nor taken from elsewhere."""
         return self.action not in ("skip", "take")
 
+
+@dataclass(frozen=True)
+class Train(_Task):
+    """A training stage; `inputs` is what its result depends on."""
+
+    name: str
+    inputs: dict[str, Any] = field(default_factory=dict)
+
     @property
     def label(self) -> str:
-        return f"eval {self.suite} {self.state}" if self.name == "eval" else self.name
+        return self.name
+
+
+@dataclass(frozen=True)
+class Measure(_Task):
+    """One state measured on one suite."""
+
+    state: str
+    suite: str
+    role: str
+    name: ClassVar[str] = "eval"
+
+    @property
+    def label(self) -> str:
+        return f"eval {self.suite} {self.state}"
+
+
+Task: TypeAlias = Train | Measure
 
 
 def make_plan(
@@ -56,15 +76,15 @@ def make_plan(
     `hashes` has the hash of each data source by its key, as `finetune.data`, and `earlier_hashes` what
     earlier versions recorded of the same content. `donor` holds the records of a run that this one continues.
     """
-    tasks, fingerprints, earlier = [], {}, earlier_hashes or {}
+    stages, earlier = list[Train](), earlier_hashes or {}
     stored = Records({**(donor or records).stages, **records.stages})
     base = _base_key(workflow, stored)
     for name, inputs in _stage_inputs(workflow, hashes, earlier, stored, base).items():
         identity = Identity(inputs)
         action, why = _training_action(records.stages.get(name), identity)
-        fingerprints[name] = identity.key
-        tasks.append(Task(name, action, why, fingerprints[name], inputs=inputs))
-    return tasks + _eval_tasks(workflow, hashes, earlier, records, {"base": base, **fingerprints})
+        stages.append(Train(action, why, identity.key, name, inputs))
+    made = {stage.name: stage.fingerprint for stage in stages}
+    return [*stages, *_eval_tasks(workflow, hashes, earlier, records, {"base": base, **made})]
 
 
 def _stage_inputs(
@@ -91,7 +111,9 @@ def _stage_inputs(
         for key, value in hashes.items():
             setting = key.removeprefix(f"{name}.")
             part = f"content of {setting}"
-            if key.startswith(f"{name}.") and not _was_not_recorded(part, made):
+            # Earlier versions did not record the contents of other models.
+            was_recorded = made is None or not part.endswith(".model") or part in recorded
+            if key.startswith(f"{name}.") and was_recorded:
                 earlier = earlier_hashes.get(key, value)
                 inputs[name][part] = earlier if recorded.get(part) == earlier else value
                 if recorded.get(part) == inputs[name][part]:
@@ -111,7 +133,7 @@ def _has_limit(config: FinetuneConfig, made: StoredStage | None) -> bool:
     """
     if made is None or "most" in made.record.inputs.get("replay", {"most": None}):
         return True
-    had_limit = made.record.is_done or "most" in made.record.config.get("replay", {})
+    had_limit = made.is_done or "most" in made.record.config.get("replay", {})
     return not had_limit or config.replay.most != ReplaySection().most
 
 
@@ -127,20 +149,15 @@ def _name_as_recorded(inputs: dict[str, Any], recorded: Mapping[str, Any], setti
             now[place] = then[place]
 
 
-def _was_not_recorded(part: str, stored: StoredStage | None) -> bool:
-    """Return whether a stage on disk was made before the contents of other models were recorded."""
-    return stored is not None and part.endswith(".model") and part not in stored.record.inputs
-
-
 def _training_action(stored: StoredStage | None, identity: Identity) -> tuple[Action, str]:
     """Return what to do about a training stage, and why."""
     if stored is None:
         return "run", "not started"
     if stored.record.fingerprint != identity.key:
-        if not (stored.record.is_done or stored.checkpoint):
+        if not (stored.is_done or stored.checkpoint):
             return "run", "an earlier try with other settings or data made nothing"
         return "stale", f"changed: {', '.join(identity.changed_since(stored.record.inputs))}"
-    if stored.record.is_done:
+    if stored.is_done:
         if stored.weights and stored.weights == stored.record.adapter_sha256:
             return "skip", "done"
         return "stale", f"was done, but its adapter {'has changed' if stored.weights else 'is missing'}"
@@ -154,7 +171,7 @@ def _eval_tasks(
     earlier: dict[str, str],
     records: Records,
     made: dict[str, str],
-) -> list[Task]:
+) -> list[Measure]:
     config = workflow.eval
     if config is None:
         return []
@@ -180,7 +197,7 @@ def _eval_tasks(
                 if suite == CLOSENESS:
                     contents = [of.get("eval.closeness"), str(config.closeness_tokens)]
                 keys.append(Identity([weights, suite, role, how, *contents]).key)
-            task = Task("eval", "run", "not measured", keys[0], state=state, suite=suite, role=role)
+            task = Measure("run", "not measured", keys[0], state, suite, role)
             if (state, suite) in records.results:
                 if (known := records.results[state, suite]) in keys:
                     task = replace(task, action="skip", why="done", fingerprint=known)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 from opdcl.data.formats import Row
 from opdcl.errors import UsageError
@@ -12,39 +11,9 @@ from opdcl.results.origins import question_key
 from opdcl.rundir.files import RESTORE, now, write_json
 from opdcl.rundir.hashes import ADAPTER, adapter_hash, file_hash
 from opdcl.rundir.layout import RunDir, StageDir
-from opdcl.rundir.records import read_result
+from opdcl.rundir.records import StageRecord, read_result
 
 STAGE_NUMBERS = {"finetune": 1, "recover": 2}
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageRecord:
-    """A training stage as its `stage.json` describes it; what is None is not in the file."""
-
-    stage: str = ""
-    status: str = "running"
-    fingerprint: str
-    config: Mapping[str, Any] = field(default_factory=dict)
-    inputs: Mapping[str, Any] = field(default_factory=dict)
-    taken_from: str | None = None
-    started: str | None = None
-    cost: Mapping[str, Any] = field(default_factory=dict)
-    rows: int | None = None
-    tuned_model: Mapping[str, Any] | None = None
-    finished: str | None = None
-    adapter_sha256: str | None = None
-
-    @property
-    def is_done(self) -> bool:
-        return self.status == "done"
-
-    def finish(self, stage: StageDir) -> None:
-        """Write the record of a stage whose adapter is complete."""
-        digest = adapter_hash(stage.adapter)
-        replace(self, status="done", finished=now(), adapter_sha256=digest).write(stage)
-
-    def write(self, stage: StageDir) -> None:
-        write_json(stage.record, {key: value for key, value in vars(self).items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -54,6 +23,10 @@ class StoredStage:
     record: StageRecord
     weights: str | None = None
     checkpoint: str | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.record.status == "done"
 
 
 @dataclass(frozen=True)
@@ -66,12 +39,12 @@ class Records:
     @property
     def empty(self) -> bool:
         """Whether nothing was made: no finished stage, no checkpoint, no result."""
-        return not self.results and not any(s.record.is_done or s.checkpoint for s in self.stages.values())
+        return not self.results and not any(s.is_done or s.checkpoint for s in self.stages.values())
 
     def finished(self, stage: str) -> str | None:
         """Return the fingerprint of a stage that is done, or None."""
         stored = self.stages.get(stage)
-        return stored.record.fingerprint if stored and stored.record.is_done else None
+        return stored.record.fingerprint if stored and stored.is_done else None
 
 
 def stage_folder(run: RunDir, name: str) -> StageDir:
@@ -90,8 +63,17 @@ def read_record(stage: StageDir) -> StageRecord | None:
     for key in ["fingerprint", "adapter_sha256"] if stage.is_done() else ["fingerprint"]:
         if not state.get(key):
             raise UsageError(f"{stage.record} is damaged: it has no {key}", RESTORE)
-    known = {part.name for part in fields(StageRecord)}
-    return StageRecord(**{key: value for key, value in state.items() if key in known})
+    return StageRecord.model_validate(state)
+
+
+def write_record(stage: StageDir, record: StageRecord) -> None:
+    write_json(stage.record, record.model_dump(exclude_none=True))
+
+
+def finish_stage(stage: StageDir, record: StageRecord) -> None:
+    """Write the record of a stage whose adapter is complete."""
+    made = {"status": "done", "finished": now(), "adapter_sha256": adapter_hash(stage.adapter)}
+    write_record(stage, record.model_copy(update=made))
 
 
 def read_records(run: RunDir) -> Records:
@@ -101,7 +83,7 @@ def read_records(run: RunDir) -> Records:
         stage = stage_folder(run, name)
         if (record := read_record(stage)) is None:
             continue
-        if record.is_done:
+        if record.status == "done":
             weights = stage.adapter / ADAPTER
             stages[name] = StoredStage(record, weights=file_hash(weights) if weights.is_file() else None)
         else:

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from opdcl.config.lora import LoraSection
-from opdcl.config.workflow import Workflow
-from opdcl.errors import UsageError
-from opdcl.pipeline.plan import Task
-from opdcl.pipeline.records import StageRecord, stage_folder
+from opdcl.errors import UsageError, typed
+from opdcl.pipeline.job import Job
+from opdcl.pipeline.plan import Measure, Task, Train
+from opdcl.pipeline.records import finish_stage, stage_folder
 from opdcl.rundir.files import folder_appears_whole, write_atomic
 from opdcl.rundir.identity import weights_of_base
 from opdcl.rundir.layout import RunDir, StageDir
-from opdcl.rundir.records import read_result
+from opdcl.rundir.records import StageRecord, read_result
 from opdcl.rundir.seals import forget
 
 if TYPE_CHECKING:
@@ -33,8 +33,7 @@ def copy_finished(tasks: Sequence[Task], run: RunDir, donors: Sequence[RunDir], 
     finished = [(donor, outcomes(donor)) for donor in donors]
     notes: list[str] = []
     for task in tasks:
-        result, samples = (of(task.state, task.suite) for of in (run.eval_result, run.eval_samples))
-        lacks_result = task.name == "eval" and not result.exists()
+        lacks_result = isinstance(task, Measure) and not run.eval_result(task.state, task.suite).exists()
         if task.action not in ("run", "stale") and not lacks_result:
             continue
         alike = [donor for donor, fingerprints in finished if task.fingerprint in fingerprints]
@@ -43,10 +42,11 @@ def copy_finished(tasks: Sequence[Task], run: RunDir, donors: Sequence[RunDir], 
             notes += [not_taken(other) for other in alike]
             continue
         notes.append(f"{task.label}: taken from {donor.path.name}")
-        if task.name == "eval":
-            forget(run, result, samples)
-            write_atomic(samples, donor.eval_samples(task.state, task.suite).read_bytes())
-            write_atomic(result, donor.eval_result(task.state, task.suite).read_bytes())
+        if isinstance(task, Measure):
+            what = task.state, task.suite
+            forget(run, run.eval_result(*what), run.eval_samples(*what))
+            write_atomic(run.eval_samples(*what), donor.eval_samples(*what).read_bytes())
+            write_atomic(run.eval_result(*what), donor.eval_result(*what).read_bytes())
         elif stage := donor.find_stage(task.name):
             # A finished stage is not resumed, so its checkpoints stay behind.
             without = shutil.ignore_patterns(stage.trainer.name)
@@ -64,7 +64,8 @@ def refuse_other_base(name: str, weights: str, donor: RunDir) -> None:
     recorded = weights_of_base(donor.read_manifest())
     if recorded == weights:
         return
-    hint = f"begin from its adapter: opdcl recover {donor.adapters()['tuned']} --domain PROMPTS -o RUN"
+    again = typed("opdcl", "recover", donor.adapters()["tuned"], "--domain", "PROMPTS", "-o", "RUN")
+    hint = f"begin from its adapter: {again}"
     if not recorded:
         raise UsageError(f"{donor.path} has not recorded the weights of its base {name}", hint)
     message = f"the weights of {name} are not those that {donor.path} was made with"
@@ -99,25 +100,25 @@ def offered(donors: Sequence[RunDir]) -> dict[str, str]:
     return made_by
 
 
-def take_start(workflow: Workflow, run: RunDir, task: Task, backbone: Backbone) -> None:
+def take_start(job: Job, run: RunDir, task: Train, backbone: Backbone) -> None:
     """Store what a run starts from as the outcome of a fine-tune done elsewhere.
 
     An adapter is copied. On a model that was tuned as a whole there is none yet: a new one changes nothing.
     """
-    from opdcl.model.adapters import start_files, tuned_model
+    from opdcl.model.adapters import start_files
 
-    place = str(workflow.start)
-    tuned = tuned_model(place, workflow.model)
+    place = str(job.workflow.start)
     record = StageRecord(
         stage=task.name,
+        status="running",
         fingerprint=task.fingerprint,
         inputs=task.inputs,
         taken_from=place,
-        tuned_model=tuned.model_dump() if tuned else None,
+        tuned_model=job.tuned.model_dump() if job.tuned else None,
     )
     with folder_appears_whole(stage_folder(run, task.name).path) as temporary:
         stage = StageDir(temporary)
-        if tuned:
+        if job.tuned:
             from opdcl.training import save_adapter
 
             backbone.new_adapter(LoraSection(), seed=0)
@@ -127,4 +128,4 @@ def take_start(workflow: Workflow, run: RunDir, task: Task, backbone: Backbone) 
             # A trainer's folder may hold much else: checkpoints, optimizer states, logs.
             for file in start_files(place):
                 shutil.copyfile(file, stage.adapter / file.name)
-        record.finish(stage)
+        finish_stage(stage, record)

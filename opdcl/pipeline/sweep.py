@@ -65,10 +65,9 @@ def _resolve(tree: dict[str, Any], earlier: dict[str, str], arm: str) -> dict[st
         elif key in ("start", "adapter") and isinstance(value, str) and value.startswith(REFERENCE):
             name = value.removeprefix(REFERENCE)
             if name not in earlier:
-                known = (
-                    f"an earlier arm: {', '.join(earlier)}" if earlier else "the first arm has none before it"
-                )
-                raise UsageError(f"arms.{arm}: {value} names no earlier arm", known)
+                known = f"an earlier arm: {', '.join(earlier)}"
+                hint = known if earlier else "the first arm has none before it"
+                raise UsageError(f"arms.{arm}: {value} names no earlier arm", hint)
             resolved[key] = earlier[name]
     return resolved
 
@@ -144,26 +143,23 @@ def execute_all(
     runs = expand(flow, out, output.note)
     donors = _other_runs(out, runs)
     finished: list[RunDir] = []
-    failed: list[str] = []
-    missed: list[str] = []
-    undecided: list[str] = []
+    faulty: dict[type[OpdclError], list[str]] = {OpdclError: [], GateError: [], InconclusiveError: []}
     for number, (name, workflow) in enumerate(runs.items(), 1):
         run = RunDir(out / name)
         output.note(f"{name}: run {number} of {len(runs)}")
         try:
             for needed in _needs(workflow, out):
-                if needed.name in failed:
+                if needed.name in faulty[OpdclError]:
                     raise OpdclError(f"{name} needs {needed.name}, which failed")
             execute(Job(workflow, run, inputs, origins), output, force, [*finished, *donors])
         except (UsageError, Interrupted):
             raise
-        except (GateError, InconclusiveError) as fault:
-            output.error(fault)
-            (missed if isinstance(fault, GateError) else undecided).append(name)
         except OpdclError as fault:
             output.error(fault)
-            failed.append(name)
-            continue
+            kind = type(fault) if isinstance(fault, GateError | InconclusiveError) else OpdclError
+            faulty[kind].append(name)
+            if kind is OpdclError:
+                continue
         finished.append(run)
 
     comparison: Compared | None = None
@@ -171,14 +167,11 @@ def execute_all(
         comparison, files = parallel.on_first_worker(lambda: _compared(finished, out))
         for file in files:
             output.note(f"wrote {file}")
-    if failed:
-        message = f"{len(failed)} of {len(runs)} runs failed: {', '.join(failed)}"
-        raise OpdclError(message, f"the others are in {out}")
-    if missed:
-        raise GateError(f"{len(missed)} of {len(runs)} runs missed a gate: {', '.join(missed)}", f"see {out}")
-    if undecided:
-        message = f"{len(undecided)} of {len(runs)} runs left a gate undecided: {', '.join(undecided)}"
-        raise InconclusiveError(message, f"see {out}")
+    words = ("failed", "missed a gate", "left a gate undecided")
+    for (kind, names), what in zip(faulty.items(), words, strict=True):
+        if names:
+            hint = f"the others are in {out}" if kind is OpdclError else f"see {out}"
+            raise kind(f"{len(names)} of {len(runs)} runs {what}: {', '.join(names)}", hint)
     return comparison
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from opdcl.config.finetune import REPLAYED_TOKENS
 from opdcl.pipeline.forecast import longest_answer, steps_of
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.plan import Task
+from opdcl.pipeline.plan import Measure, Task, Train
 from opdcl.pipeline.records import stage_folder
 from opdcl.results.format import time_range
 from opdcl.rundir.files import read_jsonl
@@ -48,14 +48,16 @@ def work_of(job: Job, tasks: Sequence[Task]) -> dict[str, Work]:
     """Return what each task that this run will do has left, by its label."""
     works, steps = {}, steps_of(job, tasks)
     for task in tasks:
-        if task.unfinished and task.suite:
+        if not task.unfinished:
+            continue
+        if isinstance(task, Measure):
             kept = partial_file(job.run, task.state, task.suite)
             if asked := len(job.prompt_ids[task.suite]):
                 tokens = max(asked - len(read_jsonl(kept)), 1) * longest_answer(job, task.suite)
             else:
                 tokens = len(job.suite(task.suite).documents(job.workflow.eval.limit)) * GIVEN
             works[task.label] = Work("eval", tokens)
-        elif task.unfinished and getattr(job.workflow, task.name):
+        elif getattr(job.workflow, task.name):
             resumes = task.action == "resume"
             checkpoint = stage_folder(job.run, task.name).last_checkpoint() if resumes else None
             left = 1 - step_of(checkpoint) / steps.get(task.name, 1)
@@ -63,7 +65,7 @@ def work_of(job: Job, tasks: Sequence[Task]) -> dict[str, Work]:
     return works
 
 
-def _tokens_to_train(job: Job, task: Task) -> float:
+def _tokens_to_train(job: Job, task: Train) -> float:
     """Return the tokens of a whole training stage."""
     finetune, recover, prompts = job.workflow.finetune, job.workflow.recover, {}
     if task.name == "recover":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import logging
 import os
 import uuid
@@ -17,7 +18,7 @@ from typing import Any
 
 from opdcl.errors import EnvironmentFault
 from opdcl.results.status import STATES
-from opdcl.rundir.files import read_json, read_new_rows, write_json
+from opdcl.rundir.files import read_json, write_json
 from opdcl.rundir.layout import RunDir, StageDir
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class Tracking:
         """Send the metrics that a stage has written since the last call; `offset` is added to their steps."""
         if not self._trackers:
             return
-        self._read[stage.path], rows = read_new_rows(stage.metrics, self._read.get(stage.path, 0))
+        self._read[stage.path], rows = _new_rows(stage.metrics, self._read.get(stage.path, 0))
         name = stage.path.name.split("-", 1)[1]
         for row in rows:
             values = {f"train/{name}/{key}": value for key, value in _numbers(row).items()}
@@ -56,7 +57,11 @@ class Tracking:
         """Send numbers and texts."""
         for name in list(self._trackers):
             with self._dropped_if_it_fails(name):
-                _log(self._trackers[name], values, step)
+                if name == "wandb":
+                    # As `step`, it would lose each row of a step that was reached before an interruption.
+                    self._trackers[name].log(values | {GLOBAL_STEP: step})
+                else:
+                    self._trackers[name].log(values, step)
 
     def close(self) -> None:
         """Close all trackers."""
@@ -123,12 +128,15 @@ def _start(name: str, run: RunDir, record: dict[str, Any]) -> Any:
     return tracker
 
 
-def _log(tracker: Any, values: dict[str, Any], step: int) -> None:
-    if tracker.name == "wandb":
-        # As `step`, it would lose each row of a step that was reached before an interruption.
-        tracker.log(values | {GLOBAL_STEP: step})
-    else:
-        tracker.log(values, step)
+def _new_rows(path: Path, place: int) -> tuple[int, list[dict]]:
+    """Return the rows that a JSONL file has from byte `place` on, and the place after its last whole line."""
+    if not path.exists():
+        return place, []
+    with open(path, "rb") as file:
+        file.seek(place)
+        text = file.read()
+    whole = text[: text.rfind(b"\n") + 1]
+    return place + len(whole), [json.loads(line) for line in whole.split(b"\n") if line.strip()]
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, float]:

@@ -13,11 +13,10 @@ from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
 from opdcl.data.rows import load_records, records_in
 from opdcl.data.split import split_rows
-from opdcl.errors import UsageError
+from opdcl.errors import UsageError, typed
 from opdcl.hub import HUB_IDS
 from opdcl.model import consent
 from opdcl.outcomes import Comparison, Plan, Result
-from opdcl.pipeline.checks import refuse_foreign
 from opdcl.pipeline.execute import execute
 from opdcl.pipeline.inputs import Inputs
 from opdcl.pipeline.job import Job
@@ -30,6 +29,7 @@ from opdcl.results.tables import Table
 from opdcl.rundir.files import cache_home
 from opdcl.rundir.hashes import SEAL
 from opdcl.rundir.layout import RunDir
+from opdcl.rundir.lock import refuse_foreign
 
 
 def run_files(
@@ -88,7 +88,8 @@ def add_stage(
     stored = consent.without_consent(saved, folder)
     flow, origins = load_tree(*stored, overrides, flags, stage, output.note)
     consent.refuse_stored_consent(saved["workflow"], flow, folder)
-    return _carry_out(flow, origins, folder, rows, donor, output, **how)
+    is_continued = folder.resolve() == Path(source).resolve()
+    return _carry_out(flow, origins, folder, rows, donor, output, is_continued, **how)
 
 
 def _carry_out(
@@ -98,13 +99,14 @@ def _carry_out(
     rows: Mapping[str, str],
     donor: RunDir | None,
     output: Output,
+    is_continued: bool = False,
     dry_run: bool = False,
     force: bool = False,
 ) -> Result | Comparison | Plan:
     """Run a workflow in a folder, or describe what it would do; its settings are final.
 
     `rows` has the rows in memory by their setting, as text. What `donor` has finished with the same settings
-    is taken from it, the fine-tune always.
+    is taken from it, the fine-tune always. `is_continued`: the command names the run itself.
     """
     given = dict[str, str]()
     for key, text in rows.items():
@@ -137,12 +139,12 @@ def _carry_out(
     if not dry_run:
         launcher.start_workers()
         parallel.join()
-        job = Job(flow, run, inputs, origins)
+        job = Job(flow, run, inputs, origins, is_continued)
         return Result(folder, execute(job, output, force, continued=donor))
     from opdcl.pipeline.dry_run import data_table, describe
 
     with output.busy("checking model and data"), quiet_libraries():
-        job = Job(flow, run, inputs, origins)
+        job = Job(flow, run, inputs, origins, is_continued)
         lines, plan = describe(job, force, offered([donor] if donor else []), donor)
     tables = [Table(title, ["stage", "action", "why"], lines, ""), *data_table(plan)]
     return Plan(title, tables, plan, plan["notes"])
@@ -155,5 +157,6 @@ def _refuse_another_file(run: RunDir, settings: dict[str, Any], flags: dict[str,
         # A user who gives a suite other data by name means it.
         is_another = place != known and Path(place).name.startswith(f"{name}.")
         if is_another and any(run.eval_result(state, name).exists() for state in STATES):
-            hint = f"--domain NAME --data NAME={place} gives it another name; --force replaces the results"
+            other = typed("--domain", "NAME", "--data", f"NAME={place}")
+            hint = f"{other} gives it another name; --force replaces the results"
             raise UsageError(f"this run has measured the suite {name!r} on {known}, not on {place}", hint)

@@ -73,8 +73,7 @@ def write_json(path: Path, value: Any) -> None:
 def read_text(path: Path) -> str:
     """Return the text of a file; raise a `UsageError` naming the file if it cannot be read."""
     if not path.exists():
-        hint = "opdcl run WORKFLOW -o RUN makes a run directory"
-        raise UsageError(f"{path} does not exist", hint)
+        raise UsageError(f"{path} does not exist", "opdcl run WORKFLOW -o RUN makes a run directory")
     if not path.is_file():  # a folder, or a pipe, which would wait for a writer
         raise UsageError(f"{path} is not a file", RESTORE)
     try:
@@ -119,17 +118,6 @@ def read_jsonl(path: Path) -> list[dict]:
             raise UsageError(f"{path}:{number} is not a JSON object", RESTORE)
         rows.append(row)
     return rows
-
-
-def read_new_rows(path: Path, place: int) -> tuple[int, list[dict]]:
-    """Return the rows that a JSONL file has from byte `place` on, and the place after its last whole line."""
-    if not path.exists():
-        return place, []
-    with open(path, "rb") as file:
-        file.seek(place)
-        text = file.read()
-    whole = text[: text.rfind(b"\n") + 1]
-    return place + len(whole), [json.loads(line) for line in whole.split(b"\n") if line.strip()]
 
 
 @contextlib.contextmanager

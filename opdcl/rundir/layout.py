@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opdcl.errors import UsageError
+from opdcl.errors import UsageError, typed
 from opdcl.rundir.files import read_json
 from opdcl.rundir.hashes import ADAPTER, SEAL, check, damage, read_seal
 from opdcl.rundir.records import read_config, read_manifest, read_stage
@@ -152,7 +151,7 @@ class RunDir:
             if recorded and (problem := check(self.config, recorded)):
                 problems.append(f"{self.config} {problem} since opdcl wrote it")
         if problems:
-            again = shlex.join(["opdcl", "run", str(self.workflow), "-o", str(self.path), "--force"])
+            again = typed("opdcl", "run", self.workflow, "-o", self.path, "--force")
             raise UsageError(problems[0], f"restore the file from a copy, or repeat the stage: {again}")
         return self.adapters()
 
@@ -178,7 +177,7 @@ def open_run(path: Path) -> RunDir:
         if inside := next((parent for parent in path.parents if RunDir(parent).is_run()), None):
             hint = f"name the run itself: {inside}"
         if kind:
-            tuned = shlex.quote(str(path)) + " --base BASE" * (kind == OTHER_FOLDERS["config.json"])
+            tuned = typed(path) + " --base BASE" * (kind == OTHER_FOLDERS["config.json"])
             hint = f"measure it: opdcl eval {tuned}; repair it: opdcl recover {tuned} --domain PROMPTS"
         raise UsageError(problem, hint)
     return run
@@ -190,10 +189,7 @@ def adapter_config(folder: Path) -> dict[str, Any]:
     hint = "copy it from where the adapter was trained"
     if not file.is_file():
         raise UsageError(f"{file} does not exist", hint)
-    try:
-        config = read_json(file)
-    except RecursionError as fault:
-        raise UsageError(f"{file} is nested too deeply", hint) from fault
+    config = read_json(file)
     if not isinstance(config, dict):
         raise UsageError(f"{file} holds no settings: it is no JSON object", hint)
     return config

@@ -1,20 +1,37 @@
-"""The lock that lets one process write to a run directory, and another one continue when that has died."""
+"""Who may write to a run directory: opdcl to its own only, and one process at a time, by a lock."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import shlex
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from opdcl.errors import UsageError
+from opdcl.errors import UsageError, typed
 from opdcl.rundir.files import now
 from opdcl.rundir.layout import RunDir
+
+
+def refuse_foreign(run: RunDir) -> None:
+    """Refuse a directory that is not a run's, or that links out of itself, so that nothing is overwritten."""
+    hint = "choose another directory with -o"
+    if run.path.exists() and not run.path.is_dir():
+        raise UsageError(f"{run.path} is a file", hint)
+    names = {p.name for p in run.path.iterdir()} if run.path.is_dir() else set()
+    # A crash can leave the temporary file of config.json, which is the first that a run writes.
+    begun = {name for name in names if name.startswith(f".{run.config.name}.")}
+    if names - begun - {".lock", "logs"} and not run.is_run():
+        raise UsageError(f"{run.path} exists and is not a run directory", hint)
+    for folder, folders, files in os.walk(run.path):
+        for name in (*folders, *files):
+            if os.path.islink(link := os.path.join(folder, name)):
+                hint = "replace it by what it points to; the run directory itself may be a link"
+                message = f"{link} is a symbolic link: what a run writes stays inside its directory"
+                raise UsageError(message, hint)
 
 
 @contextlib.contextmanager
@@ -27,8 +44,9 @@ def locked(run: RunDir) -> Iterator[dict | None]:
     other machines, so an owner on another one is believed to live.
 
     Raises:
-        UsageError: Another process holds the lock, or the file system has no locks.
+        UsageError: The directory is foreign, another process holds the lock, or the file system has no locks.
     """
+    refuse_foreign(run)
     new = [folder for folder in (run.path, *run.path.parents) if not folder.exists()]
     run.path.mkdir(parents=True, exist_ok=True)
     file = run.path / ".lock"
@@ -43,7 +61,7 @@ def locked(run: RunDir) -> Iterator[dict | None]:
     with held:
         owner = _owner(file)
         if owner.get("host", host) != host:
-            hint = f"if that process has ended, or this machine had that name: rm {shlex.quote(str(file))}"
+            hint = f"if that process has ended, or this machine had that name: {typed('rm', file)}"
             raise _in_use(run, owner, hint)
         file.write_text(json.dumps({"pid": os.getpid(), "host": host, "since": now()}))
         try:

@@ -31,19 +31,31 @@ class _Spent(_Record):
     steps: int = 0
 
 
-# Empty before a stage has done a step.
-_Cost = Annotated[_Spent | None, BeforeValidator(lambda value: value or None)]
+def _as_spent(cost: Any) -> Any:
+    """Check a cost; it is empty, or null, before a stage has done a step."""
+    if cost:
+        _Spent.model_validate(cost)
+    return cost or {}
 
 
-class _Stage(_Record):
+_Cost = Annotated[dict[str, Any], BeforeValidator(_as_spent)]
+
+
+class StageRecord(_Record):
+    """A training stage, as its `stage.json` describes it; what is None is not in the file."""
+
+    stage: str = ""
     status: str
     fingerprint: str = ""
-    adapter_sha256: str | None = None
     config: dict[str, Any] = {}
     inputs: dict[str, Any] = {}
-    cost: _Cost = None
-    tuned_model: dict[str, Any] | None = None
+    taken_from: str | None = None
+    started: str | None = None
+    cost: _Cost = {}
     rows: int | None = None
+    tuned_model: dict[str, Any] | None = None
+    finished: str | None = None
+    adapter_sha256: str | None = None
 
 
 class _Weights(_Record):
@@ -96,7 +108,7 @@ class _Result(_Record):
     fingerprint: str | None = None
     model: _Measured | None = None
     floor: dict[str, dict[str, Any]] | None = None
-    cost: _Cost = None
+    cost: _Cost = {}
 
 
 class _Sample(_Record):
@@ -140,7 +152,7 @@ def _is_own(place: str, key: str) -> bool:
 
 def read_stage(file: Path) -> dict[str, Any]:
     """Return the content of a `stage.json`."""
-    return _read(file, _Stage)
+    return _read(file, StageRecord)
 
 
 def read_manifest(file: Path) -> dict[str, Any]:
@@ -164,10 +176,9 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 
 
 def _read(file: Path, kind: type[_Record]) -> dict[str, Any]:
-    record = read_json(file)
+    record: dict[str, Any] = read_json(file)
     _check(record, kind, str(file))
-    checked: dict[str, Any] = record
-    return checked
+    return record
 
 
 def _read_rows(file: Path, kind: type[_Record]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from opdcl.errors import UsageError
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.hashes import ADAPTER, SEAL, adapter_hash, check, damage, read_seal
-from opdcl.rundir.layout import STATE_OF, RunDir, StageDir
+from opdcl.rundir.layout import STATE_OF, RunDir
 from opdcl.rundir.records import read_config, read_result
 from opdcl.rundir.seals import is_done, unsealed
 
@@ -63,23 +63,17 @@ def _check_stages(run: RunDir) -> Iterator[Finding]:
         if not is_done(stage):
             yield Finding(f"stage {name}", False, "not finished: the same command resumes it")
             continue
-        yield _check_adapter(stage)
+        try:
+            recorded = stage.state().get("adapter_sha256")
+            intact = _adapter_hash(stage.adapter) == recorded
+            finding = "as its stage recorded" if intact else "not the adapter that its stage recorded"
+        except UsageError as fault:
+            intact, finding = False, fault.message
+        yield Finding(f"adapter of {name}", intact, finding)
         for folder in (*stage.checkpoints(), stage.best):
             if folder.exists():
                 problem = damage(folder)
                 yield Finding(f"{name}/trainer/{folder.name}", not problem, problem or "as recorded")
-
-
-def _check_adapter(stage: StageDir) -> Finding:
-    what = f"adapter of {stage.path.name}"
-    try:
-        recorded = stage.state().get("adapter_sha256")
-    except UsageError as fault:
-        return Finding(what, False, fault.message)
-    intact = _adapter_hash(stage.adapter) == recorded
-    return Finding(
-        what, intact, "as its stage recorded" if intact else "not the adapter that its stage recorded"
-    )
 
 
 def _check_results(run: RunDir) -> Iterator[Finding]:

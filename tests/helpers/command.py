@@ -76,6 +76,11 @@ def opdcl_process(
     )
 
 
+def sets(*settings: str) -> list[str]:
+    """Return the `--set` options of settings; a text may hold several, parted by blanks."""
+    return [word for text in settings for pair in text.split() for word in ("--set", pair)]
+
+
 def _exit_code_of_main() -> int:
     """Call `main` with an empty state, and return the code with which a process would exit."""
     from opdcl import cli

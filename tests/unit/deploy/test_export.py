@@ -42,6 +42,13 @@ class Report:
         pass
 
 
+def export_of(folder: Path, **given) -> dict:
+    """Export the adapter `tuned` of a folder to `out`, merged unless told otherwise."""
+    what = {"source": str(folder / "tuned"), "state": None, "target": folder / "out", "format": "merged"}
+    how = {"outtype": "f16", "converter": None, "check": True, "report": Report()}
+    return export(**what | how | given)
+
+
 @pytest.fixture
 def converter(tmp_path, monkeypatch):
     """A folder like llama.cpp's checkout, with a converter that supports Llama."""
@@ -59,11 +66,10 @@ def tokenizer(tiny_model):
 
 
 def test_a_gguf_file_is_the_merged_model(tuned, converter):
-    report = Report()
-    written = export(str(tuned / "tuned"), None, tuned / "out", "gguf", "f32", converter, True, report)
+    written = export_of(tuned, format="gguf", outtype="f32", converter=converter)
     assert {p.name for p in (tuned / "out").iterdir()} == {"model.gguf", "Modelfile", "README.md"}
     assert written["bytes"] == (tuned / "out/model.gguf").stat().st_size
-    export(str(tuned / "tuned"), None, tuned / "merged", "merged", "f16", None, True, report)
+    export_of(tuned, target=tuned / "merged")
     ids = torch.tensor([[1, 520, 3690, 198, 28]])
     with torch.no_grad():
         merged, loaded = (
@@ -143,14 +149,8 @@ def test_the_converter_gets_no_secrets_and_reads_nothing(tuned, converter, monke
     told = "import os, sys; names = {'OPDCL_SERVER_KEY', 'HF_TOKEN', 'PATH'} & os.environ.keys()"
     (Path(converter) / SCRIPT).write_text(f"{told}; sys.exit(f'{{names}} {{sys.stdin.read()!r}}')")
     with pytest.raises(OpdclError) as failed:
-        export(str(tuned / "tuned"), None, tuned / "out", "gguf", "f16", converter, True, Report())
+        export_of(tuned, format="gguf", converter=converter)
     assert failed.value.message == "the converter failed: {'PATH'} ''"
-
-
-def test_the_message_of_a_failing_converter_is_quoted(tuned, converter):
-    (Path(converter) / SCRIPT).write_text("import sys; sys.exit('Model TinyForCausalLM is not supported')")
-    with pytest.raises(OpdclError, match="TinyForCausalLM is not supported"):
-        export(str(tuned / "tuned"), None, tuned / "out", "gguf", "f16", converter, True, Report())
     assert not (tuned / "out").exists()
 
 
@@ -185,25 +185,9 @@ def test_the_converter_is_found_by_option_variable_and_path(converter, tmp_path,
     ],
 )
 def test_a_wrong_argument_is_refused_before_anything_is_written(tuned, converter, change, message):
-    arguments = {
-        "source": str(tuned / "tuned"),
-        "state": None,
-        "target": tuned / "out",
-        "format": "gguf",
-        "outtype": "f16",
-        "converter": converter,
-        "check": True,
-    }
     with pytest.raises(UsageError, match=message):
-        export(**arguments | change, report=Report())
+        export_of(tuned, **{"format": "gguf", "converter": converter} | change)
     assert not (tuned / "out").exists()
-
-
-def test_other_users_can_read_every_exported_file(tuned):
-    export(str(tuned / "tuned"), None, tuned / "out", "merged", "f16", None, True, Report())
-    unreadable = [p.name for p in (tuned / "out").iterdir() if p.stat().st_mode & 0o044 != 0o044]
-    assert not unreadable
-    assert "model.safetensors" in {p.name for p in (tuned / "out").iterdir()}
 
 
 def test_an_export_says_what_it_is_and_under_which_licence(tuned, tiny_model):
@@ -226,14 +210,14 @@ def test_a_merged_model_keeps_the_dtype_of_the_bases_files(tuned, tiny_model, tm
     settings = json.loads((tuned / "tuned/adapter_config.json").read_text())
     settings["base_model_name_or_path"] = str(tmp_path / "base")
     (tuned / "tuned/adapter_config.json").write_text(json.dumps(settings))
-    export(str(tuned / "tuned"), None, tuned / "out", "merged", "f16", None, True, Report())
+    export_of(tuned)
     with safe_open(tuned / "out/model.safetensors", "pt") as written:
         assert {str(written.get_tensor(name).dtype) for name in written.keys()} == {f"torch.{dtype}"}  # noqa: SIM118
     assert json.loads((tuned / "out/config.json").read_text())["dtype"] == dtype
 
 
 def test_an_exported_model_is_written_for_both_versions_of_transformers(tuned):
-    export(str(tuned / "tuned"), None, tuned / "out", "merged", "f16", None, True, Report())
+    export_of(tuned)
     config, tokenizer = (
         json.loads((tuned / "out" / f"{name}.json").read_text()) for name in ("config", "tokenizer_config")
     )
@@ -248,9 +232,7 @@ def test_an_exported_model_names_no_code_that_was_not_allowed(tuned, tiny_model,
         settings = json.loads((base / name).read_text())
         classes = ["theirs/model--code.C", None] if kind == "AutoTokenizer" else "theirs/model--code.C"
         (base / name).write_text(json.dumps(settings | {"auto_map": {kind: classes}}))
-    export(
-        str(tuned / "tuned"), None, tuned / "out", "merged", "f16", None, True, Report(), base_name=str(base)
-    )
+    export_of(tuned, base_name=str(base))
     written = [file.read_text() for file in (tuned / "out").glob("*.json")]
     assert len(written) >= 3
     assert not [text for text in written if "theirs" in text]
@@ -264,7 +246,7 @@ def test_a_model_folder_is_not_exported_again(tiny_model, tmp_path):
 
 
 def test_an_exported_adapter_names_no_path_of_this_machine(tuned, tiny_model):
-    export(str(tuned / "tuned"), None, tuned / "out", "adapter", "f16", None, True, Report())
+    export_of(tuned, format="adapter")
     files = {p.name for p in (tuned / "out").iterdir()}
     assert files == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
     assert str(tiny_model) not in (tuned / "out" / "README.md").read_text()
@@ -280,8 +262,8 @@ def test_an_export_holds_the_chat_template_of_its_run(tuned, tiny_model, tokeniz
     model = ModelConfig(id=str(tiny_model), chat_template="{{ tone }}" + ZEPHYR, chat_template_kwargs=kwargs)
     (tuned / "first").mkdir()
     copy_adapter(tuned / "tuned", tuned / "first", str(tiny_model), model)
-    export(str(tuned / "first"), None, tuned / "second", "adapter", "f16", None, True, Report())
-    export(str(tuned / "first"), None, tuned / "merged", "merged", "f16", None, True, Report())
+    export_of(tuned, source=str(tuned / "first"), target=tuned / "second", format="adapter")
+    export_of(tuned, source=str(tuned / "first"), target=tuned / "merged")
     for folder in ("first", "second", "merged"):
         tokenizer.chat_template = (tuned / folder / "chat_template.jinja").read_text()
         text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)

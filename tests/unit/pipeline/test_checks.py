@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from helpers.command import opdcl
+from helpers.command import opdcl, sets
 from helpers.tiny import make_project
 
 from opdcl.config.lora import LoraSection
@@ -14,7 +14,7 @@ from opdcl.pipeline.checks import check_targets
 from opdcl.rundir.files import read_json, read_jsonl, write_atomic, write_json
 from opdcl.rundir.layout import RunDir
 
-SMALL = ["--set", "finetune.epochs=1", "--set", "recover=null", "--set", "eval=null"]
+SMALL = sets("finetune.epochs=1 recover=null eval=null")
 
 
 @pytest.fixture
@@ -131,8 +131,8 @@ def test_a_fixed_row_is_all_that_a_refused_first_try_needs(project):
 def test_long_rows_can_be_left_out_of_a_run_and_the_run_says_so(project):
     with open(project / "rows.jsonl", "a") as file:
         file.write(lines(LONG[3], {"question": "Who?", "answer": ""}))
-    words = ["run", "tiny.yaml", "-o", "out", *SMALL, "--set", "finetune.max_length=99"]
-    words += ["--set", "finetune.long_rows=skip", "--set", "finetune.bad_rows=skip"]
+    skipping = sets("finetune.max_length=99 finetune.long_rows=skip finetune.bad_rows=skip")
+    words = ["run", "tiny.yaml", "-o", "out", *SMALL, *skipping]
     done = opdcl(*words, cwd=project)
     assert done.returncode == 0, done.stderr
     assert "1 row is longer than 99 tokens" in done.stderr
@@ -236,8 +236,8 @@ def test_expected_answers_longer_than_the_cut_are_told_with_the_number_that_is_e
     (project / "long.jsonl").write_text(lines(*rows))
 
     def notes(most: int) -> list[str]:
-        words = ["--set", "eval.domain=[long]", "--set", "eval.data.long=long.jsonl"]
-        words += ["--set", f"eval.max_new_tokens={most}", "-o", "out", "--dry-run", "--json"]
+        words = sets("eval.domain=[long] eval.data.long=long.jsonl", f"eval.max_new_tokens={most}")
+        words += ["-o", "out", "--dry-run", "--json"]
         all_notes = json.loads(opdcl("run", "tiny.yaml", *words, cwd=project).stdout)["notes"]
         return [note for note in all_notes if "expected answers" in note]
 

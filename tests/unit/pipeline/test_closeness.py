@@ -4,7 +4,7 @@ import json
 
 import pytest
 from helpers.adapters import made_by_peft
-from helpers.command import opdcl
+from helpers.command import opdcl, sets
 from helpers.tiny import make_project
 
 from opdcl.config.load import load
@@ -24,8 +24,7 @@ def project(tiny_model, tmp_path, monkeypatch):
 
 
 def words(*more):
-    settings = ("eval.retention=[]", "eval.domain=[]", *more)
-    return [word for pair in settings for word in ("--set", pair)]
+    return sets("eval.retention=[] eval.domain=[]", *more)
 
 
 def test_a_run_measures_closeness_on_own_prompts_once(project):
@@ -81,10 +80,7 @@ def test_answers_of_base_that_are_gone_are_told(project):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"prompt": "a"}\n{"prompt": true}\n', "mine.jsonl:2: prompt is true or false"),
-        ('{"prompt": "a"}\n{"prompt":', "mine.jsonl:2: not valid JSON"),
         ('{"text": "No question."}\n', "mine.jsonl:1: plain text cannot be a prompt"),
-        ("", "mine.jsonl has no rows"),
         (json.dumps({"prompt": "word " * 900}), "mine.jsonl:1: the prompt has"),
     ],
 )

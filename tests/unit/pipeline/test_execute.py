@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.command import opdcl
+from helpers.command import opdcl, sets
 from helpers.tiny import make_project
 from safetensors.torch import load_file, save_file
 
@@ -41,7 +41,7 @@ def begun(tmp_path, tiny_model):
     write_json(stage.record, record)
     write_atomic(stage.trainer / "checkpoint-1" / "weights", "of step 1")
     seal(stage.trainer / "checkpoint-1")
-    write_json(run.config, {"workflow": job.workflow.model_dump(), "origins": job.automatic})
+    write_json(run.config, {"workflow": job.workflow.model_dump(), "origins": job.origins})
     write_atomic(run.workflow, dump(job.workflow))
     return workflow, run, other
 
@@ -69,7 +69,7 @@ def test_a_command_that_is_refused_leaves_the_run_as_it_was(tmp_path, tiny_model
     """The model's file has been replaced since, which is found once it is loaded."""
     shutil.copytree(tiny_model, tmp_path / "model")
     make_project(tmp_path, tmp_path / "model")
-    small = ["--set", "finetune.epochs=1", "--set", "recover=null", "--set", "eval.retention=[]"]
+    small = sets("finetune.epochs=1 recover=null eval.retention=[]")
     done = opdcl("run", "tiny.yaml", "-o", "out", *small, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     run, weights = RunDir(tmp_path / "out"), tmp_path / "model" / "model.safetensors"
@@ -91,8 +91,8 @@ def test_all_weights_are_hashed_once_before_and_once_after_a_run(tmp_path, tiny_
     fingerprint = Backbone.fingerprint
     monkeypatch.setattr(Backbone, "fingerprint", lambda self: hashed.append(self) or fingerprint(self))
     make_project(tmp_path, tiny_model)
-    settings = ["--set", "finetune.epochs=1", "--set", "finetune.save_steps=1", "--set", "eval.limit=2"]
-    done = opdcl("run", "tiny.yaml", "-o", "out", *settings, "--set", "recover=null", cwd=tmp_path)
+    settings = sets("finetune.epochs=1 finetune.save_steps=1 eval.limit=2 recover=null")
+    done = opdcl("run", "tiny.yaml", "-o", "out", *settings, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(hashed) == 2
     base = json.loads((tmp_path / "out" / "manifest.json").read_text())["base"]
@@ -128,16 +128,9 @@ def test_a_run_records_a_command_that_can_be_typed(monkeypatch, argv, command):
 def test_a_recovery_that_keeps_the_tuned_adapter_says_so_once(tmp_path, tiny_model):
     """Steps of this size lead away from both teachers, so none is nearer than step 0."""
     make_project(tmp_path, tiny_model)
-    harm = [
-        "recover.start=1",
-        "recover.learning_rate=0.9",
-        "recover.health=false",
-        "recover.steps=4",
-        "recover.validate_every=4",
-    ]
-    short = ["finetune.epochs=1", "eval.retention=[]", "eval.limit=2"]
-    settings = [word for setting in (*harm, *short) for word in ("--set", setting)]
-    done = opdcl("run", "tiny.yaml", "-o", "out", *settings, cwd=tmp_path)
+    harm = "recover.start=1 recover.learning_rate=0.9 recover.health=false"
+    short = "recover.steps=4 recover.validate_every=4 finetune.epochs=1 eval.retention=[] eval.limit=2"
+    done = opdcl("run", "tiny.yaml", "-o", "out", *sets(harm, short), cwd=tmp_path)
     said = "Recovered is the tuned adapter: no training step came nearer to the teachers on held-out prompts."
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from helpers.command import opdcl
+from helpers.command import opdcl, sets
 from helpers.tiny import make_project
 from safetensors.torch import load_file, save_file
 
@@ -13,16 +13,7 @@ from opdcl.pipeline.job import Job
 from opdcl.rundir.files import read_json, read_jsonl, write_json
 from opdcl.rundir.layout import RunDir
 
-SMALL = (
-    "--set",
-    "recover=null",
-    "--set",
-    "eval.limit=3",
-    "--set",
-    "finetune.epochs=1",
-    "--set",
-    "eval.closeness=null",
-)
+SMALL = sets("recover=null eval.limit=3 eval.closeness=null finetune.epochs=1")
 
 
 @pytest.fixture

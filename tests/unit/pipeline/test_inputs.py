@@ -17,9 +17,10 @@ from opdcl.pipeline.execute import execute
 from opdcl.pipeline.inputs import Inputs
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import make_plan
-from opdcl.pipeline.records import Records, StageRecord, StoredStage
+from opdcl.pipeline.records import Records, StoredStage
 from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
+from opdcl.rundir.records import StageRecord
 
 OPENED: list[str] = []
 _listening = False
@@ -136,14 +137,6 @@ def test_rows_that_a_caller_changes_stay_as_they_were_read(project):
     sources = Inputs()
     sources.rows("rows.jsonl").clear()
     assert len(sources.rows("rows.jsonl")) == 12
-
-
-def test_a_row_without_an_answer_is_refused_before_anything_is_written(project):
-    (project / "rows.jsonl").write_text(json.dumps({"question": "What is the code?"}))
-    workflow, _ = load(["tiny.yaml"], ["eval=null"])
-    with pytest.raises(UsageError, match=r"1 row has no answer to learn \(first: .*rows\.jsonl:1\)"):
-        execute(Job(workflow, RunDir(project / "run")), Output("quiet"))
-    assert not (project / "run").exists()
 
 
 def test_rows_that_the_fine_tune_leaves_out_are_no_domain_prompts(project):

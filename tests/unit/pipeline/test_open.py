@@ -4,13 +4,14 @@ import copy
 import json
 import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.adapters import made_by_peft, made_by_trl
-from helpers.command import opdcl
+from helpers.command import opdcl, sets
 from helpers.tiny import make_project
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -26,10 +27,6 @@ SMALL = (
 )
 PROMPTS = ("--prompts", "prompts.jsonl", "--domain", "rows.jsonl")
 MEASURE = ("--retention", "instructions", "--limit", "4", "--set", "eval.max_new_tokens=6")
-
-
-def settings(text: str) -> list[str]:
-    return [word for pair in text.split() for word in ("--set", pair)]
 
 
 @pytest.fixture
@@ -66,7 +63,7 @@ def test_other_adapters_are_measured_recovered_and_exported(kind, loaded, projec
     for command in (
         ("eval", "mine", *MEASURE),
         # The last adapter: on some processors no step of a random model comes nearer to its teachers.
-        ("recover", "mine", *PROMPTS, *settings(f"{SMALL} recover.keep=last")),
+        ("recover", "mine", *PROMPTS, *sets(f"{SMALL} recover.keep=last")),
         ("export", "runs/mine", "--format", "adapter", "-o", "repaired"),
         ("export", "runs/mine", "-o", "merged"),
     ):
@@ -97,7 +94,7 @@ def test_an_adapter_is_measured_recovered_and_measured_again(adapter, project):
     measured = run.eval_result("tuned", "instructions").read_bytes()
     assert "next: opdcl recover runs/mine --domain PROMPTS.jsonl\n" in made.stderr
 
-    made = opdcl("recover", "mine", *PROMPTS, *settings(SMALL))
+    made = opdcl("recover", "mine", *PROMPTS, *sets(SMALL))
     assert made.returncode == 0, made.stderr
     assert "taken from" not in made.stderr, "the adapter is in the run already"
     assert run.eval_result("tuned", "instructions").read_bytes() == measured
@@ -129,7 +126,7 @@ def test_the_recipe_continues_what_the_verbs_have_measured(adapter, tiny_model, 
         f"start=mine model.id={tiny_model} recover.general=[prompts.jsonl] recover.domain=rows.jsonl {SMALL}"
     )
     own += " eval.retention=[instructions] eval.limit=4 eval.max_new_tokens=6 eval.data.mine=rows.jsonl"
-    made = opdcl("run", "repair.yaml", "-o", "run", *settings(own))
+    made = opdcl("run", "repair.yaml", "-o", "run", *sets(own))
     assert made.returncode == 0, made.stderr
     assert "finetune: skipped, done" in made.stderr
     assert "eval instructions tuned: skipped, done" in made.stderr
@@ -182,12 +179,6 @@ def test_another_adapter_is_not_mixed_into_a_run(adapter, project):
     assert "changed: start" in refused.stderr
 
 
-def test_a_run_goes_on_in_its_directory_or_is_recovered_in_another(adapter):
-    assert opdcl("eval", "mine", *MEASURE, "-o", "run").returncode == 0
-    for place in ("run", "other"):
-        assert open_or_begin("run", Path(place), None)[0] == Path(place)
-
-
 def test_every_verb_that_needs_a_run_says_how_an_adapter_becomes_one(adapter):
     for words in (("report", "mine"), ("compare", "mine", "mine"), ("verify", "mine")):
         refused = opdcl(*words)
@@ -200,7 +191,7 @@ def test_a_second_recovery_stands_beside_the_first_and_changes_nothing_of_it(pro
     def files(folder: str) -> dict[Path, bytes]:
         return {file: file.read_bytes() for file in Path(folder).rglob("*") if file.is_file()}
 
-    first = opdcl("run", "tiny.yaml", "-o", "first", "--set", "eval=null", *settings(SMALL))
+    first = opdcl("run", "tiny.yaml", "-o", "first", *sets("eval=null", SMALL))
     assert first.returncode == 0, first.stderr
     before = files("first")
     second = ("recover", "first", "--steps", "1", "-o", "first-2")
@@ -218,13 +209,17 @@ def test_a_second_recovery_stands_beside_the_first_and_changes_nothing_of_it(pro
 
 
 def test_a_second_recovery_makes_no_other_fine_tune(project):
-    opdcl("run", "tiny.yaml", "-o", "first", "--set", "eval=null", "--set", "recover=null")
+    opdcl("run", "tiny.yaml", "-o", "the first", *sets("eval=null recover=null"))
     with open("rows.jsonl", "a") as file:
         file.write('{"question": "What is new?", "answer": "This row."}\n')
-    refused = opdcl("recover", "first", *PROMPTS, "-o", "second")
+    refused = opdcl("recover", "the first", *PROMPTS, "-o", "second")
     assert refused.returncode == 2
-    assert "second would have another fine-tune than first" in refused.stderr
-    assert "opdcl recover first/stages/01-finetune/adapter --domain PROMPTS -o RUN" in refused.stderr
+    assert "second would have another fine-tune than the first" in refused.stderr
+    typed = shlex.split(refused.stderr.rpartition("begin from the adapter: ")[2])
+    assert typed[:3] == ["opdcl", "recover", "the first/stages/01-finetune/adapter"]
     assert not Path("second").exists()
-    measured = opdcl("eval", "first", *MEASURE, "-o", "second")
-    assert "first is a run directory: what is measured stays in it" in measured.stderr
+    measured = opdcl("eval", "the first", *MEASURE, "-o", "second")
+    assert "the first is a run directory: what is measured stays in it" in measured.stderr
+    stale = opdcl("eval", "the first", *MEASURE)
+    assert "finetune changed: content of data" in stale.stderr
+    assert "-o" not in stale.stderr, "which this command refuses"

@@ -23,6 +23,9 @@ FULL = {
 }
 
 
+STATES = ("base", "tuned", "recovered")
+
+
 def flow(tree: dict) -> Workflow:
     return Workflow.model_validate(tree)
 
@@ -75,19 +78,8 @@ def test_what_the_defaults_made_is_done_when_the_saved_configuration_is_read_aga
 
 def test_a_new_run_does_everything_in_order_and_writes_nothing(run):
     tasks = plan(FULL, run)
-    assert list(tasks) == [
-        "finetune",
-        "recover",
-        "base/instructions",
-        "tuned/instructions",
-        "recovered/instructions",
-        "base/handbook",
-        "tuned/handbook",
-        "recovered/handbook",
-        "base/closeness",
-        "tuned/closeness",
-        "recovered/closeness",
-    ]
+    measured = [f"{state}/{suite}" for suite in ("instructions", "handbook", "closeness") for state in STATES]
+    assert list(tasks) == ["finetune", "recover", *measured]
     assert {*actions(tasks).values()} == {"run"}
     assert tasks["tuned/handbook"].role == "domain"
     assert not run.path.exists()
@@ -164,11 +156,12 @@ def test_a_changed_finetune_makes_the_recovery_after_it_stale(done):
     assert task.why == "changed: finetune stage"
 
 
-def test_a_changed_recovery_leaves_the_finetune_alone(done):
+def test_a_changed_recovery_alone_is_measured_again(done):
     tasks = actions(plan(changed("recover", steps=9), done))
-    assert tasks["finetune"] == "skip"
-    assert tasks["tuned/handbook"] == "skip"
-    assert tasks["recovered/handbook"] == "run"
+    assert tasks.pop("recover") == "stale"
+    assert {name for name, action in tasks.items() if action != "skip"} == {
+        f"recovered/{suite}" for suite in ("instructions", "handbook", "closeness")
+    }
 
 
 @pytest.mark.parametrize(
@@ -231,27 +224,21 @@ def test_an_unfinished_finetune_is_not_evaluated(run):
 )
 def test_closeness_is_measured_again_where_prompts_limit_or_decoding_change(done, data, values):
     tasks = plan(changed("eval", **values), done, {**DATA, **data})
-    states = ("base", "tuned", "recovered")
-    assert {tasks[f"{state}/closeness"].action for state in states} == {"run"}
+    assert {tasks[f"{state}/closeness"].action for state in STATES} == {"run"}
     assert tasks["finetune"].action == tasks["recover"].action == "skip"
     assert tasks["base/handbook"].action == ("run" if values else "skip")
 
 
 def test_another_file_of_prompts_changes_closeness_alone_and_none_leaves_it_out(done):
     tasks = plan(FULL, done, {**DATA, "eval.closeness": "other prompts"})
-    assert {t.suite for t in tasks.values() if t.action == "run"} == {"closeness"}
-    assert not any(t.suite == "closeness" for t in plan(changed("eval", closeness=None), done).values())
-
-
-def test_another_recovery_alone_is_measured_again(done):
-    tasks = plan(changed("recover", steps=9), done)
-    assert tasks["recovered/closeness"].action == "run"
-    assert tasks["tuned/closeness"].action == tasks["base/closeness"].action == "skip"
+    again = {name for name, task in tasks.items() if task.action == "run"}
+    assert again == {f"{state}/closeness" for state in STATES}
+    assert not any("closeness" in name for name in plan(changed("eval", closeness=None), done))
 
 
 def test_another_model_is_measured_again_and_says_why(done):
     tasks = plan(changed("model", id="another"), done)
-    assert {tasks[f"{s}/handbook"].action for s in ("base", "tuned", "recovered")} == {"run"}
+    assert {tasks[f"{state}/handbook"].action for state in STATES} == {"run"}
     assert "changed" in tasks["base/handbook"].why
 
 
@@ -297,11 +284,8 @@ def test_only_a_changed_local_suite_is_measured_again(run):
 
 def test_an_added_suite_is_the_only_one_measured(done):
     tasks = actions(plan(changed("eval", control=["neighbours"]), done))
-    assert {name for name, action in tasks.items() if action == "run"} == {
-        "base/neighbours",
-        "tuned/neighbours",
-        "recovered/neighbours",
-    }
+    again = {name for name, action in tasks.items() if action == "run"}
+    assert again == {f"{state}/neighbours" for state in STATES}
 
 
 def test_where_a_server_is_does_not_matter_but_that_there_is_one_does(run):

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.command import opdcl
+from helpers.command import opdcl, sets
 from helpers.tiny import make_project
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import opdcl as api
 from opdcl.config.model import ModelConfig
-from opdcl.errors import UsageError
 from opdcl.model.accept import load_backbone
 from opdcl.model.adapters import find_states, tuned_model
 from opdcl.model.distributions import HiddenStates
@@ -29,13 +28,10 @@ from opdcl.types import Loss
 FLOAT = ("--set", "model.dtype=float32")
 MEASURE = ("--retention", "instructions", "--limit", "4", "--set", "eval.max_new_tokens=6", *FLOAT)
 SMALL = (
-    *("recover.steps=2", "recover.rollouts=4", "recover.max_new_tokens=6", "recover.validation_prompts=2"),
-    *("recover.health=false", "recover.keep=last", "recover.learning_rate=1e-2"),
+    "recover.steps=2 recover.rollouts=4 recover.max_new_tokens=6 recover.validation_prompts=2 "
+    "recover.health=false recover.keep=last recover.learning_rate=1e-2"
 )
-RECOVER = (
-    *("--prompts", "prompts.jsonl", "--domain", "rows.jsonl"),
-    *(word for s in SMALL for word in ("--set", s)),
-)
+RECOVER = ("--prompts", "prompts.jsonl", "--domain", "rows.jsonl", *sets(SMALL))
 
 
 @pytest.fixture
@@ -150,8 +146,6 @@ def test_a_model_that_does_not_fit_its_base_is_refused_with_the_reason(project):
     assert "mine has another tokenizer: the chat template writes" in refused("--base", "base")
     named = ("--set", "model.chat_template=base/chat_template.jinja", "--dry-run")
     assert opdcl("eval", "mine", "--base", "base", *MEASURE, *named).returncode == 0
-    (project / "mine" / "model.safetensors").rename(project / "mine" / "pytorch_model.bin")
-    assert "holds no safetensors" in refused("--base", "base")
 
 
 @pytest.mark.parametrize(
@@ -200,8 +194,6 @@ def test_commands_that_need_a_run_say_how_a_model_becomes_one(project):
         refused = opdcl(*words)
         assert refused.returncode == 2
         assert "opdcl eval mine --base BASE" in refused.stderr
-    with pytest.raises(UsageError, match="which does not name its base"):
-        open_or_begin("mine", None, None)
 
 
 @pytest.fixture
@@ -294,12 +286,3 @@ def test_losses_of_single_tokens_need_the_same_tokens(setting, with_more_tokens)
     assert done.returncode == 2, done.stderr
     assert "and it has tokens that base lacks" in done.stderr
     assert "hint: use forward_kl" in done.stderr
-
-
-def test_a_turn_must_end_with_a_token_of_base(with_more_tokens):
-    tokenizer = AutoTokenizer.from_pretrained("more")
-    tokenizer.eos_token = "<two>"
-    tokenizer.save_pretrained("more")
-    done = opdcl("eval", "more", "--base", "base", *MEASURE)
-    assert done.returncode == 2
-    assert "more has another tokenizer: eos_token_id is 2 and 4097" in done.stderr

@@ -62,10 +62,10 @@ def test_a_folder_appears_only_when_it_is_complete(tmp_path):
     assert files(tmp_path) == {"adapter", "adapter/inner", "adapter/inner/weights"}
 
 
-def test_a_failure_keeps_the_old_folder_and_removes_the_new_one(tmp_path):
+def test_a_failure_keeps_the_old_folder_and_success_replaces_it(tmp_path):
     target = tmp_path / "adapter"
     target.mkdir()
-    (target / "weights").write_text("old")
+    (target / "old-weights").write_text("old")
 
     def fail_halfway() -> None:
         with folder_appears_whole(target) as folder:
@@ -74,14 +74,7 @@ def test_a_failure_keeps_the_old_folder_and_removes_the_new_one(tmp_path):
 
     with pytest.raises(RuntimeError, match="halfway"):
         fail_halfway()
-    assert (target / "weights").read_text() == "old"
-    assert files(tmp_path) == {"adapter", "adapter/weights"}
-
-
-def test_a_new_folder_replaces_the_old_one_which_does_not_stay_under_another_name(tmp_path):
-    target = tmp_path / "adapter"
-    target.mkdir()
-    (target / "old-weights").write_text("old")
+    assert files(tmp_path) == {"adapter", "adapter/old-weights"}
     with folder_appears_whole(target) as folder:
         (folder / "weights").write_text("new")
     assert files(tmp_path) == {"adapter", "adapter/weights"}
@@ -207,14 +200,11 @@ def test_the_error_names_a_missing_or_broken_file(tmp_path):
         read_json(tmp_path / "config.json")
 
 
-def test_a_truncated_last_line_is_ignored(tmp_path):
+def test_a_truncated_last_line_is_ignored_and_a_broken_one_before_is_refused(tmp_path):
     path = tmp_path / "metrics.jsonl"
+    assert read_jsonl(path) == []
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "lo')
     assert read_jsonl(path) == [{"step": 1}, {"step": 2}]
-
-
-def test_a_broken_line_in_the_middle_is_refused_with_its_number(tmp_path):
-    path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
     with pytest.raises(UsageError, match=r"metrics\.jsonl:2 is not valid JSON"):
         read_jsonl(path)
@@ -226,10 +216,6 @@ def test_a_separator_inside_a_string_does_not_end_the_line(tmp_path, separator):
     rows = [{"answer": f"one{separator}two"}, {"answer": "three"}]
     path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8")
     assert read_jsonl(path) == rows
-
-
-def test_a_file_that_does_not_exist_yet_has_no_rows(tmp_path):
-    assert read_jsonl(tmp_path / "metrics.jsonl") == []
 
 
 def test_the_last_checkpoint_is_the_newest_undamaged_one(tmp_path):
