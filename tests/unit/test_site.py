@@ -1,6 +1,5 @@
 """The documentation site: its statements about the code are true, and it builds without a warning."""
 
-import ast
 import inspect
 import os
 import re
@@ -44,67 +43,6 @@ def test_one_address_leads_to_the_project_and_a_release_has_a_real_one():
     assert is_release("1.0rc1")
     if is_release(opdcl.__version__):
         assert "THIS-REPOSITORY" not in address, "name the public repository in pyproject.toml"
-
-
-def literal(node: ast.AST) -> str:
-    """Return a string literal of the source, with … in place of each value."""
-    if isinstance(node, ast.Constant):
-        return str(node.value)
-    return "".join(
-        v.value if isinstance(v, ast.Constant) else "'…'" if v.conversion == ord("r") else "…"
-        for v in node.values
-    )
-
-
-@pytest.fixture(scope="module")
-def strings() -> list[str]:
-    """All strings of the package."""
-    literals = []
-    for file in (ROOT / "opdcl").rglob("*.py"):
-        nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        literals += [
-            literal(n)
-            for n in nodes
-            if isinstance(n, ast.JoinedStr) or (isinstance(n, ast.Constant) and isinstance(n.value, str))
-        ]
-    return literals
-
-
-def messages(libraries: bool = False) -> list[str]:
-    """Return the messages that the page lists, of opdcl or of libraries."""
-    own, _, foreign = (
-        (DOCS / "troubleshooting.md").read_text(encoding="utf-8").partition("## Messages of libraries")
-    )
-    return re.findall(r"^\| `([^`]+)` \|", foreign if libraries else own, re.M)
-
-
-def test_the_page_of_messages_is_parsed():
-    assert len(messages()) > 60
-    assert len(set(messages())) == len(messages())
-
-
-@pytest.mark.parametrize("message", messages())
-def test_each_listed_message_occurs_in_the_code(message, strings):
-    assert any(message in string for string in strings)
-
-
-@pytest.mark.parametrize("message", messages(libraries=True))
-def test_each_listed_exception_has_the_name_and_text_that_its_library_gives_it(message, tmp_path):
-    import safetensors.torch
-    import torch
-    from peft import LoraConfig, get_peft_model
-
-    (tmp_path / "damaged.safetensors").write_bytes(b"no tensors here")
-    attempts = {
-        "SafetensorError": lambda: safetensors.torch.load_file(tmp_path / "damaged.safetensors"),
-        "NoMatchingPeftModuleError": lambda: get_peft_model(
-            torch.nn.Sequential(torch.nn.Linear(2, 2)), LoraConfig(target_modules="q_proj,v_proj")
-        ),
-    }
-    name, _, text = message.partition(": ")
-    with pytest.raises(Exception, match=".*".join(map(re.escape, text.split("…")))) as raised:
-        attempts[name]()
-    assert raised.type.__name__ == name
 
 
 def test_the_reference_names_every_command_option_and_setting(hooks):
