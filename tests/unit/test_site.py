@@ -64,7 +64,7 @@ def test_the_reference_names_every_command_option_and_setting(hooks):
 
 
 def test_the_python_page_names_every_function_and_argument():
-    page = (DOCS / "python.md").read_text(encoding="utf-8")
+    page = (DOCS / "take-it-away.md").read_text(encoding="utf-8")
     for name in set(opdcl.__all__) - {"__version__"}:
         row = re.search(rf"^\| `{name}` \|([^|]*)\|", page, re.M)[1]
         parameters = inspect.signature(getattr(opdcl, name)).parameters
@@ -74,7 +74,7 @@ def test_the_python_page_names_every_function_and_argument():
 
 
 def test_the_page_of_automatic_settings_has_the_numbers_of_the_code():
-    page = (DOCS / "choosing-settings.md").read_text(encoding="utf-8").partition("## Automatic settings")[2]
+    page = (DOCS / "choosing-settings.md").read_text(encoding="utf-8").partition("## By model")[2]
     workflow = Workflow.model_validate({"finetune": {"data": "handbook"}, "recover": {}, "eval": {}})
     rows = re.findall(r"^\| (\d+) \|[^|]*\| ([\de.-]+) \| ([\de.-]+) \| (\d+) \|$", page, re.M)
     assert [int(hidden) for hidden, *_ in rows] == [576, 2048, 4096]
@@ -186,13 +186,16 @@ def make_docs(checkout: Path, site: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.nightly
-def test_the_site_builds_without_a_warning(tmp_path):
+def test_the_site_builds_without_a_warning(hooks, tmp_path):
     done = make_docs(ROOT, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
     pages = {page.stem: page.read_text(encoding="utf-8") for page in tmp_path.glob("*.html")}
-    assert "recover.general_per_domain" in pages["settings"]
-    assert "--learning-rate" in pages["command-line"]
+    assert all(words in pages["reference"] for words in ("recover.general_per_domain", "--learning-rate"))
+    # Addresses of earlier pages lead to a place that there is.
+    moved = {name: target.partition(".html#") for name, target in hooks.MOVED.items()}
+    assert [name for name, (page, _, place) in moved.items() if f'id="{place}"' not in pages[page]] == []
+    assert [name for name in moved if f"url={hooks.MOVED[name]}" not in pages[name]] == []
     assert [
         name
         for name, page in pages.items()
