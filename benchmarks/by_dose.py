@@ -1,21 +1,25 @@
-"""Tables of comparisons that tell an arm's dose (equal, fast, author, larger, documents).
+"""Tables of comparisons that tell an arm's dose (equal, fast, rate, larger, documents).
 
-Intervals are over prompts. Base and a plain fine-tune are those of the first run that was made of each seed.
+Of one or two seeds, each has its rows, with intervals over prompts; of more, a row is the mean over them,
+with Student's intervals. Base and a plain fine-tune are those of the first run that was made of each seed.
 """
 
 from __future__ import annotations
 
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 from arm_tables import effort, written_by
 from one_seed import NATS, PERCENT, name_of, share
-from page_cells import NOT_MEASURED, end_of, from_json, read, rows_of, unbroken
+from page_cells import NOT_MEASURED, end_of, from_json, of_seeds, read, rows_of, unbroken
 
 from opdcl.results.format import Unit, interval
 from opdcl.results.intervals import difference
 
 POINTS = Unit("{:+.0f}", 100)
+# From how many seeds on a table shows their means.
+SEVERAL = 3
 
 # Of each record: what base's and the first run's tuned model are called, and its arms.
 ARMS = {
@@ -33,6 +37,22 @@ ARMS = {
         "before": "64 steps from the scaled one, the student in the second half",
         "half": "**32 steps from the projected one, the student in the second half**",
         "fast": "32 steps from the projected one, the student from the first step",
+        "base-writes": "32 steps from the projected one, base writes all answers, no reverse KL",
+        "student-writes": "32 steps from the projected one, the student writes all answers, no reverse KL",
+        "replay-30": "a fine-tune with 30 % replay, no recovery",
+        "replay-70": "a fine-tune with 70 % replay, no recovery",
+    },
+    "rate": {
+        "tuned": "a plain fine-tune",
+        "r5-16": "16 steps, rate 5e-4",
+        "r10-16": "16 steps, rate 1e-3",
+        "r20-16": "16 steps, rate 2e-3",
+        "r5-32": "32 steps, rate 5e-4",
+        "r10-32": "32 steps, rate 1e-3",
+        "r20-32": "32 steps, rate 2e-3",
+        "r10-32-rows12": "32 steps, rate 1e-3, half of the domain rows",
+        "r10-32-scaled": "32 steps, rate 1e-3, from the scaled start",
+        "r5-64": "64 steps, rate 5e-4",
     },
     "larger": {"tuned": "a plain fine-tune", "larger": "**the same, then a recovery of 48 steps**"},
     "documents": {
@@ -43,41 +63,75 @@ ARMS = {
     },
 }
 PAIRS = {
-    "recovery - replay": ("recovered", "replay-256"),
-    "the student writes half - base writes all": ("recovered", "off"),
+    "equal": {
+        "recovery - replay": ("recovered", "replay-256"),
+        "the student writes half - base writes all": ("recovered", "off"),
+    },
+    "fast": {
+        "projected - scaled, no training": ("projected", "scaled"),
+        "32 steps from the projected start - 64 from the scaled one": ("half", "before"),
+        "the student writes half - base writes all": ("half", "base-writes"),
+        "the student writes all - base writes all": ("student-writes", "base-writes"),
+    },
 }
 
 
-def one_seed(record: str) -> str:
+def by_arm(record: str) -> str:
     """Return what each arm of a record reached: dose, time, distance, scores, length and ends."""
-    rows, names = read(record).get("rows", []), ARMS[record]
+    rows, names = [row for row in read(record).get("rows", []) if row["suites"]], ARMS[record]
     if not rows:
         return NOT_MEASURED
-    several = len({row["seed"] for row in rows}) > 1
-    table = []
-    for seed in sorted({row["seed"] for row in rows}):
+    seeds = sorted({row["seed"] for row in rows})
+    shown: dict[str, list[tuple[dict[str, Any], str]]] = {}
+    for seed in seeds:
         of_seed = {row["arm"]: row for row in rows if row["seed"] == seed}
         first = next(of_seed[arm] for arm in names if arm in of_seed)
-        shown = [("base", first, "base")]
+        found = [("base", first, "base")]
         if "tuned" in names:
-            shown.append((names["tuned"], first, "tuned"))
-        shown += [(names[arm], of_seed[arm], end_of(of_seed[arm])) for arm in names if arm in of_seed]
-        for words, row, state in shown:
-            table.append([words + f", seed {seed}" * several, *cells_of(row, state)])
+            found.append((names["tuned"], first, "tuned"))
+        found += [(names[arm], of_seed[arm], end_of(of_seed[arm])) for arm in names if arm in of_seed]
+        for words, row, state in found:
+            label = words + f", seed {seed}" * (1 < len(seeds) < SEVERAL)
+            shown.setdefault(label, []).append((row, state))
+    if len(seeds) < SEVERAL:
+        table = [[words, *cells_of(*measured[0])] for words, measured in shown.items()]
+    else:
+        places = {words: i for i, words in enumerate(["base", *names.values()])}
+        table = [
+            [f"{words}; {len(measured)} seeds", *mean_cells(measured)]
+            for words, measured in sorted(shown.items(), key=lambda item: places[item[0]])
+        ]
     domain = name_of(rows[0], "domain").removesuffix("_quick")
     columns = ["model", "general answers", "training", "distance, nats", "instructions, %", f"{domain}, %"]
     return rows_of([*columns, "tokens", "answers that end, %"], unbroken(table, 1))
 
 
 def cells_of(row: dict[str, Any], state: str) -> list[str]:
-    if state == "base":
-        spent = ["", ""]
-    else:
-        spent = [f"{answers_of(row, state):,}", effort([row], "" if state == end_of(row) else state)[1]]
     distance = interval(from_json(row["closeness"]["distance"][state]), NATS) if state != "base" else "0.00"
     scores = [interval(share(row, [name_of(row, role)], state), PERCENT) for role in ("retention", "domain")]
     length, ends = written_by(row, state)
-    return [*spent, distance, *scores, f"{length:.0f}", f"{ends:.0f}"]
+    return [*spent_on([(row, state)]), distance, *scores, f"{length:.0f}", f"{ends:.0f}"]
+
+
+def mean_cells(measured: list[tuple[dict[str, Any], str]]) -> list[str]:
+    """Return the cells of one model, of which each seed has a row: means over the seeds."""
+    distances = [row["closeness"]["distance"][state]["value"] for row, state in measured]
+    scores = [
+        of_seeds([100 * row["suites"][name_of(row, role)][state] for row, state in measured], 0)
+        for role in ("retention", "domain")
+    ]
+    written = [fmean(of) for of in zip(*(written_by(*each) for each in measured), strict=True)]
+    return [*spent_on(measured), of_seeds(distances, 2), *scores, *(f"{value:.0f}" for value in written)]
+
+
+def spent_on(measured: list[tuple[dict[str, Any], str]]) -> list[str]:
+    """Return dose and time of a model, the median of its seeds."""
+    state = measured[0][1]
+    if state == "base":
+        return ["", ""]
+    answers = median(answers_of(*each) for each in measured)
+    rows = [row for row, _ in measured]
+    return [f"{answers:,.0f}", effort(rows, "" if state == end_of(rows[0]) else state)[1]]
 
 
 def answers_of(row: dict[str, Any], state: str) -> int:
@@ -86,22 +140,34 @@ def answers_of(row: dict[str, Any], state: str) -> int:
     return sum(of["answers"] for dose in stages for of in dose["graded"].get("general", {}).values())
 
 
-def equal_pairs() -> str:
-    """Return the differences of two arms of benchmarks/equal.yaml, on the same seed and prompts."""
-    found = {(row["arm"], row["seed"]): row for row in read("equal").get("rows", [])}
+def paired(record: str) -> str:
+    """Return the differences of two arms of a record, on the same seeds and prompts."""
+    found = {(row["arm"], row["seed"]): row for row in read(record).get("rows", [])}
     table = []
-    for words, (first, second) in PAIRS.items():
-        for seed in sorted(seed for arm, seed in found if arm == first and (second, seed) in found):
-            ours, theirs = found[first, seed], found[second, seed]
-            near = [values(row, "distance") for row in (ours, theirs)]
-            cells = [interval(difference(*near), Unit("{:+.2f}"))]
-            far = [f"{100 * (one > 1).mean():.0f}" for one in near]
-            for role in ("retention", "domain"):
-                cells.append(interval(difference(*(values(row, role) for row in (ours, theirs))), POINTS))
-            table.append([words, str(seed), cells[0], " / ".join(far), *cells[1:]])
+    for words, (first, second) in PAIRS[record].items():
+        seeds = sorted(seed for arm, seed in found if arm == first and (second, seed) in found)
+        both = {seed: (found[first, seed], found[second, seed]) for seed in seeds}
+        for group in [seeds] if len(seeds) >= SEVERAL else [[seed] for seed in seeds]:
+            pairs = [both[seed] for seed in group]
+            cells = [differences(pairs, what) for what in ("distance", "retention", "domain")]
+            far = [
+                fmean(100 * (values(row, "distance") > 1).mean() for row in arm)
+                for arm in zip(*pairs, strict=True)
+            ]
+            label = str(group[0]) if len(group) == 1 else f"{len(group)} seeds"
+            table.append([words, label, cells[0], " / ".join(f"{share:.0f}" for share in far), *cells[1:]])
     columns = ["first - second", "seed", "distance, nats", "requests above 1 nat, %"]
     columns += ["instructions, points", "handbook, points"]
     return rows_of(columns, unbroken(table, 1)) if table else NOT_MEASURED
+
+
+def differences(pairs: list[tuple[dict[str, Any], dict[str, Any]]], what: str) -> str:
+    """Return how far apart two arms are: over the prompts of one seed, or over several seeds."""
+    scale, digits = (1, 2) if what == "distance" else (100, 0)
+    if len(pairs) == 1:
+        unit = Unit("{:+.2f}") if what == "distance" else POINTS
+        return interval(difference(*(values(row, what) for row in pairs[0])), unit)
+    return of_seeds([scale * (values(a, what) - values(b, what)).mean() for a, b in pairs], digits)
 
 
 def values(row: dict[str, Any], what: str) -> np.ndarray:

@@ -17,7 +17,6 @@ PERCENT, NATS = Unit("{:.0f}", 100), Unit("{:.2f}", least=0)
 SYSTEMS = {
     "ours": "the default",
     "ema": "a running mean of the student guards the domain",
-    "trust-region": "base mixed with the student is the general teacher",
     "reinforced": "after the default: a reward for constraints that are kept",
     "feedback-slow": "after the default: the student that is told what was wrong teaches itself",
     "self-distilled": "the default after a fine-tune by self-distillation",

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from opdcl.results.format import SCORE, interval
+from opdcl.results.format import interval
 from opdcl.results.intervals import TWO_SIDED, Estimate, student
 
 HERE = Path(__file__).parent
@@ -25,23 +25,8 @@ def rows_of(columns: list[str], rows: list[list[str]], left: int = 1) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (columns, rule, *rows))
 
 
-def suite_words(name: str, metric: str | None, first: bool = False) -> str:
-    """Return a suite as tables name it, with its version if `instructions` has been rebuilt since.
-
-    The first version rewarded long answers, and its records say so. The second counted the constraints only,
-    by `prompt_level_strict_acc`. The present one is `passed` by content too.
-    """
-    if first:
-        return f"former `{name}`"
-    return f"`{name}`" + ", version 2" * (name.startswith("instructions") and metric != "passed")
-
-
 def from_json(estimate: dict[str, float]) -> Estimate:
     return Estimate(estimate["value"], estimate["low"], estimate["high"])
-
-
-def score(estimate: dict[str, float] | None) -> str:
-    return interval(from_json(estimate), SCORE) if estimate else ""
 
 
 def ratio(estimate: dict[str, float] | None) -> str:

@@ -13,41 +13,16 @@ from arm_tables import (
     START_PAIRS,
     decided,
     families,
-    frontier,
     pairs,
-    people,
     reached,
     replayed,
-    starts,
-    streams,
 )
-from by_dose import equal_pairs, one_seed
+from by_dose import by_arm, paired
 from one_seed import contradictions, rounds, systems
-from page_cells import HERE, NOT_MEASURED, ratio, read, rows_of, score, seeds_of, suite_words, unbroken
+from page_cells import HERE, NOT_MEASURED, ratio, read, rows_of, seeds_of, unbroken
 
 from opdcl.results.format import percent
 from opdcl.results.status import STATES
-
-
-def comparison(name: str) -> str:
-    """Return the arms of a stored comparison: scores, R and D."""
-    found = read(name)
-    if not found:
-        return NOT_MEASURED
-    further = {row["name"]: row["domain_retention"] for table in found["further"] for row in table["arms"]}
-    rows = [
-        [reference["name"], score(reference["retention"]), score(reference["domain"]), "", "", ""]
-        for reference in found["references"]
-    ]
-    for arm in found["arms"]:
-        cells = [score(arm["retention"]), score(arm["domain"]), ratio(arm["recovery"])]
-        cells += [ratio(arm["domain_retention"]), ratio(further.get(arm["name"]))]
-        rows.append([arm["name"].removesuffix("-1") if arm["seeds"] == 1 else arm["name"], *cells])
-    name = found["headline"]["retention"]
-    shown = suite_words(name, found["suites"][name]["metric"], "about" in found)
-    columns = ["arm", shown, found["headline"]["domain"], "R from tuned", "D", "D, learned wordings"]
-    kept = [i for i in range(len(columns)) if i == 0 or any(row[i] for row in rows)]
-    return rows_of([columns[i] for i in kept], unbroken([[row[i] for i in kept] for row in rows], 1))
 
 
 def cheats() -> str:
@@ -101,6 +76,28 @@ def sizes() -> str:
     rows.append(["Qwen3-8B's shape", "one GPU, 80 GB", memory, time, "steps on random weights, no whole run"])
     return rows_of(["model", "machine", "peak memory", "time", ""], rows, 5)
 
+
+def how_large() -> str:
+    """Return the memory and time of one step by model and GPUs, as the cost model has them."""
+    rows = []
+    for row in read("sizes")["rows"]:
+        memory = f"{row['gib_per_gpu']:.0f}" + ", too large" * (not row["fits"])
+        cells = [str(row["gpus"]), row["base"], row["sampling"], str(row["micro_batch_tokens"])]
+        rows.append([row["student"], *cells, memory, f"{row['seconds_per_step']:.1f}"])
+    return rows_of(
+        ["student", "GPUs", "base", "sampling", "tokens per micro-batch", "GiB per GPU", "s/step"], rows
+    )
+
+
+def reliability() -> str:
+    """Return what was broken on purpose, what happened, and what was lost."""
+    parts = read("reliability").values()
+    rows = [[row[key].replace("|", "/") for key in FAULT] for part in parts for row in part["rows"]]
+    return rows_of(["fault", "how it was injected", "what happened", "what was lost"], rows, 4)
+
+
+# The keys of a row of reliability.json.
+FAULT = ("fault", "how", "outcome", "lost")
 
 # What the arms of benchmarks/gpu.py measure, and beside it what others publish or TRL takes.
 ON_A_GPU = {
@@ -232,24 +229,21 @@ TABLES = {
     "gemma": families,
     "gpu": gpu,
     "cheats": cheats,
-    "start": starts,
-    "streams": streams,
     "start-pairs": lambda: pairs(["start"], START_PAIRS),
     "rounds": rounds,
     "systems": systems,
     "contradictions": contradictions,
     "decided": decided,
-    "frontier": frontier,
     "decided-pairs": lambda: pairs(["decided"], DECIDED_PAIRS, SCORES),
-    **{record: partial(one_seed, record) for record in ("equal", "fast", "larger", "documents")},
-    "equal-pairs": equal_pairs,
+    **{record: partial(by_arm, record) for record in ("equal", "fast", "rate", "larger", "documents")},
+    **{f"{record}-pairs": partial(paired, record) for record in ("equal", "fast")},
     "replay": replayed,
-    "people": people,
     "replay-pairs": lambda: pairs(["start", "replay"], REPLAY_PAIRS, SCORES),
     "closeness": closeness,
     "quotes": quotes,
     "sizes": sizes,
-    "defaults": lambda: comparison("defaults"),
+    "how-large": how_large,
+    "reliability": reliability,
     "coverage": coverage,
     "fractions": fractions,
     "verdict-errors": verdict_errors,

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/results.md from their records.
+"""Draw the pictures of docs/evidence.md from their records.
 
     python benchmarks/pictures.py
 
@@ -7,8 +7,6 @@
   seed of frontier.json.
 - dose.svg: the distance to base of replays in frontier.json, and of recoveries in decided.json with their
   intervals, by the general answers on which base's distribution was shown, and by the seconds of training.
-- rounds.svg: five domains in a row by rounds.json, with the original and with the last model as teacher, and
-  what each fine-tune had left of earlier domains. Bars are 95 % intervals over questions or requests.
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ matplotlib.use("svg")
 from arm_tables import general_answers
 from matplotlib import pyplot
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
-from one_seed import rounds_of
 from page_cells import HERE, end_of, read
 
 from opdcl.results.intervals import TWO_SIDED, student
@@ -59,18 +55,6 @@ MEANS = {
     "mix-kl-then": ("30 % replay, then recovery", "#0b3d91"),
 }
 
-# Teacher of the general prompts in rounds.json -> how it is named and drawn.
-TEACHERS = {
-    "original": ("the original as teacher", "#1f7a4d", "o"),
-    "last": ("the last model", "#b04a2f", "s"),
-}
-# What is drawn of a round -> its title.
-MEASURED = {
-    "known": "domains known so far",
-    "followed": "instructions followed",
-    "distance": "distance to the original, nats",
-}
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -81,7 +65,7 @@ def main() -> None:
 def draw(folder: Path) -> None:
     """Write all pictures into a folder."""
     matplotlib.rcParams |= {"svg.hashsalt": "opdcl", "svg.fonttype": "none", "font.size": 10}
-    for name, figure in {"frontier": frontier(), "dose": dose(), "rounds": rounds()}.items():
+    for name, figure in {"frontier": frontier(), "dose": dose()}.items():
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None, "Creator": None})
 
 
@@ -145,35 +129,6 @@ def seconds(row: dict[str, Any]) -> float:
 
 def distance(row: dict[str, Any]) -> float:
     return row["closeness"]["distance"][end_of(row)]["value"]
-
-
-def rounds() -> Figure:
-    figure, all_axes = pyplot.subplots(1, 3, figsize=(8, 3.4), layout="constrained")
-    for teacher, (name, colour, shape) in TEACHERS.items():
-        found = rounds_of(teacher)
-        style = {"color": colour, "marker": shape, "capsize": 3, "linewidth": 1}
-        numbers = [one.number + 0.12 * (teacher == "last") for one in found]
-        for axes, what in zip(all_axes, MEASURED, strict=True):
-            estimates = [getattr(one, what) for one in found]
-            values = [estimate.value for estimate in estimates]
-            below = [estimate.value - estimate.low for estimate in estimates]
-            above = [estimate.high - estimate.value for estimate in estimates]
-            axes.errorbar(numbers, values, [below, above], label=name, **style)
-    left = [(one.number, one.left.value) for one in rounds_of("original") if one.left]
-    before = {"color": "#777777", "marker": "x", "linestyle": ":", "label": "earlier ones, tuned"}
-    all_axes[0].plot(*zip(*left, strict=True), **before)
-    for axes in all_axes[:2]:
-        axes.set_ylim(0, 1)
-        axes.yaxis.set_major_formatter(PercentFormatter(1))
-    all_axes[2].set_ylim(0)
-    for axes, title in zip(all_axes, MEASURED.values(), strict=True):
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("round")
-        axes.set_xticks(range(1, 6))
-    figure.legend(
-        *all_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False
-    )
-    return figure
 
 
 def place(row: dict[str, Any]) -> tuple[float, float]:

@@ -11,8 +11,7 @@ In a page, three comments say where the numbers of the next block (a paragraph, 
                                                         ` + ` joins two records
     <!-- no record: REASON -->                          a definition, or a number that others published
 
-A block with a measured number (see `MEASURED`) and none of the three is a fault. `benchmarks/reliability`
-writes docs/reliability.md as a whole.
+A block with a measured number (see `MEASURED`) and none of the three is a fault.
 """
 
 from __future__ import annotations
@@ -28,10 +27,8 @@ from typing import Any
 from page_tables import TABLES
 
 ROOT = Path(__file__).parents[1]
-# A page that is written as a whole, and one whose records are in the history of this repository.
-WITHOUT_MARKS = ("reliability.md", "older-results.md")
-DOCS = [f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md") if page.name not in WITHOUT_MARKS]
-PAGES = ["README.md", "workflows/README.md", *sorted(DOCS)]
+DOCS = sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))
+PAGES = ["README.md", "workflows/README.md", *DOCS]
 
 TABLE = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- /table -->", re.S)
 MARK = re.compile(r"<!-- (record|no record): (.*?) -->", re.S)

@@ -1,6 +1,7 @@
 """Generate the site's reference of commands, settings and recipes from the code at build time.
 
-`<!-- opdcl: NAME -->` in a page is replaced by the part with that name.
+`<!-- opdcl: NAME -->` in a page is replaced by the part with that name. Addresses of earlier pages lead to
+the present ones.
 """
 
 from __future__ import annotations
@@ -19,16 +20,40 @@ from opdcl.config.shipped import workflow_files
 # A table with more columns than this has no room beside a page's contents.
 NARROW = 6
 RECIPES = Path(__file__).parents[1] / "workflows"
+# Earlier pages, and where their content is now.
+MOVED = {
+    "ci": "take-it-away.html#in-ci",
+    "command-line": "reference.html#commands",
+    "container": "install.html#in-a-container",
+    "dependencies": "index.html#where-to-go",
+    "export": "take-it-away.html#export",
+    "methods": "how-it-works.html#the-loop",
+    "older-results": "evidence.html#limits-first",
+    "performance": "larger-machines.html#speed",
+    "processes": "larger-machines.html#several-processes",
+    "python": "take-it-away.html#python-and-notebooks",
+    "questions": "choosing-settings.html#questions",
+    "recipes": "reference.html#recipes",
+    "reliability": "evidence.html#what-we-broke-on-purpose",
+    "results": "evidence.html#limits-first",
+    "results-method": "evidence.html#what-each-part-adds",
+    "results-models": "evidence.html#other-models-and-data",
+    "results-replay": "evidence.html#recovery-replay-or-both",
+    "results-scores": "evidence.html#can-the-scores-be-gamed",
+    "servers": "larger-machines.html#servers",
+    "settings": "reference.html#settings",
+    "troubleshooting": "choosing-settings.html#by-what-you-see",
+}
 MARK = re.compile(r"^<!-- opdcl: (\w+) -->$", re.M)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace a page's marks, and point its links to recipes at the site's recipes page."""
+    """Replace a page's marks, and point its links to recipes at the site's reference."""
     parts = {"commands": commands, "settings": settings, "recipes": recipes}
     filled = MARK.sub(lambda mark: parts[mark[1]](), markdown)
-    filled = re.sub(r"\]\(\.\./workflows/README\.md", "](recipes.md", filled)
+    filled = re.sub(r"\]\(\.\./workflows/README\.md", "](reference.md#recipes", filled)
     return re.sub(
-        r"\]\(\.\./workflows/([\w.-]+)\.yaml\)", lambda link: f"](recipes.md#{anchor(link[1])})", filled
+        r"\]\(\.\./workflows/([\w.-]+)\.yaml\)", lambda link: f"](reference.md#{anchor(link[1])})", filled
     )
 
 
@@ -38,6 +63,14 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     if "<table data-wide>" in html:
         page.meta["hide"] = ["toc"]
     return html
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """Let the address of an earlier page lead to the present one."""
+    for name, target in MOVED.items():
+        refresh = f'<meta http-equiv="refresh" content="0; url={target}">'
+        page = f'<!doctype html>{refresh}<a href="{target}">This page has moved.</a>\n'
+        (Path(config["site_dir"]) / f"{name}.html").write_text(page, encoding="utf-8")
 
 
 def on_post_template(output: str, template_name: str, **_: Any) -> str:
@@ -108,7 +141,7 @@ def recipes() -> str:
     parts = [text.replace("](../README.md", "](index.md").replace("](../docs/", "](")]
     for name, file in workflow_files().items():
         parts.append(
-            f"## {name} {{#{anchor(name)}}}\n\n```yaml\n{file.read_text(encoding='utf-8').rstrip()}\n```\n"
+            f"### {name} {{#{anchor(name)}}}\n\n```yaml\n{file.read_text(encoding='utf-8').rstrip()}\n```\n"
         )
     return "\n".join(parts)
 

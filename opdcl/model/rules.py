@@ -315,7 +315,7 @@ def left_over(found: Found) -> str:
 TEXT_ONLY = "choose a model for text only, or save its language model alone, with transformers"
 SAVE_WHOLE = "save the model again, or copy all its files"
 OTHER_CONFIG = "use the config.json of these weights"
-OTHER_MODEL = "choose another model: docs/questions.md says which families work"
+OTHER_MODEL = "choose another model: docs/install.md says which families work"
 
 IN_CONFIG = "{} is {} in its files, and {} by its config.json"
 

@@ -276,7 +276,7 @@ def _check_recovery(job: Job, source: RecoverySource) -> list[str]:
     if len(sources) == 1 and sources[0] != SHIPPED and teacher.context is None:
         notes.append(
             "general prompts: your file alone, which may lack kinds of requests; with half shipped "
-            "prompts, recover.general: [everyday=0.5, FILE=0.5], more came back in docs/results.md"
+            "prompts, recover.general: [everyday=0.5, FILE=0.5], it covers more, see docs/data.md"
         )
     if not prompts["domain"]:
         lost = "so the recovery may undo what was learned; name some with --domain"

@@ -57,7 +57,6 @@ CANNOT = {
     "opdcl run qwen3": "takes GPUs and a model from the hub",
     "opdcl export runs/mine -o gguf": "needs llama.cpp's converter; tests/unit/test_export.py",
     "opdcl --install-completion": "edits the files of the shell that started it",
-    "opdcl --show-completion": "asks which shell started it",
 }
 # Commands that would take too long, or replace this process: run with --dry-run.
 DRY = {
@@ -81,24 +80,17 @@ ELSEWHERE = [
 # Commands that the reader of a page has run before.
 BEFORE = {
     "docs/repair.md": [*ELSEWHERE, "cp its-base/tokenizer* its-base/chat_template* my-adapter"],
-    "docs/ci.md": ELSEWHERE[:2],
+    "docs/take-it-away.md": ELSEWHERE[:2],
     "docs/data.md": [
         *ELSEWHERE[:2],
         'cp "$OPDCL_CACHE/models/smollm2-135m/chat_template.jinja" my-template.jinja',
     ],
-    "docs/questions.md": ["opdcl finetune rows.jsonl -o runs/mine"],
-    "docs/processes.md": ["opdcl finetune rows.jsonl -o runs/mine"],
-    "docs/export.md": ["opdcl finetune rows.jsonl -o runs/mine", "opdcl workflows cp own-data mine.yaml"],
-    "docs/servers.md": ["opdcl finetune rows.jsonl -o runs/mine"],
-    "docs/troubleshooting.md": [
-        "opdcl finetune rows.jsonl -o runs/mine",
-        "opdcl workflows cp own-data mine.yaml",
-    ],
+    "docs/install.md": ["opdcl workflows cp own-data mine.yaml"],
     "README.md": ELSEWHERE,
 }
 
 # At a rate that changes answers within a step or two: a tuned model that answers as base does is a fault.
-TRAIN = {"finetune.lora.r": 4, "finetune.lora.alpha": 8, "finetune.epochs": 2, "finetune.learning_rate": 0.01}
+TRAIN = {"finetune.lora.r": 4, "finetune.lora.alpha": 8, "finetune.epochs": 2, "finetune.learning_rate": 0.03}
 RECOVER = {
     "recover.steps": 2,
     "recover.rollouts": 4,

@@ -19,18 +19,16 @@ BENCHMARKS = ROOT / "benchmarks"
 ELSEWHERE = {
     "durations": "make test RECORD=benchmarks/durations.json writes it",
     "quickstart": "test_the_picture_of_the_quickstart_shows_its_record",
-    "reliability": "test_the_page_of_faults_is_the_one_that_its_script_writes",
 }
 # What each table of the pages is made from; other tables have the name of their record.
 MADE_FROM = {
     "growth-rows": "scaling",
-    "growth-length": "scaling",
     "quotes": "quote",
     "verdict-errors": "coverage",
-    "reached": "decided",
-    "decided-pairs": "decided",
     "cheats": "instructions",
+    "start-pairs": "start",
     "sizes": "quickstart_time",
+    "how-large": "sizes",
 }
 
 
@@ -51,14 +49,6 @@ def tables():
 @pytest.mark.parametrize("page", script("records").PAGES)
 def test_every_measured_number_of_a_page_is_in_its_record(records, page):
     assert records.find_faults((ROOT / page).read_text(encoding="utf-8")) == []
-
-
-def test_the_page_of_faults_is_the_one_that_its_script_writes(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "reliability"))
-    reliability = script("reliability/__main__")
-    record = json.loads((ROOT / "benchmarks" / "reliability.json").read_text(encoding="utf-8"))
-    reliability.write_page(record, tmp_path / "page.md")
-    assert (tmp_path / "page.md").read_text() == (ROOT / "docs" / "reliability.md").read_text()
 
 
 @pytest.mark.parametrize("name", sorted(file.stem for file in BENCHMARKS.glob("*.json")))
@@ -124,7 +114,7 @@ def test_a_number_that_differs_from_its_record_is_a_fault(records, tmp_path, sen
 
 
 def test_a_table_that_was_changed_by_hand_is_a_fault(records):
-    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "larger-machines.md").read_text(encoding="utf-8")
     changed = text.replace("| opdcl | 20.0 |", "| opdcl | 10.0 |")
     assert changed != text
     assert records.find_faults(changed) == ["table throughput is out of date: make records"]
@@ -166,7 +156,7 @@ def runs(tmp_path) -> list[RunDir]:
 
 def test_without_runs_the_page_says_so(tables, tmp_path, monkeypatch):
     monkeypatch.setattr("page_cells.HERE", tmp_path)
-    found = {tables.quotes(), tables.comparison("defaults")}
+    found = {tables.quotes(), tables.TABLES["rate"](), tables.TABLES["fast-pairs"]()}
     assert found == {tables.NOT_MEASURED}
 
 
@@ -252,6 +242,24 @@ def test_arms_are_compared_by_means_over_the_same_seeds(tables, tmp_path, monkey
     assert pair.endswith("| 0 | 0 |")
 
 
+def test_three_seeds_are_one_row_with_their_mean(tables, tmp_path, monkeypatch):
+    rows = []
+    for row in json.loads((BENCHMARKS / "fast.json").read_text(encoding="utf-8"))["rows"]:
+        for seed, score in enumerate((0.2, 0.3, 0.4)):
+            of_suite = row["suites"]["instructions_quick"] | {"tuned": score, "recovered": score}
+            suites = row["suites"] | {"instructions_quick": of_suite}
+            rows.append(row | {"seed": seed, "suites": suites})
+    write(tmp_path / "fast.json", {"rows": rows})
+    monkeypatch.setattr("page_cells.HERE", tmp_path)
+    lines = tables.TABLES["fast"]().replace("\u00a0", " ").splitlines()
+    assert len(lines) == 2 + 7
+    assert lines[5].startswith("| **the same, projected, no training**; 3 seeds | 0 |")
+    assert "| 30 [5, 55] |" in lines[5]
+    # The same answers in all three seeds: the difference of one, without a spread.
+    (pair, _) = tables.TABLES["fast-pairs"]().replace("\u00a0", " ").splitlines()[2:]
+    assert pair.startswith("| projected - scaled, no training | 3 seeds | -1.16 |")
+
+
 def test_a_quoted_answer_cannot_break_the_table(tables, tmp_path, monkeypatch):
     answers = {state: {"text": "a|b <c>", "ended": state != "tuned"} for state in tables.STATES}
     write(tmp_path / "quote.json", {"quotes": [{"prompt": "p\n\nq", **answers}]})
@@ -279,8 +287,7 @@ def test_the_pictures_show_their_records(tmp_path):
     record = json.loads((BENCHMARKS / "frontier.json").read_text(encoding="utf-8"))
     assert {row["arm"] for row in record["rows"]} <= shown
     pictures.draw(tmp_path)
-    for name in ("frontier.svg", "rounds.svg"):
-        assert drawn(tmp_path / name) == drawn(ROOT / "docs" / "images" / name)
+    assert drawn(tmp_path / "frontier.svg") == drawn(ROOT / "docs" / "images" / "frontier.svg")
 
 
 # -- the picture of the quickstart
