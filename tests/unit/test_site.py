@@ -149,11 +149,9 @@ def test_the_scripts_options_and_targets_that_a_page_names_exist(page):
 
 def test_the_readme_can_be_read_in_five_minutes():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 120
-    for owned in ("rows", "an adapter that got worse", "a doubt", "a larger model and a GPU"):
-        assert re.search(rf"^\| \*\*{owned}\*\*.* `opdcl [^`]+` ", text, re.M), owned
-    for question in ("Replay or recovery?", "What it costs.", "Not shown:"):
-        assert f"- **{question}**" in text
+    assert len(text.splitlines()) <= 100
+    for heading in ("Install", "You have rows", "You have an adapter that got worse", "Results"):
+        assert f"## {heading}\n" in text
 
 
 def test_nothing_is_loaded_from_other_sites():
