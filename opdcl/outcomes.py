@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opdcl.errors import OpdclError
-from opdcl.results.tables import Table
+from opdcl.results.format import Table
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.verify import Finding, verify
 from opdcl.sanitize import readable
@@ -88,9 +88,9 @@ class Result(Outcome):
     """The results so far of the run in `path`; `summary` has the keys of `opdcl report RUN --json`."""
 
     def __init__(self, path: Path, results: Summary, gates: Sequence[dict[str, str]] = ()):
-        from opdcl.results.document import run_document
-        from opdcl.results.report_tables import brief_table, terminal_tables
-        from opdcl.results.verdict import at_place, next_command, severity
+        from opdcl.results.outcomes import at_place, next_command, severity
+        from opdcl.results.render import run_document
+        from opdcl.results.sections import brief_table, terminal_tables
 
         place = shlex.quote(str(path))
         results = at_place(results, place)
@@ -115,7 +115,7 @@ class Result(Outcome):
 
     def pull_request(self) -> str:
         """Return the results as about thirty lines of Markdown: faults, verdict, gates, table, prompts."""
-        from opdcl.results.report import pull_request
+        from opdcl.results.render import pull_request
 
         return pull_request(RunDir(self.path), self._results, self.gates)
 

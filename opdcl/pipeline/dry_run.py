@@ -11,7 +11,7 @@ from opdcl.pipeline.checks import checked_plan, planned_adapter, refuse_foreign,
 from opdcl.pipeline.forecast import forecast, memory_words
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.records import read_records
-from opdcl.results.tables import Table
+from opdcl.results.format import Table
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.seals import refuse_damaged
 from opdcl.train.finetune import planned_steps

@@ -18,16 +18,28 @@ from opdcl.errors import UsageError
 from opdcl.results import closeness, response_stats, stats
 from opdcl.results.board import Board, Column, cells, compared, pool, said_by, scores_of, seed_notes
 from opdcl.results.closeness import Closeness
-from opdcl.results.format import CHANGE, NATS, SHARE, cell, interval, metric_words
+from opdcl.results.format import (
+    CHANGE,
+    IN_DOMAIN_STYLE,
+    MISSING,
+    NATS,
+    SHARE,
+    Table,
+    by_state,
+    cell,
+    distance_cells,
+    interval,
+    metric_words,
+    with_rows,
+)
 from opdcl.results.intervals import Estimate
 from opdcl.results.origins import START, as_key, count_learned, learned_by, line_of, without_seed
-from opdcl.results.page import Page
+from opdcl.results.outcomes import writing_sentence
 from opdcl.results.samples import Group, answers_by_run
 from opdcl.results.scores import MeasuredSuite, Row, section, states_of, values_of
+from opdcl.results.sections import Page
 from opdcl.results.status import HEADLINE_ROLES, STATES
 from opdcl.results.summary import Results
-from opdcl.results.tables import IN_DOMAIN_STYLE, MISSING, Table, by_state, distance_cells, with_rows
-from opdcl.results.verdict import writing_sentence
 from opdcl.rundir.identity import Identity
 from opdcl.rundir.layout import RunDir
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from opdcl.errors import UsageError
-from opdcl.results import closeness, notes, response_stats, stats, verdict
+from opdcl.results import closeness, notes, outcomes, response_stats, stats
 from opdcl.results.intervals import Clusters, Estimate
 from opdcl.results.origins import is_adapter, origins_of, split_seeds
 from opdcl.results.result_types import Scores, Summary
@@ -48,7 +48,7 @@ class Results:
         with _damage_is_named(self.run):
             retention, domain = (self.headline.get(role) for role in HEADLINE_ROLES)
             inert = notes.inert(self.suites)
-            return verdict.conclude(self.measured, retention, domain, self.run.settings(), inert)
+            return outcomes.conclude(self.measured, retention, domain, self.run.settings(), inert)
 
     @cached_property
     def measured(self) -> Summary:

@@ -7,7 +7,7 @@ import pytest
 from helpers.synthetic import STRICT, N, change, measure_fully, measure_states, pages, rewrite_samples, write
 
 from opdcl.errors import UsageError
-from opdcl.results.document import summarise
+from opdcl.results.render import summarise
 from opdcl.results.scores import STATES
 from opdcl.rundir.files import read_json
 
@@ -44,12 +44,6 @@ def test_the_summary_is_json_and_keeps_its_keys_on_an_empty_run(run, empty, tmp_
     assert nothing["cost"] == {"finetune": {}, "recover": {}, "eval": {}}
     assert nothing["status"] == "not measured"
     assert nothing["verdict"].startswith("Not measured yet")
-
-
-def test_without_a_domain_gain_there_is_no_d_and_the_reason_is_given(run):
-    measure_fully(run, "tuned", "handbook", 5)
-    assert summarise(run)["domain_retention"] is None
-    assert "score on the domain is not measurably above base" in pages(run)["report.html"]
 
 
 def test_an_instruction_level_headline_counts_instructions(run):
@@ -133,33 +127,6 @@ def test_the_dose_of_a_training_is_in_the_cost_and_in_the_report(run):
     text = " ".join(pages(run)["report.md"].split())
     assert "| recover | general | student | 64 | 4,321 |" in text
     assert "| sampling | 1:01 |" in text
-
-
-def test_before_recovery_a_fine_tune_that_cost_nothing_is_told_so(run):
-    run.stage(2, "recover").record.unlink()
-    for suite in ("instructions", "handbook"):
-        run.eval_result("recovered", suite).unlink()
-    for kind in (run.eval_result, run.eval_samples):
-        kind("tuned", "instructions").write_bytes(kind("base", "instructions").read_bytes())
-    assert "No forgetting measured: the fine-tune " in summarise(run)["verdict"]
-    assert "opdcl chat RUN" in pages(run)["report.html"]
-
-
-def test_before_recovery_base_and_tuned_are_shown_without_a_verdict(run):
-    for suite in ("instructions", "handbook"):
-        run.eval_result("recovered", suite).unlink()
-    summary = summarise(run)
-    assert summary["status"] == "not measured"
-    change = summary["tests"]["tuned_minus_base"]
-    low, high = (f"{100 * change[end]:.1f}" for end in ("low", "high"))
-    assert float(low) < -60 < float(high) < 0
-    assert summary["verdict"] == (
-        f"Not recovered yet: the fine-tune changed instruction following by -60.0 points [{low}, {high}], "
-        "from 80.0 % to 20.0 %; handbook from 10.0 % to 90.0 %."
-    )
-    assert summary["recovery"] is None
-    assert summary["suites"]["instructions"]["recovered"] == {}
-    assert "Lost by the fine-tune" in pages(run)["report.html"]
 
 
 def began(alpha, score=None):
