@@ -33,7 +33,7 @@ Rows = list[dict[str, Any]]
 
 def inert(suites: Sequence[MeasuredSuite]) -> list[str]:
     """Return a fault if tuned answers every prompt of every suite as base does."""
-    pairs = []
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for suite in suites:
         pairs += zip(suite.rows.get("base", []), suite.rows.get("tuned", []), strict=False)
     for row, other in pairs:

@@ -63,7 +63,9 @@ OUTCOMES = {
 }
 # Where one of the first three has no R; and where the suite has no headroom, so that closeness decides.
 WITHOUT_R = "{levels}{harm}, no R, {why}"
-BY_CLOSENESS = "{gone} of the distance to base is gone, counted from {start} ({levels}: {unfit})"
+BY_CLOSENESS = (
+    "{gone} of the distance to base is gone, counted from {start} ({levels}: no measure here, see the note)"
+)
 DOMAIN_HEADINGS = {
     Domain.KEPT: "domain kept",
     Domain.PARTLY: "domain partly kept",
@@ -150,8 +152,7 @@ def at_place(summary: Summary, place: str) -> Summary:
     """Return the summary with `place`, where the run lies, in its commands."""
     said = summary.verdict
     texts = [PLACE.sub(lambda found: f"{found[1]}{place}", text) for text in (said.to_do, *said.further)]
-    to_do, *further = texts
-    return replace(summary, verdict=replace(said, to_do=to_do, further=further))
+    return replace(summary, verdict=replace(said, to_do=texts[0], further=texts[1:]))
 
 
 def _outcome(
@@ -212,7 +213,6 @@ def _recovery(summary: Summary, retention: MeasuredSuite, scores: Mapping[str, s
         floor=percent(summary.suites[retention.name].floor or 0.0),
         gone=near and near.c and interval(near.c, SHARE, n=near.n),
         start=near and f"{near.start}, on {near.n} prompts",
-        unfit="no measure here, see the note",
     )
 
 

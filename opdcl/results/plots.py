@@ -133,10 +133,10 @@ def _plot_curves(
     if tuned is not None:
         level = max(tuned, lowest)
         axes.axhline(level, label="tuned", color=PAINT["muted"], linestyle="--", linewidth=0.9)
-    for point in raised[HELD_OUT]:
-        if point[0] == best:
-            ring = {"linestyle": "none", "marker": "o", "markersize": 10, "markerfacecolor": "none"}
-            axes.plot(*point, label="adapter kept", color=PAINT["ink"], **ring)
+    ring: dict[str, Any] = {"marker": "o", "markersize": 10, "markerfacecolor": "none", "color": PAINT["ink"]}
+    for step, value in raised[HELD_OUT]:
+        if step == best:
+            axes.plot(step, value, label="adapter kept", linestyle="none", **ring)
     if curves[HELD_OUT]:
         text = f"{curves[HELD_OUT][-1][1]:.2f}"
         _label(axes, text, raised[HELD_OUT][-1], (0, 9), ha="right", va="bottom", color=colour)

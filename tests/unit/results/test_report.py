@@ -195,15 +195,6 @@ def test_a_failed_answer_names_what_it_violates(run, kept, more, words):
     assert {found for card in tuned for found in re.findall(r'<p class="fail">(.*?)</p>', card)} == words
 
 
-def test_few_prompts_have_counts_and_no_interval(run):
-    for suite, passed in {"instructions": (8, 1, 7), "handbook": (0, 7, 6)}.items():
-        measure_states(run, suite, passed, 9, fields=lambda i: {"group": "seen" if i % 2 else "unseen"})
-    files = pages(run)
-    assert "8 of 9" in files["report.md"]
-    assert not re.findall(r"\[-?\d[\d.]*,\s-?\d[\d.]*\]", "".join(files.values()))
-    assert 'class="span"' not in files["report.html"]
-
-
 READABLE = "A full sentence of ten words reads well right here."
 
 

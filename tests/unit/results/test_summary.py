@@ -113,22 +113,6 @@ def test_a_base_at_the_floor_gets_a_note(run):
     assert any(f"{reason} a guess, so" in note for note in summarise(run)["notes"])
 
 
-def test_the_dose_of_a_training_is_in_the_cost_and_in_the_report(run):
-    record = run.stage_record("recover")
-    graded = {
-        "general": {"teacher": {"answers": 64, "tokens": 5560}, "student": {"answers": 64, "tokens": 4321}}
-    }
-    parts = {"sampling": 61.0, "teacher": 30.4}
-    run.stage(2, "recover").record.write_text(
-        json.dumps(record | {"cost": record["cost"] | {"graded": graded, "parts": parts}})
-    )
-    cost = summarise(run)["cost"]["recover"]
-    assert (cost["graded"], cost["parts"]) == (graded, parts)
-    text = " ".join(pages(run)["report.md"].split())
-    assert "| recover | general | student | 64 | 4,321 |" in text
-    assert "| sampling | 1:01 |" in text
-
-
 def began(alpha, score=None):
     start = {"alpha": alpha} | ({"score": score} if score else {})
     return {"step": 0, "validation": {"best": True}, "start": start}
@@ -138,14 +122,9 @@ def checked(step, best=True, **found):
     return {"step": step, "loss": 1.0, "validation": {"best": best, **found}}
 
 
-REPEATS = {"sign": "repetition", "value": 0.8, "bound": 0.6, "action": "rate halved"}
-ONLY_61 = "on held-out questions only 61 % of the gap in KL between base and tuned is closed."
-
-
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ([{"step": 3, "health": REPEATS}], "step 3: repetition was 0.8"),
         (
             [{"step": 0, "validation": {"best": True}}, checked(8, best=False)],
             "Recovered is the tuned adapter: no training step came nearer",
@@ -154,19 +133,18 @@ ONLY_61 = "on held-out questions only 61 % of the gap in KL between base and tun
             [began(0.3), {"step": 1, "loss": 1.0}],
             "Recovered is the tuned adapter times 0.3: no training step came nearer",
         ),
-        ([began(0.3, 4.0), checked(1, score=1.0)], "The recovery started from the tuned adapter times 0.3."),
         (
             [began(0.3, 1.2), checked(1, score=1.0), checked(2, best=False, score=9.0)],
             "the start alone, the tuned adapter times 0.3, is about as near",
         ),
-        ([began(0.3, 4.0), checked(1, score=1.0, domain_gap_closed=0.61)], ONLY_61),
-        ([began(0.3, 4.0), checked(1, score=1.0, domain_kept=0.61)], ONLY_61),  # an earlier version's name
+        (
+            [began(0.3, 4.0), checked(1, score=1.0, domain_kept=0.61)],
+            "only 61 % of the gap in KL",
+        ),  # an earlier version's name
         (
             [began(0.55) | {"validation": {}}, {"step": 1, "validation": {"best": True}}],
             "the tuned adapter times 0.55: no training was done",
         ),
-        ([checked(48, missed_ends=0.61)], "recovered lacks 61 % of the probability to end"),
-        ([{"step": 1, "mismatch": 0.01, "tokens": 500, "loss": 1.0}], "For 1.00 % of the fresh tokens"),
     ],
 )
 def test_the_recoverys_metrics_give_notes(run, rows, expected):
