@@ -5,6 +5,7 @@
 Read the difference before you commit it: the texts are what users see.
 """
 
+import json
 import math
 import os
 import re
@@ -232,7 +233,11 @@ def chain(make) -> list[RunDir]:
 COMPARISONS = {
     "three arms": three_arms,
     "one arm": lambda make: [make(f"ours-s{seed}", 28 + seed, 32, seed=seed) for seed in range(3)],
+    "one above": lambda make: [make("ours", 28, 32), make("general", 28, 12, method="general")],
+    "one below": lambda make: [make("general", 28, 12, method="general"), make("ours", 28, 32)],
     "two arms alike": lambda make: [make("ours", 28, 32), make("twin", 28, 32, steps=47)],
+    "three arms alike": lambda make: [make(f"arm{steps}", 28, 32, steps=steps) for steps in (46, 47, 48)],
+    "nothing measured": lambda make: [make("a", None, None), make("b", None, None, steps=9)],
     "seeds and unfinished runs": seeds_and_unfinished,
     "a chain": chain,
 }
@@ -319,6 +324,11 @@ def test_what_a_comparison_shows_is_what_was_approved(make, tmp_path, name):
     texts = shown.of_comparison([made.path for made in COMPARISONS[name](make)], tmp_path / "comparison")
     texts["compare.html"] = shown.seen(texts["compare.html"])
     approve(name, {form: texts[form] for form in ("terminal", "compare.md", "compare.html")}, tmp_path)
+    rivals = json.loads(texts["json"]).get("against_first", ())
+    for clause in texts["terminal"].split("\n")[0].split("; ") if len(rivals) == 1 else ():
+        change = rivals[0]["domain" if clause.endswith(" on the domain") else "retention"]
+        assert ("points above" in clause) == (low(change) > 0)
+        assert ("points below" in clause) == (high(change) < 0)
 
 
 def test_every_claim_is_made_by_one_of_the_approved_verdicts():

@@ -10,10 +10,10 @@ from urllib.parse import unquote
 import pytest
 from helpers.command import opdcl
 from helpers.page import HOSTILE, PAYLOAD, safe_page
-from helpers.synthetic import METRIC, N, change, compared, held, measure, measure_states
+from helpers.synthetic import METRIC, N, change, held, measure, measure_states
 
 from opdcl.results import arms, compare
-from opdcl.results.compare import compare_runs, comparison_page, write_comparison
+from opdcl.results.compare import compare_runs, write_comparison
 from opdcl.rundir.layout import RunDir
 
 
@@ -30,32 +30,6 @@ def test_writing_three_files_twice_gives_the_same_bytes(three, tmp_path):
         path.read_bytes() for path in write_comparison(compare_runs(three), tmp_path / "new" / "out")
     ] == before
     assert json.loads(files[-1].read_text()) == compare.plain(comparison)
-
-
-def test_the_title_is_a_finding(three, make, tmp_path):
-    """Ours and general pass the same retention prompts; on the domain ours passes 20 of 40 more."""
-    comparison = compared(three[:2])
-    (rival,) = comparison["against_first"]
-    assert rival["retention"]["value"] == 0
-    assert rival["domain"]["value"] == pytest.approx(0.5)
-    finding = "ours is not shown to differ from general in retention; 50.0 points above it on the domain"
-    text, html, _ = (p.read_text() for p in write_comparison(compare_runs(three[:2]), tmp_path / "out"))
-    assert text.startswith(f"# {finding}\n")
-    assert f'<h1 class="finding">{finding}</h1>' in html
-    reverse = comparison_page(compare_runs(three[1::-1])).heading
-    assert (
-        reverse == "general is not shown to differ from ours in retention; 50.0 points below it on the domain"
-    )
-    assert comparison_page(compare_runs(three)).heading == (
-        "ours is above 1 and below none of 2 other arms in retention; "
-        "above 2 and below none of 2 other arms on the domain"
-    )
-    twins = [three[0], make("twin", 28, 32, steps=47)]
-    assert comparison_page(compare_runs(twins)).heading == "No difference between ours and twin is shown"
-    triplets = comparison_page(compare_runs([*twins, make("third", 28, 32, steps=46)]))
-    assert triplets.heading == "No difference between ours and the 2 other arms is shown"
-    unfinished = [make("a", None, None), make("b", None, None, steps=9)]
-    assert comparison_page(compare_runs(unfinished)).heading == "Not measured yet"
 
 
 @pytest.fixture
