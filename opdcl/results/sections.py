@@ -12,20 +12,7 @@ from opdcl.config.shipped import SHIPPED_DATA
 from opdcl.hub import HUB_IDS
 from opdcl.results import format
 from opdcl.results.closeness import Closeness
-from opdcl.results.format import (
-    CHANGE,
-    IN_DOMAIN_STYLE,
-    LENGTH,
-    NATS,
-    SCORE,
-    SHARE,
-    Table,
-    Unit,
-    by_state,
-    cell,
-    distance_cells,
-    metric_words,
-)
+from opdcl.results.format import CHANGE, NATS, SCORE, SHARE, Table, Unit, by_state, cell, distance_cells
 from opdcl.results.intervals import Estimate
 from opdcl.results.origins import as_named
 from opdcl.results.outcomes import next_command, severity, why_no_domain_retention, why_no_ratio
@@ -40,7 +27,7 @@ from opdcl.rundir.layout import RunDir
 # Labels and units of the response statistics.
 WRITING = {
     "ended": ("answers that end", SCORE),
-    "tokens": ("tokens per answer", LENGTH),
+    "tokens": ("tokens per answer", format.LENGTH),
     "repetition": ("repeated 4-grams", SCORE),
     "distinct": ("2-grams that no other answer has", SCORE),
     "script": ("in the prompt's script", SCORE),
@@ -49,7 +36,7 @@ WRITING = {
 DISTANCES = {
     "distance": ("distance to base, mean\nnats per token", NATS),
     "median": ("distance to base, median\nnats per token", NATS),
-    "domain_manner": (IN_DOMAIN_STYLE, SHARE),
+    "domain_manner": (format.IN_DOMAIN_STYLE, SHARE),
     "forward": ("forward KL\non base's answers", NATS),
     "reverse": ("reverse KL\non the state's own answers", NATS),
 }
@@ -189,6 +176,7 @@ def bars(summary: Summary) -> list[dict[str, Any]]:
         suite = summary.headline_suite(role)
         if suite is None or not suite.states:
             continue
+        words = format.metric_words(suite.metric or "")
         highest = max(estimate.high for estimate in suite.states.values())
         axis = next((end for end in AXES if end >= highest), 1.0)
         rows: dict[str, dict[str, Any]] = {state: {} for state in STATES[: 1 if summary.alone else None]}
@@ -197,7 +185,7 @@ def bars(summary: Summary) -> list[dict[str, Any]]:
             rows[state] = at | {"score": estimate.value}
         block = {
             "role": role,
-            "title": f"{summary.headline[role]}, {metric_words(suite.metric or '')}, {suite.n} prompts",
+            "title": f"{summary.headline[role]}, {words}, {suite.n} prompts",
             "axis": axis,
             "floor": suite.floor and _at(suite.floor, axis),
             "rows": rows,
@@ -282,7 +270,7 @@ def main_tables(summary: Summary) -> list[Table]:
         return near
     rows, groups = [], []
     for name, suite in summary.suites.items():
-        about = f": {metric_words(suite.metric or '')}, {suite.size}" if suite.n else ""
+        about = f": {format.metric_words(suite.metric or '')}, {suite.size}" if suite.n else ""
         rows.append([f"{name}\n{suite.role}{about}", *by_state(suite.states, n=suite.n)])
         if suite.role == "retention":
             rows += writing_rows(suite.writing, suite.n, f"{name}, {suite.decoding}")
@@ -366,7 +354,7 @@ def _metric_rows(name: str, suite: Scores) -> Iterator[list[str]]:
     for metric, values in ({suite.metric or "": headline} | suite.metrics).items():
         if values:
             scores = [format.score(values[state]) if state in values else "" for state in STATES]
-            yield [f"{metric_words(metric)}\n{name}: {metric}", *scores]
+            yield [f"{format.metric_words(metric)}\n{name}: {metric}", *scores]
     # The table of scores has these lines for the retention suites.
     if suite.role != "retention":
         yield from writing_rows(suite.writing, suite.n, f"{name}, {suite.decoding}")
