@@ -156,9 +156,14 @@ def _environment(is_html: bool) -> jinja2.Environment:
     )
     for filter in (format.percent, code, fence, quoted, nats):
         environment.filters[filter.__name__] = lambda value, write=filter: Markup(write(value))
-    environment.filters["unbroken"] = unbroken
+    environment.filters |= {"unbroken": unbroken, "position": position}
     environment.globals |= {"states": STATES, "missing": format.MISSING, "sample_rule": RULE}
     return environment
+
+
+def position(score: float, axis: float) -> str:
+    """Return where a score lies on an axis that ends at `axis`, in percent of its length."""
+    return f"{100 * min(max(score / axis, 0), 1):.1f}%"
 
 
 def unbroken(text: str) -> str:

@@ -170,33 +170,25 @@ def _ratios(results: Results, summary: Summary) -> list[dict[str, str]]:
 
 
 def bars(summary: Summary) -> list[dict[str, Any]]:
-    """Return one block of bars per headline suite that is measured; positions are in percent of the axis."""
+    """Return what a page draws as bars: the scores of each measured headline suite, and their axis."""
     blocks = []
     for role in HEADLINE_ROLES:
         suite = summary.headline_suite(role)
-        if suite is None or not suite.states:
-            continue
-        words = format.metric_words(suite.metric or "")
-        highest = max(estimate.high for estimate in suite.states.values())
-        axis = next((end for end in AXES if end >= highest), 1.0)
-        rows: dict[str, dict[str, Any]] = {state: {} for state in STATES[: 1 if summary.alone else None]}
-        for state, estimate in suite.states.items():
-            at = {end: _at(value, axis) for end, value in vars(estimate).items()}
-            rows[state] = at | {"score": estimate.value}
-        block = {
-            "role": role,
-            "title": f"{summary.headline[role]}, {words}, {suite.n} prompts",
-            "axis": axis,
-            "floor": suite.floor and _at(suite.floor, axis),
-            "rows": rows,
-            "lines": [] if format.is_few(suite.n) else ["halo", "span"],
-        }
-        blocks.append(block)
+        if suite and suite.states:
+            words = format.metric_words(suite.metric or "")
+            highest = max(estimate.high for estimate in suite.states.values())
+            block = {
+                "role": role,
+                "title": f"{summary.headline[role]}, {words}, {suite.n} prompts",
+                "axis": next((end for end in AXES if end >= highest), 1.0),
+                "floor": suite.floor,
+                "scores": {
+                    state: suite.states.get(state) for state in STATES[: 1 if summary.alone else None]
+                },
+                "lines": [] if format.is_few(suite.n) else ["halo", "span"],
+            }
+            blocks.append(block)
     return blocks
-
-
-def _at(score: float, axis: float) -> str:
-    return f"{100 * min(max(score / axis, 0), 1):.1f}"
 
 
 def shown(summary: Summary, *tables: Table) -> list[Table]:
