@@ -1,7 +1,7 @@
 """Write all that the runs in a folder show, for a change of `opdcl/results` that must change none of it.
 
     .venv/bin/python -m pytest tests/unit/results --basetemp RUNS -o tmp_path_retention_policy=all
-    .venv/bin/python tests/shown.py RUNS OUT    some 400 synthetic runs, and their comparisons
+    .venv/bin/python tests/shown.py RUNS OUT    all synthetic runs of the tests, and their comparisons
 
 At the commit before and at the one after, with the same RUNS. `diff -r` of the two shows what is unlike.
 Figures keep their description only: to draw them takes most of the time.
