@@ -6,7 +6,7 @@ import re
 from statistics import fmean, median
 from typing import Any
 
-from page_cells import NOT_MEASURED, end_of, of_seeds, ratio, read, rows_of, seeds_of, unbroken
+from page_cells import NOT_MEASURED, end_of, of_seeds, ratio, read, rows_of, unbroken
 
 # Rows and epochs of the quickstart's fine-tune, and the general rows of one step of its recovery.
 ROWS, EPOCHS, GENERAL_ROWS = 210, 4, 8

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from opdcl.results.closeness import load_closeness
-from opdcl.results.document import summarise
 from opdcl.results.format import Unit, interval
 from opdcl.results.intervals import difference
+from opdcl.results.render import summarise
 from opdcl.results.response_stats import response_values
 from opdcl.results.scores import MeasuredSuite, load_suites
 from opdcl.rundir.files import read_json, read_jsonl

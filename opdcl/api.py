@@ -213,7 +213,7 @@ def report(path: PathLike, update: bool = False, quiet: bool = False, gates: Pat
     """
     from opdcl.outcomes import Result
     from opdcl.results.gates import judge_again
-    from opdcl.results.report import write
+    from opdcl.results.render import write
     from opdcl.results.summary import Results
     from opdcl.rundir.layout import open_run
 
@@ -299,8 +299,8 @@ def chat(
     """
     from opdcl.console import quiet_libraries
     from opdcl.outcomes import Outcome
+    from opdcl.results.format import Table
     from opdcl.results.origins import system_prompt
-    from opdcl.results.tables import Table
     from opdcl.rundir.layout import RunDir
 
     load = _chat_states(source, temperature, trust_remote_code)

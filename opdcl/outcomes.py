@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opdcl.errors import OpdclError, typed
-from opdcl.results.tables import Table
+from opdcl.results.format import Table
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.verify import Finding, verify
 from opdcl.sanitize import readable
@@ -87,8 +87,8 @@ class Result(Outcome):
     """The results so far of the run in `path`; `summary` has the keys of `opdcl report RUN --json`."""
 
     def __init__(self, path: Path, results: Summary, gates: Sequence[dict[str, str]] = ()):
-        from opdcl.results.document import run_document
-        from opdcl.results.report_tables import brief_table, terminal_tables
+        from opdcl.results.render import run_document
+        from opdcl.results.sections import brief_table, terminal_tables
         from opdcl.results.verdict import at_place, next_command, severity
 
         place = typed(path)
@@ -114,7 +114,7 @@ class Result(Outcome):
 
     def pull_request(self) -> str:
         """Return the results as about thirty lines of Markdown: faults, verdict, gates, table, prompts."""
-        from opdcl.results.report import pull_request
+        from opdcl.results.render import pull_request
 
         return pull_request(RunDir(self.path), self._results, self.gates)
 

@@ -1,7 +1,7 @@
 """Write all that the runs in a folder show, for a change of `opdcl/results` that must change none of it.
 
     .venv/bin/python -m pytest tests/unit/results --basetemp RUNS -o tmp_path_retention_policy=all
-    .venv/bin/python tests/shown.py RUNS OUT    some 400 synthetic runs, and their comparisons
+    .venv/bin/python tests/shown.py RUNS OUT    all synthetic runs of the tests, and their comparisons
 
 At the commit before and at the one after, with the same RUNS. `diff -r` of the two shows what is unlike.
 Figures keep their description only: to draw them takes most of the time.
@@ -9,6 +9,7 @@ Figures keep their description only: to draw them takes most of the time.
 
 import itertools
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -36,7 +37,7 @@ def texts(outcome: Outcome) -> dict[str, str]:
     return {"json": data, "terminal": "\n".join(said), "notebook": outcome._repr_html_()}
 
 
-def of_run(run: Path, _: Path) -> dict[str, str]:
+def of_run(run: Path) -> dict[str, str]:
     result, files = api.report(run, update=True, quiet=True), [*map(Path, RunDir(run).reports)]
     gates = json.dumps(judge_gates(GATES, Results(RunDir(run))), indent=1)
     read = {file.name: file.read_text() for file in files if file.is_file()}
@@ -46,6 +47,13 @@ def of_run(run: Path, _: Path) -> dict[str, str]:
 def of_comparison(runs: list[Path], folder: Path) -> dict[str, str]:
     outcome = api.compare(runs, folder, quiet=True)
     return {file.name: file.read_text() for file in folder.iterdir()} | texts(outcome)
+
+
+def seen(html: str) -> str:
+    """Return what a reader sees of a page, a line for each element."""
+    shown = re.sub("<style>.*?</style>", "", html, flags=re.DOTALL)
+    lines = map(str.strip, Page(shown.replace("<", "\n<")).text.splitlines())
+    return "\n".join(filter(None, lines))
 
 
 def keep(out: Path, show: Callable, *given: object) -> None:
@@ -58,8 +66,7 @@ def keep(out: Path, show: Callable, *given: object) -> None:
     for kind, text in shown.items():
         (out / kind).write_text(text, errors="backslashreplace")
         if kind.endswith("html"):
-            seen = map(str.strip, Page(text.replace("<", "\n<")).text.splitlines())
-            (out / f"{kind}.seen").write_text("\n".join(filter(None, seen)), errors="backslashreplace")
+            (out / f"{kind}.seen").write_text(seen(text), errors="backslashreplace")
 
 
 def main(folder: Path, out: Path) -> None:
@@ -69,7 +76,7 @@ def main(folder: Path, out: Path) -> None:
         key=lambda run: (run.parent, run),
     )
     for run in runs:
-        keep(out / run.relative_to(folder) / "run", of_run, run, out)
+        keep(out / run.relative_to(folder) / "run", of_run, run)
     for beside, found in itertools.groupby(runs, key=lambda run: run.parent):
         several = [*found]
         for number, some in enumerate([several, *map(list, itertools.pairwise(several))]):

@@ -15,7 +15,7 @@ from pathlib import Path
 from attempts import attempt, command, row, run, wait
 from markupsafe import escape
 
-from opdcl.results.report import write
+from opdcl.results.render import write
 from opdcl.results.summary import Results
 from opdcl.rundir.layout import RunDir
 from opdcl.sanitize import harmless

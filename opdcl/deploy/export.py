@@ -207,7 +207,7 @@ def write_card(
     folder: Path, name: str, base: ModelConfig, run: RunDir, state: str, format: str, report: StageReport
 ) -> None:
     """Write the model card of a run's export, with its results and the licence of its base."""
-    from opdcl.results.report import card
+    from opdcl.results.render import card
 
     origin = portable(base.id)
     licence = license_of(base)

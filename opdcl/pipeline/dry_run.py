@@ -12,7 +12,7 @@ from opdcl.pipeline.forecast import forecast, memory_words
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Measure
 from opdcl.pipeline.records import read_records
-from opdcl.results.tables import Table
+from opdcl.results.format import Table
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.lock import refuse_foreign
 from opdcl.rundir.seals import refuse_damaged

@@ -376,8 +376,7 @@ def finish(workflow: Workflow, run: RunDir, output: Output, tracking: Tracking) 
         InconclusiveError: The scores do not decide a gate.
     """
     from opdcl.results import gates
-    from opdcl.results.document import run_document
-    from opdcl.results.report import write
+    from opdcl.results.render import run_document, write
     from opdcl.results.summary import Results
 
     results = Results(run)

@@ -23,9 +23,9 @@ from opdcl.pipeline.job import Job
 from opdcl.pipeline.open import open_or_begin, run_beside
 from opdcl.pipeline.reuse import offered
 from opdcl.pipeline.sweep import describe_all, execute_all, expand
+from opdcl.results.format import Table
 from opdcl.results.origins import LEARNED, SET_ASIDE, SPLIT, sets_asked
 from opdcl.results.status import STATES
-from opdcl.results.tables import Table
 from opdcl.rundir.files import cache_home
 from opdcl.rundir.hashes import SEAL
 from opdcl.rundir.layout import RunDir

@@ -15,18 +15,17 @@ from typing import Any
 import numpy as np
 
 from opdcl.errors import UsageError
-from opdcl.results import closeness, response_stats, stats
+from opdcl.results import closeness, format, response_stats, stats
 from opdcl.results.board import Board, Column, cells, compared, pool, said_by, scores_of, seed_notes
 from opdcl.results.closeness import Closeness
-from opdcl.results.format import CHANGE, NATS, SHARE, cell, interval, metric_words
+from opdcl.results.format import CHANGE, NATS, SHARE, Table, by_state, cell, distance_cells, interval
 from opdcl.results.intervals import Estimate
 from opdcl.results.origins import START, as_key, count_learned, learned_by, line_of, without_seed
-from opdcl.results.page import Page
 from opdcl.results.samples import Group, answers_by_run
 from opdcl.results.scores import MeasuredSuite, Row, section, states_of, values_of
+from opdcl.results.sections import Page
 from opdcl.results.status import HEADLINE_ROLES, STATES
 from opdcl.results.summary import Results
-from opdcl.results.tables import IN_DOMAIN_STYLE, MISSING, Table, by_state, distance_cells, with_rows
 from opdcl.results.verdict import writing_sentence
 from opdcl.rundir.identity import Identity
 from opdcl.rundir.layout import RunDir
@@ -335,7 +334,7 @@ def arms_page(board: Arms) -> Page:
         name="Comparison",
         heading=_finding(board),
         sentence=f"{names}: compared on {board.measured}.",
-        sections=with_rows(tables),
+        sections=format.with_rows(tables),
         details=[_runs_table(board)],
         faults=board.faults,
         notes=board.notes,
@@ -417,7 +416,7 @@ def _closeness_table(board: Arms) -> Table:
         "distance that is gone, counted from tuned or from base's answers to unrelated prompts, whichever is "
         "nearer."
     )
-    return Table("Closeness to base", ["arm", *STATES, "median", IN_DOMAIN_STYLE, "C"], rows, caption)
+    return Table("Closeness to base", ["arm", *STATES, "median", format.IN_DOMAIN_STYLE, "C"], rows, caption)
 
 
 def _rivals_table(board: Arms) -> Table:
@@ -440,7 +439,7 @@ def _further_table(board: Arms, suite: MeasuredSuite) -> Table:
             rows[-1].append(cell(kept))
     if suite.role == "domain":
         columns.append("D")
-    words, n = metric_words(suite.metric or ""), len(suite.measured)
+    words, n = format.metric_words(suite.metric or ""), len(suite.measured)
     caption = f"Score: {words}, on {n} prompts. This suite does not affect the status."
     return Table(f"{suite.name}, {suite.role}", columns, rows, caption)
 
@@ -449,7 +448,7 @@ def _settings_table(board: Arms) -> Table:
     names = [arm.name for arm in board.columns]
     rows = []
     for key, values in board.differences.items():
-        rows.append([key, *[_setting(values[name]) if name in values else MISSING for name in names]])
+        rows.append([key, *[_setting(values[name]) if name in values else format.MISSING for name in names]])
     return Table("Settings that differ", ["setting", *names], rows, "Seeds, names and gates are left out.")
 
 

@@ -18,13 +18,12 @@ import numpy as np
 
 from opdcl.results import closeness, stats
 from opdcl.results.board import Board, Column, cells, compared, pool, said_by, scores_of, seed_notes
-from opdcl.results.format import CHANGE, NATS, SCORE, cell, points
+from opdcl.results.format import CHANGE, NATS, SCORE, Table, cell, points, with_rows
 from opdcl.results.intervals import Estimate
 from opdcl.results.origins import count_learned, holder, learned_by, places_of, rows_set_aside, without_seed
-from opdcl.results.page import Page
 from opdcl.results.scores import MeasuredSuite, section
+from opdcl.results.sections import Page
 from opdcl.results.summary import Results
-from opdcl.results.tables import Table, with_rows
 from opdcl.rundir.layout import RunDir
 
 # The name of the run that a run starts from, among those that it builds on; teachers have names of their own.

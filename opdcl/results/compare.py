@@ -15,8 +15,8 @@ from opdcl.results import arms, chains
 from opdcl.results.arms import MOST_RUNS, Arms
 from opdcl.results.board import Board
 from opdcl.results.chains import Chains
-from opdcl.results.document import arms_document, chains_document
-from opdcl.results.page import Page, render_page
+from opdcl.results.render import arms_document, chains_document, render_page
+from opdcl.results.sections import Page
 from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.layout import RunDir
 from opdcl.sanitize import harmless
@@ -75,7 +75,7 @@ def write_comparison(board: Compared, folder: Path) -> list[Path]:
     more = {"svg": svg, "left_out": left_out, "several": len(board.columns) > 1}
     text, html, data = (folder / f"compare.{ending}" for ending in ("md", "html", "json"))
     write_atomic(text, render_page("compare.md", page))
-    write_atomic(html, render_page("compare.html", page, reports=_reports(board, folder), **more))
+    write_atomic(html, render_page("page.html", page, reports=_reports(board, folder), **more))
     write_json(data, plain(board))
     return [text, html, data]
 

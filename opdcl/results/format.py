@@ -1,16 +1,21 @@
-"""Format numbers, and make text from outside harmless, the same way everywhere."""
+"""Numbers as text, and tables of them: one value for terminal, notebook, Markdown and HTML."""
 
 from __future__ import annotations
 
-import json
 import math
-import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from opdcl.sanitize import harmless
+from opdcl.results.status import DOMAIN_STYLE, STATES
 
 if TYPE_CHECKING:
+    from opdcl.results.closeness import Closeness
     from opdcl.results.intervals import Estimate
+
+MISSING = "\N{EN DASH}"
+
+# How a share of requests is named, with its definition.
+IN_DOMAIN_STYLE = f"answered in domain style\nabove {DOMAIN_STYLE:g} nat per token"
 
 # Metrics in words; files and JSON keep the keys.
 METRIC_WORDS = {
@@ -104,16 +109,6 @@ def points(change: float) -> str:
     return CHANGE.number(change)
 
 
-def unbroken(text: str) -> str:
-    """Keep a number and its percent sign, and an interval, on one line."""
-    return re.sub(r" (?=%)|(?<=,) (?=-?\d+(?:\.\d+)?\])", "\N{NO-BREAK SPACE}", text)
-
-
-def nats(kl: float | None) -> str:
-    """Format a KL divergence in nats; an en dash for a stream that was not trained."""
-    return "\N{EN DASH}" if kl is None else f"{kl:.3f}"
-
-
 def shorten(text: str, limit: int) -> str:
     """Shorten `text` at a space near `limit`, and say how many characters are left out."""
     if len(text) <= limit * 1.1:
@@ -121,36 +116,6 @@ def shorten(text: str, limit: int) -> str:
     end = max(text.rfind(" ", 0, limit), text.rfind("\n", 0, limit))
     end = end if end > limit * 0.8 else limit
     return f"{text[:end]} … ({len(text) - end:,} more characters)"
-
-
-def markdown(text: str) -> str:
-    """Escape `text` so that Markdown shows it literally, on one line, without links and mentions.
-
-    Where text is shown, GitHub makes a mention of `@name` and a link of `a@b.c` even if they are escaped,
-    so a character without width (U+2060) follows that sign.
-    """
-    line = " ".join(harmless(text).split())
-    line = re.sub(r"([\\`*_<>|~#$&!]|\](?=[(\[:])|:(?=//)|(?<=www)\.)", r"\\\1", line, flags=re.IGNORECASE)
-    return re.sub(r"(?<!\w)@(?=\w)|(?<=\w)@(?=[\w-]+\.)", "@\N{WORD JOINER}", line)
-
-
-def code(text: str) -> str:
-    """Return `text` as a Markdown code span that its own backticks and pipes cannot close."""
-    line = " ".join(harmless(str(text)).split()).replace("|", "¦") or " "
-    marks = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
-    return f"{marks} {line} {marks}" if "`" in line else f"{marks}{line}{marks}"
-
-
-def fence(text: str) -> str:
-    """Return `text` as a fenced Markdown block that its own fences cannot close."""
-    text = harmless(text)
-    marks = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{marks}text\n{text}\n{marks}"
-
-
-def quoted(text: str) -> str:
-    """Return `text` as a double-quoted Python string."""
-    return json.dumps(harmless(str(text)), ensure_ascii=False)
 
 
 def score(value: float) -> str:
@@ -178,3 +143,26 @@ def time_range(least: float, most: float) -> str:
 
 def memory(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
+
+
+class Table(NamedTuple):
+    """A table; the second line of a cell is its interval or another small addition."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    caption: str = ""
+
+
+def with_rows(tables: Sequence[Table]) -> list[Table]:
+    return [table for table in tables if table.rows]
+
+
+def by_state(estimates: Mapping[str, Estimate | None], unit: Unit = SCORE, n: int | None = None) -> list[str]:
+    """Return one cell for base, tuned and recovered each, measured on `n` prompts."""
+    return [cell(estimates.get(state), unit, n) for state in STATES]
+
+
+def distance_cells(near: Closeness, name: str = "distance", unit: Unit = NATS) -> list[str]:
+    """Return each state's distance to base, or another number of its closeness."""
+    return by_state({state: found.get(name) for state, found in near.states.items()}, unit, near.n)

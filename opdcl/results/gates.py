@@ -54,21 +54,16 @@ def judge_gates(gates: Mapping[str, Any], results: Results) -> list[Record]:
     if gates.get("max_drop") is not None:
         found += _drops(gates["max_drop"], results)
     if summary.findings.status == FAULT:
-        found = [_undecided(record["gate"], f"{record['gate']}: {summary.verdict.text}") for record in found]
+        found = [_record(record["gate"], f"{record['gate']}: {summary.verdict.text}") for record in found]
     return found
 
 
-def _undecided(gate: str, why: str) -> Record:
-    return {"gate": gate, "outcome": "inconclusive", "sentence": why}
-
-
-def _decided(gate: str, excess: Estimate, sentence: str) -> Record:
-    """Judge by how far a requirement is exceeded: a value, and the two ends of its interval."""
-    lowest, highest = sorted((excess.low, excess.high))
+def _record(gate: str, sentence: str, excess: Estimate | None = None) -> Record:
+    """Judge by the interval of how far a requirement is exceeded; without one, nothing is decided."""
     outcome = "inconclusive"
-    if lowest >= 0:
+    if excess and min(excess.low, excess.high) >= 0:
         outcome = "passed"
-    elif highest < 0:
+    elif excess and max(excess.low, excess.high) < 0:
         outcome = "missed"
     return {"gate": gate, "outcome": outcome, "sentence": sentence}
 
@@ -88,29 +83,23 @@ def refuse(verdicts: Sequence[Record], hint: str) -> None:
 def _ratio(key: str, required: float, results: Results) -> Record:
     """Judge R, D or C; higher is better."""
     summary, findings, name = results.summary, results.summary.findings, f"{key} ({RATIOS[key]})"
-    near = summary.closeness
-    ratios = {
-        "recovery": findings.recovery,
-        "domain_retention": findings.domain_retention,
-        "closeness": near.c if near else None,
-    }
-    if ratio := ratios[key]:
+    near, domain = summary.closeness, results.headline.get("domain")
+    no_c = near.why if near and near.why else "it is not measured"
+    ratio, why = {
+        "recovery": (findings.recovery, why_no_ratio(summary)),
+        "domain_retention": (findings.domain_retention, why_no_domain_retention(domain)),
+        "closeness": (near.c if near else None, no_c),
+    }[key]
+    if ratio:
         excess = Estimate(ratio.value - required, ratio.low - required, ratio.high - required)
-        sentence = f"{name} is {interval(ratio)}, required {required:g}"
-        return _decided(key, excess, sentence)
+        return _record(key, f"{name} is {interval(ratio)}, required {required:g}", excess)
     harm = summary.changes["recovered_minus_base"]
     if key == "recovery" and findings.no_recovery_because is NoRatio.NO_DROP and harm and harm.high < 0:
-        sentence = f"{name} is not known, but recovered - base is {interval(harm, POINTS)}"
-        return {"gate": key, "outcome": "missed", "sentence": sentence}
+        return _record(key, f"{name} is not known, but recovered - base is {interval(harm, POINTS)}", harm)
     if key == "recovery" and findings.retention_status is Retention.NO_FORGETTING:
         sentence = f"{name}: there was no measurable forgetting to recover from"
         return {"gate": key, "outcome": "passed", "sentence": sentence}
-    reasons = {
-        "recovery": why_no_ratio(summary),
-        "domain_retention": why_no_domain_retention(results.headline.get("domain")),
-        "closeness": near.why if near and near.why else "it is not measured",
-    }
-    return _undecided(key, f"{name} is not known: {reasons[key]}")
+    return _record(key, f"{name} is not known: {why}")
 
 
 def _drops(limits: float | Mapping[str, float], results: Results) -> list[Record]:
@@ -123,13 +112,10 @@ def _drops(limits: float | Mapping[str, float], results: Results) -> list[Record
         raise UsageError(
             f"gates.max_drop names no retention suite of this run: {unknown[0]}", f"it has {known}"
         )
-    found = []
+    near, found = results.summary.closeness, []
     for name, limit in limits.items():
-        if name == CLOSENESS:
-            found.append(_distance(results.summary.closeness, limit))
-        else:
-            found.append(judge_drop(retention[name], limit))
-    return found or [_undecided("max_drop", "max_drop: no retention suite is measured")]
+        found.append(_distance(near, limit) if name == CLOSENESS else judge_drop(retention[name], limit))
+    return found or [_record("max_drop", "max_drop: no retention suite is measured")]
 
 
 def judge_drop(suite: MeasuredSuite, limit: float) -> Record:
@@ -137,12 +123,12 @@ def judge_drop(suite: MeasuredSuite, limit: float) -> Record:
     gate, state = f"max_drop {suite.name}", suite.latest
     if "base" not in suite.rows or state is None:
         fault = suite.faults[0] if suite.faults else "base and tuned are not both measured"
-        return _undecided(gate, f"{suite.name}: {fault}")
+        return _record(gate, f"{suite.name}: {fault}")
     change = stats.difference(suite.values(state), suite.values("base"), suite.clusters)
     excess = Estimate(100 * change.value + limit, 100 * change.low + limit, 100 * change.high + limit)
     prompts = len(suite.measured)
     said = f"{suite.name}: {state} - base is {interval(change, POINTS)}, n = {prompts}, allowed -{limit:g}"
-    record = _decided(gate, excess, said)
+    record = _record(gate, said, excess)
     if record["outcome"] == "inconclusive":
         half_width = (excess.high - excess.low) / 2
         record["sentence"] += f"; {_prompts_that_decide(prompts, half_width, excess.value)}"
@@ -157,8 +143,8 @@ def _distance(near: Closeness | None, limit: float) -> Record:
             found = near.states[state]["distance"]
             said = f"closeness: {state} is {interval(found, DISTANCE)} from base, allowed {limit:g}"
             excess = Estimate(limit - found.value, limit - found.high, limit - found.low)
-            return _decided(gate, excess, said)
-    return _undecided(gate, "closeness is not measured: eval.closeness names its prompts")
+            return _record(gate, said, excess)
+    return _record(gate, "closeness is not measured: eval.closeness names its prompts")
 
 
 def _prompts_that_decide(prompts: int, half_width: float, excess: float) -> str:

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from opdcl.errors import UsageError, translate
-from opdcl.results.document import run_document
-from opdcl.results.format import NATS, value
+from opdcl.results.format import MISSING, NATS, Table, value
+from opdcl.results.render import run_document
 from opdcl.results.status import STATES
 from opdcl.results.summary import Results
-from opdcl.results.tables import MISSING, Table
 from opdcl.rundir.layout import RunDir
 
 COLUMNS = ["run", "state", "R", "D", "distance, nats", "begun"]

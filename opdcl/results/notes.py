@@ -33,16 +33,15 @@ Rows = list[dict[str, Any]]
 
 def inert(suites: Sequence[MeasuredSuite]) -> list[str]:
     """Return a fault if tuned answers every prompt of every suite as base does."""
-    count = 0
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for suite in suites:
-        base, tuned = suite.rows.get("base", []), suite.rows.get("tuned", [])
-        for row, other in zip(base, tuned, strict=False):
-            count += 1
-            # A suite of likelihoods has no answers.
-            if row.get("response") is None or row["response"] != other.get("response"):
-                return []
-    what = f"base and tuned give the same answer to all {count} prompts, as if tuned had no adapter"
-    return [what] if count else []
+        pairs += zip(suite.rows.get("base", []), suite.rows.get("tuned", []), strict=False)
+    for row, other in pairs:
+        # A suite of likelihoods has no answers.
+        if row.get("response") is None or row["response"] != other.get("response"):
+            return []
+    what = f"base and tuned give the same answer to all {len(pairs)} prompts, as if tuned had no adapter"
+    return [what] if pairs else []
 
 
 def faults_of(run: RunDir, suites: Sequence[MeasuredSuite]) -> list[str]:
@@ -50,7 +49,16 @@ def faults_of(run: RunDir, suites: Sequence[MeasuredSuite]) -> list[str]:
     damage = [*run.adapter_damage().values()]
     hint = "the results here are those of the adapter that the run recorded, not of this file"
     faults = [f"{problem}: {hint}." for problem in damage]
-    faults += _changed_files(run, " ".join(damage))
+    said = " ".join(damage)
+    try:
+        changed = changes(run)
+    except UsageError as fault:
+        changed = {}
+        faults += [] if fault.message in said else [f"{fault.message}."]
+    lists = f"opdcl verify {run.path} lists all; what is shown here may be wrong"
+    for name, problem in changed.items():
+        if str(run.path / name) not in said:
+            faults.append(f"{run.path / name} {problem} since opdcl wrote it: {lists}.")
     again = f"the state counts as not measured there; repeat it with opdcl eval {run.path} --force"
     for suite in suites:
         faults += [f"{fault}; {again}." for fault in suite.faults]
@@ -71,32 +79,30 @@ def faults_of(run: RunDir, suites: Sequence[MeasuredSuite]) -> list[str]:
     return faults
 
 
-def _changed_files(run: RunDir, said: str) -> list[str]:
-    """Return which of the files that a run has sealed have changed, besides those already `said`."""
-    try:
-        changed = changes(run)
-    except UsageError as fault:
-        return [] if fault.message in said else [f"{fault.message}."]
-    hint = f"opdcl verify {run.path} lists all; what is shown here may be wrong"
-    found = []
-    for name, problem in changed.items():
-        place = run.path / name
-        if str(place) not in said:
-            found.append(f"{place} {problem} since opdcl wrote it: {hint}.")
-    return found
-
-
 def suite_notes(suite: MeasuredSuite) -> list[str]:
-    """Return the caveats about missing answers and about the floor of a retention suite."""
+    """Return the caveats about missing answers, and about what a suite cannot show of this base."""
     notes = []
     if suite.unpaired:
         reason = "because not every measured state answered them; the further metrics still include them"
         notes.append(f"{suite.name}: {suite.unpaired} prompts are left out {reason}.")
     notes += filter(None, [learned_note(suite.name, suite.learned, len(suite.measured))])
-    notes += _noise_notes(suite) + _ceiling_notes(suite) + _filter_notes(suite)
-    if suite.role != "retention" or suite.floor is None or "base" not in suite.rows:
+    if "base" not in suite.rows:
         return notes
-    base, states = mean(suite.values("base"), suite.clusters), states_of([suite])
+    rows, values = suite.rows["base"], suite.values("base")
+    if all("again" in row for row in rows):  # its answers were drawn twice
+        again = replace(suite, rows={"base": [{"scores": {suite.metric: row["again"]}} for row in rows]})
+        apart = difference(again.values("base"), values, suite.clusters)
+        noise = 100 * (apart.high - apart.low) / 2
+        notes.append(f"{suite.name}: base against itself, with other draws: ±{noise:.1f} points.")
+    if suite.role in HEADLINE_ROLES and CEILING <= values.mean() <= 1:
+        seen = "a loss can be seen, a gain cannot"
+        if suite.role == "domain":
+            seen = "there is hardly anything in it for the fine-tune to learn, so it can show a loss only"
+        notes.append(f"{suite.name}: base scores {percent(values.mean())}: {seen}.")
+    notes += _filter_notes(suite)
+    if suite.role != "retention" or suite.floor is None:
+        return notes
+    base, states = mean(values, suite.clusters), states_of([suite])
     floor = f"{percent(suite.floor)}, the score of {suite.floor_is}"
     if states and headroom_fault(states) is Retention.NO_HEADROOM:
         unfit = f"unfit for this model: base scores {percent(base.value)}, and the floor is {floor}"
@@ -115,17 +121,6 @@ def learned_note(suite: str, learned: int, prompts: int) -> str:
     return f"{what}. They show what is remembered, and not what carries over to new questions."
 
 
-def _noise_notes(suite: MeasuredSuite) -> list[str]:
-    """Say how far two scores of base lie apart by chance, if its answers were drawn twice."""
-    rows = suite.rows.get("base", [])
-    if not rows or any("again" not in row for row in rows):
-        return []
-    again = replace(suite, rows={"base": [{"scores": {suite.metric: row["again"]}} for row in rows]})
-    apart = difference(again.values("base"), suite.values("base"), suite.clusters)
-    noise = 100 * (apart.high - apart.low) / 2
-    return [f"{suite.name}: base against itself, with other draws: ±{noise:.1f} points."]
-
-
 def _filter_notes(suite: MeasuredSuite) -> list[str]:
     """Say where base scores nothing by one filter of answers, and something by another."""
     metric, _, used = (suite.metric or "").partition(",")
@@ -138,32 +133,22 @@ def _filter_notes(suite: MeasuredSuite) -> list[str]:
     return [f"{suite.name}: base scores {found}: {hint}. {used} is used, the first of filter_list."]
 
 
-def _ceiling_notes(suite: MeasuredSuite) -> list[str]:
-    """Say what a suite cannot show because base has nearly all of its points."""
-    if suite.role not in HEADLINE_ROLES or "base" not in suite.rows:
-        return []
-    score = suite.values("base").mean()
-    if not CEILING <= score <= 1:
-        return []
-    seen = "a loss can be seen, a gain cannot"
-    if suite.role == "domain":
-        seen = "there is hardly anything in it for the fine-tune to learn, so it can show a loss only"
-    return [f"{suite.name}: base scores {percent(score)}: {seen}."]
-
-
 def recovery_notes(run: RunDir) -> list[str]:
     """Return the caveats that follow from the metrics of a finished recovery."""
     stage = run.find_stage("recover")
     if stage is None or not stage.is_done():
         return []
-    rows = read_metrics(stage.metrics)
-    notes = []
+    rows, notes = read_metrics(stage.metrics), []
     for row in rows:
         if health := row.get("health"):
             limit = f"{health['sign']} was {health['value']:.3g}, beyond its limit of {health['bound']:.3g}"
             notes.append(f"Recovery, step {row['step']}: {limit}; {health['action']}.")
-    if any("reward" in row for row in rows):
-        notes.append(_reward_note(rows, section(run, "recover")["reward"]["suite"]))
+    if rewards := [row["reward"] for row in rows if "reward" in row]:
+        fifth = max(1, len(rewards) // 5)
+        first, last = sum(rewards[:fifth]) / fifth, sum(rewards[-fifth:]) / fifth
+        means = f"{first:.3f} over the first {fifth} steps with a reward and {last:.3f} over the last {fifth}"
+        suite = section(run, "recover")["reward"]["suite"]
+        notes.append(f"Recovery also used the reward of {suite}: its mean was {means}.")
     notes += _validation_notes(rows) + start_notes(rows)
     fresh = [row for row in rows if "mismatch" in row]
     mismatched = sum(row["mismatch"] * row["tokens"] for row in fresh)
@@ -172,14 +157,6 @@ def recovery_notes(run: RunDir) -> list[str]:
         gap = "sampler's and trainer's probabilities differed by more than a factor of two"
         notes.append(f"For {100 * share:.2f} % of the fresh tokens, {gap}.")
     return notes
-
-
-def _reward_note(rows: Rows, suite: str) -> str:
-    rewards = [row["reward"] for row in rows if "reward" in row]
-    fifth = max(1, len(rewards) // 5)
-    first, last = sum(rewards[:fifth]) / fifth, sum(rewards[-fifth:]) / fifth
-    means = f"{first:.3f} over the first {fifth} steps with a reward and {last:.3f} over the last {fifth}"
-    return f"Recovery also used the reward of {suite}: its mean was {means}."
 
 
 class Validations(NamedTuple):

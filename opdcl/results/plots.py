@@ -93,14 +93,14 @@ def recovery_kl(rows: list[dict], teachers: dict[str, str]) -> list[Markup]:
 
     `teachers` maps each stream to the name of its teacher.
     """
-    trained = [row for row in rows if row.get("kl") is not None]
     measured, best, tuned = validations_of(rows)
     figures = []
     for stream, teacher in teachers.items():
+        trained = [row for row in rows if row.get("kl") is not None and row.get("stream") == stream]
         curves = {
-            TRAINING: [(row["step"], row["kl"]) for row in trained if row.get("stream") == stream],
-            HELD_OUT: _held_out_points(measured, f"{stream}_kl"),
-            OWN: _held_out_points(measured, "own_kl") if stream == "general" else [],
+            TRAINING: [(row["step"], row["kl"]) for row in trained],
+            HELD_OUT: _points(measured, f"{stream}_kl"),
+            OWN: _points(measured, "own_kl") if stream == "general" else [],
         }
         if not any(curves.values()):
             continue
@@ -114,25 +114,29 @@ def recovery_kl(rows: list[dict], teachers: dict[str, str]) -> list[Markup]:
     return figures
 
 
+def _points(measured: dict[int, dict[str, float]], key: str) -> Points:
+    return [(step, found[key]) for step, found in measured.items() if found.get(key) is not None]
+
+
 def _plot_curves(
     axes: Axes, colour: str, curves: dict[str, Points], tuned: float | None, best: int | None
 ) -> None:
     """Draw one stream's curves; `tuned` is the KL of tuned, None if the student started there."""
     values = [value for points in curves.values() for _, value in points]
-    if tuned is not None:
-        values.append(tuned)
-    lowest = max(min(values), SMALLEST_KL)
-    highest = max(*values, 2 * lowest)
+    lowest = max(min(values if tuned is None else [*values, tuned]), SMALLEST_KL)
+    highest = max(*values, tuned or 0, 2 * lowest)
     raised = {}  # no KL is below the lower edge of the axis
     for label, points in curves.items():
         raised[label] = [(step, max(value, lowest)) for step, value in points]
-        _line(axes, raised[label], label, color=colour, **CURVES[label])
+        if points:
+            axes.plot(*zip(*raised[label], strict=True), label=label, color=colour, **CURVES[label])
     if tuned is not None:
         level = max(tuned, lowest)
         axes.axhline(level, label="tuned", color=PAINT["muted"], linestyle="--", linewidth=0.9)
-    kept = [(step, value) for step, value in raised[HELD_OUT] if step == best]
-    ring = {"linestyle": "none", "marker": "o", "markersize": 10, "markerfacecolor": "none"}
-    _line(axes, kept, "adapter kept", color=PAINT["ink"], **ring)
+    ring: dict[str, Any] = {"marker": "o", "markersize": 10, "markerfacecolor": "none", "color": PAINT["ink"]}
+    for step, value in raised[HELD_OUT]:
+        if step == best:
+            axes.plot(step, value, label="adapter kept", linestyle="none", **ring)
     if curves[HELD_OUT]:
         text = f"{curves[HELD_OUT][-1][1]:.2f}"
         _label(axes, text, raised[HELD_OUT][-1], (0, 9), ha="right", va="bottom", color=colour)
@@ -142,16 +146,6 @@ def _plot_curves(
     axes.yaxis.set_major_formatter(FuncFormatter(lambda kl, _: f"{kl:g}"))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-
-
-def _line(axes: Axes, points: Points, label: str, **style: Any) -> None:
-    """Draw a line with its name in the legend; without points, neither."""
-    if points:
-        axes.plot([x for x, _ in points], [y for _, y in points], label=label, **style)
-
-
-def _held_out_points(measured: dict[int, dict[str, float]], key: str) -> Points:
-    return [(step, found[key]) for step, found in measured.items() if found.get(key) is not None]
 
 
 def tradeoff(summary: Summary) -> Markup | None:
@@ -240,12 +234,11 @@ def _cross(axes: Axes, mark: Mark, markersize: int = 7, **style: Any) -> None:
     """Mark the point of two estimates, in percent, with both intervals."""
     style |= {"fmt": mark.shape, "color": PAINT[mark.colour], "linewidth": 1.2, "markersize": markersize}
     x, y = mark.centre
-    axes.errorbar([x], [y], xerr=_bars(mark.domain), yerr=_bars(mark.retention), **style)
-
-
-def _bars(estimate: Estimate) -> list[list[float]]:
-    """Return the lengths of the error bars below and above an estimate, in percent."""
-    return [[100 * (estimate.value - estimate.low)], [100 * (estimate.high - estimate.value)]]
+    across, up = (
+        [[100 * (score.value - score.low)], [100 * (score.high - score.value)]]
+        for score in (mark.domain, mark.retention)
+    )
+    axes.errorbar([x], [y], xerr=across, yerr=up, **style)
 
 
 def _plain(name: str) -> str:

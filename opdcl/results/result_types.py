@@ -1,4 +1,4 @@
-"""The results of a run as types; `opdcl.results.document` has their JSON."""
+"""The results of a run as types; `opdcl.results.render` has their JSON."""
 
 from __future__ import annotations
 

@@ -95,10 +95,6 @@ class Group:
     samples: list[Sample] = field(default_factory=list)
     """The first `MOST_PROMPTS` of them."""
 
-    @property
-    def is_changed(self) -> bool:
-        return self.title.startswith(CHANGED)
-
 
 @dataclass(frozen=True)
 class PickedExample:
@@ -132,18 +128,14 @@ def answers_by_run(suite: MeasuredSuite) -> list[Group]:
     The rows of the suite are those of base and, by name, of each run's last model.
     """
     first, *others = [name for name in suite.rows if name != "base"]
-    rest, another = "every other run", "another run"
-    if len(others) == 1:
-        rest = another = others[0]
+    rest, another = (others[0], others[0]) if len(others) == 1 else ("every other run", "another run")
     better, worse = f"Passed by {first}, not by {rest}", f"Passed by {another}, not by {first}"
     every, none = "Passed by every run", "Passed by none"
 
     def title_of(passed: dict[str, bool]) -> str:
         runs = [passed[name] for name in (first, *others)]
-        if all(runs):
-            return every
-        if not any(runs):
-            return none
+        if len({*runs}) == 1:
+            return every if passed[first] else none
         return better if passed[first] else worse
 
     return _grouped(suite, [better, worse, every, none], title_of)
@@ -157,13 +149,14 @@ def _grouped(
         return []
     # Of several parts all must pass, one part may be a fraction.
     needed = 1.0 if any(len(parts) != 1 for parts in suite.parts("base")) else 0.5
-    shares = {}  # of its score that each prompt reaches, by state
+    # State -> of its score, the share that each prompt reaches.
+    reached = {}
     for state in suite.rows:
-        shares[state] = [sum(parts) / max(len(parts), 1) for parts in suite.parts(state)]
+        reached[state] = [sum(parts) / max(len(parts), 1) for parts in suite.parts(state)]
     groups = {title: Group(title) for title in titles}
-    readability = _readability(suite)
-    for i in sorted(range(len(readability)), key=readability.__getitem__):
-        passed = {state: found[i] >= needed for state, found in shares.items()}
+    for i in _by_readability(suite):
+        shares = {state: found[i] for state, found in reached.items()}
+        passed = {state: share >= needed for state, share in shares.items()}
         group = groups[title_of(passed)]
         group.count += 1
         if group.count <= MOST_PROMPTS:
@@ -175,7 +168,7 @@ def pick_examples(samples: Mapping[str, Sequence[Group]]) -> list[PickedExample]
     """Return the most readable prompt of each suite's first group that the fine-tune changed."""
     examples = []
     for name, groups in samples.items():
-        changed = [group for group in groups if group.is_changed]
+        changed = [group for group in groups if group.title.startswith(CHANGED)]
         if changed:
             first, of = changed[0], sum(group.count for group in changed)
             sample, short = first.samples[0], []
@@ -204,65 +197,47 @@ def regained_prompts(suites: Sequence[MeasuredSuite], most: int = 3) -> list[str
     return prompts[:most]
 
 
-def _question(row: dict[str, Any]) -> str:
-    """Return the question: in a conversation, the last one."""
-    return str(row.get("question", row["prompt"]))
-
-
-def _whole_or_ends(row: dict[str, Any]) -> str:
-    """Return a prompt; of a long conversation, its beginning and its last question."""
-    prompt, question = str(row["prompt"]), _question(row)
-    if question == prompt or len(prompt) <= LONGEST_PROMPT:
-        return format.shorten(prompt, LONGEST_PROMPT)
-    return f"{format.shorten(prompt, LONGEST_PROMPT // 3)}\n\n{format.shorten(question, LONGEST_PROMPT // 2)}"
-
-
-def _readability(suite: MeasuredSuite) -> list[tuple[bool, bool, int, int]]:
-    """Return a sort key per prompt, by `RULE`."""
+def _by_readability(suite: MeasuredSuite) -> list[int]:
+    """Return the numbers of the prompts, sorted by `RULE`."""
     # Whether an answer of any state was truncated or repeats itself, where that is recorded.
     unclean = np.zeros(len(suite.measured), bool)
     for state in suite.rows:
         written = response_stats.response_values(suite, state)
-        if "ended" in written:
-            unclean |= written["ended"] < 1
-        if "repetition" in written:
-            unclean |= written["repetition"] > 0
+        unclean |= written.get("ended", 1) < 1
+        unclean |= written.get("repetition", 0) > 0
     keys = []
     for i, row in enumerate(suite.rows["base"]):
         answer = str(row.get("response") or "")
         keys.append((bool(unclean[i]), len(WORD.findall(answer)) < FEWEST_WORDS, len(answer), i))
-    return keys
+    return [i for *_, i in sorted(keys)]
 
 
-def _sample(suite: MeasuredSuite, i: int, shares: dict[str, list[float]], passed: dict[str, bool]) -> Sample:
-    row = suite.rows["base"][i]
-    answers = []
+def _sample(suite: MeasuredSuite, i: int, shares: dict[str, float], passed: dict[str, bool]) -> Sample:
+    row, answers = suite.rows["base"][i], []
     for state, rows in suite.rows.items():
-        share, is_passed = shares[state][i], passed[state]
-        mark = ("pass" if is_passed else "fail") if share in (0, 1) else f"{100 * share:.0f} %"
+        share, failed = shares[state], [] if passed[state] else _violated(rows[i])
+        mark = ("pass" if passed[state] else "fail") if share in (0, 1) else f"{100 * share:.0f} %"
         text = format.shorten(str(rows[i].get("response") or ""), LONGEST_ANSWER)
-        answers.append(Answer(state, text, is_passed, mark, [] if is_passed else _violated(rows[i])))
-    return Sample(
-        number=row["doc_id"],
-        prompt=_whole_or_ends(row),
-        target=format.shorten(str(row["target"]), LONGEST_ANSWER) if row.get("target") else None,
-        answers=answers,
-    )
+        answers.append(Answer(state, text, passed[state], mark, failed))
+    prompt, question = str(row["prompt"]), str(row.get("question", row["prompt"]))
+    if question != prompt and len(prompt) > LONGEST_PROMPT:  # a conversation: its beginning and last question
+        question = format.shorten(question, LONGEST_PROMPT // 2)
+        prompt = f"{format.shorten(prompt, LONGEST_PROMPT // 3)}\n\n{question}"
+    else:
+        prompt = format.shorten(prompt, LONGEST_PROMPT)
+    target = format.shorten(str(row["target"]), LONGEST_ANSWER) if row.get("target") else None
+    return Sample(row["doc_id"], prompt, target, answers)
 
 
 def _violated(row: dict[str, Any]) -> list[str]:
     """Say what an answer violates, in the words of its prompt; without these, how many constraints."""
-    scores = row["scores"]
+    scores, constraints = row["scores"], row.get("constraints") or []
     kept = scores.get("inst_level_strict_acc")
     if not isinstance(kept, list):
         return []
-    constraints = row.get("constraints") or []
-    if len(constraints) == len(kept):
-        found = [text for text, is_kept in zip(constraints, kept, strict=True) if not is_kept]
-    elif all(kept):
-        found = []
-    else:
-        found = [f"{len(kept) - sum(kept)} of {len(kept)} constraints"]
+    found = [text for text, is_kept in zip(constraints, kept, strict=False) if not is_kept]
+    if len(constraints) != len(kept):
+        found = [] if all(kept) else [f"{len(kept) - sum(kept)} of {len(kept)} constraints"]
     if found or "own_words" not in scores:
         return found
     return ["being about the prompt"] if scores["own_words"] else ["words of its own"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Self
 
 STATES = ("base", "tuned", "recovered")
 ROLES = ("retention", "domain", "control")
@@ -26,47 +25,28 @@ MOST_OF_THE_GAIN, HALF_OF_THE_GAIN = 0.9, 0.5
 # A request whose answer is further from base than this, in nats per token, is answered in domain style.
 DOMAIN_STYLE = 1.0
 
-# After advice to measure on more prompts.
-ELSE_MORE_STEPS = "{prompts}; if not, take more steps: {steps}"
 
-
-class _Status(StrEnum):
-    """A status, which scripts may rely on; the verdict's first words, the page's colour, and what to do next.
-
-    In the advice `{prompts}` says how to measure on more of them, `{steps}` is a longer recovery.
-    """
-
-    heading: str
-    severity: str
-    advice: str
-
-    def __new__(cls, status: str, heading: str = "", severity: str = "", advice: str = "") -> Self:
-        outcome = str.__new__(cls, status)
-        outcome._value_, outcome.heading, outcome.severity, outcome.advice = status, heading, severity, advice
-        return outcome
-
-
-class Retention(_Status):
+class Retention(StrEnum):
     """What is shown of the recovery."""
 
-    RECOVERED = "recovered", "Recovered", "mixed"
-    PARTLY = "partly recovered", "Partly recovered", "mixed", "More steps bring more back: {steps}"
-    NOT_SHOWN = "not shown", "Recovery not shown", "bad", f"If the held-out KL fell, {ELSE_MORE_STEPS}"
-    NO_FORGETTING = "no measurable forgetting", "No measurable forgetting"
-    TOO_FEW = "too few prompts", "Too few prompts to tell", "", "To tell, {prompts}"
-    NO_HEADROOM = "no headroom", "Recovery not measured"
+    RECOVERED = "recovered"
+    PARTLY = "partly recovered"
+    NOT_SHOWN = "not shown"
+    NO_FORGETTING = "no measurable forgetting"
+    TOO_FEW = "too few prompts"
+    NO_HEADROOM = "no headroom"
     NOT_MEASURED = "not measured"
 
 
-class Domain(_Status):
+class Domain(StrEnum):
     """What is shown of the domain's gain."""
 
-    KEPT = "kept", "domain kept"
-    PARTLY = "partly kept", "domain partly kept"
-    LOST = "lost", "domain lost"
-    NOT_SHOWN = "not shown", "domain not shown to be kept"
-    GAIN_NOT_SHOWN = "gain not shown", "domain gain not shown"
-    NOT_MEASURED = "not measured", "domain not measured"
+    KEPT = "kept"
+    PARTLY = "partly kept"
+    LOST = "lost"
+    NOT_SHOWN = "not shown"
+    GAIN_NOT_SHOWN = "gain not shown"
+    NOT_MEASURED = "not measured"
 
 
 class NoRatio(StrEnum):

@@ -1,4 +1,4 @@
-"""The verdict in words: no word claims more than the numbers show."""
+"""The verdict in words: a table of outcomes, and what fills it. No word claims more than the numbers show."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.results import response_stats
+from opdcl.results.closeness import Closeness
 from opdcl.results.format import POINTS, SCORE, SHARE, interval, is_few, percent, points
+from opdcl.results.intervals import Estimate
 from opdcl.results.notes import learned_note
 from opdcl.results.origins import rows_set_aside
+from opdcl.results.response_stats import ResponseTests
 from opdcl.results.result_types import Summary, Verdict
-from opdcl.results.scores import PLAIN_WORDS
+from opdcl.results.scores import PLAIN_WORDS, MeasuredSuite
+from opdcl.results.stats import Findings
 from opdcl.results.status import (
     ALONE,
     FAULT,
@@ -27,20 +31,59 @@ from opdcl.results.status import (
     Retention,
     both_halves,
 )
+from opdcl.rundir.layout import RunDir
 
-if TYPE_CHECKING:
-    from opdcl.results.closeness import Closeness
-    from opdcl.results.intervals import Estimate
-    from opdcl.results.response_stats import ResponseTests
-    from opdcl.results.scores import MeasuredSuite
-    from opdcl.results.stats import Findings
-    from opdcl.rundir.layout import RunDir
+
+class Words(NamedTuple):
+    """How a report tells one outcome of the recovery."""
+
+    heading: str
+    sentence: str = "{levels}, {why}"
+    """`{levels}` are the scores of the three models, `{harm}` says what lies measurably below what."""
+    advice: str = ""
+    """`{prompts}` says how to measure on more of them, `{steps}` is a longer recovery."""
+    severity: str = ""
+    """The colour of the heading: good, mixed, bad, or none where all is open."""
+
+
+CAME_BACK = "{share} of the lost {skill} came back (R = {r})"
+ELSE_MORE_STEPS = "{prompts}; if not, take more steps: {steps}"
+
+# `docs/reading-the-report.md` explains each of them.
+OUTCOMES = {
+    Retention.RECOVERED: Words("Recovered", CAME_BACK, "", "mixed"),
+    Retention.PARTLY: Words("Partly recovered", CAME_BACK, "More steps bring more back: {steps}", "mixed"),
+    Retention.NOT_SHOWN: Words(
+        "Recovery not shown", "{levels}{harm}, R = {r}", f"If the held-out KL fell, {ELSE_MORE_STEPS}", "bad"
+    ),
+    Retention.NO_FORGETTING: Words("No measurable forgetting"),
+    Retention.TOO_FEW: Words("Too few prompts to tell", advice="To tell, {prompts}"),
+    Retention.NO_HEADROOM: Words("Recovery not measured", "{levels}, where {floor_is} scores {floor}"),
+    Retention.NOT_MEASURED: Words("Not measured yet"),
+}
+# Where one of the first three has no R; and where the suite has no headroom, so that closeness decides.
+WITHOUT_R = "{levels}{harm}, no R, {why}"
+BY_CLOSENESS = (
+    "{gone} of the distance to base is gone, counted from {start} ({levels}: no measure here, see the note)"
+)
+DOMAIN_HEADINGS = {
+    Domain.KEPT: "domain kept",
+    Domain.PARTLY: "domain partly kept",
+    Domain.LOST: "domain lost",
+    Domain.NOT_SHOWN: "domain not shown to be kept",
+    Domain.GAIN_NOT_SHOWN: "domain gain not shown",
+    Domain.NOT_MEASURED: "domain not measured",
+}
+BOTH_HEADINGS = {
+    (Retention.RECOVERED, Domain.KEPT): "Recovered and kept",
+    (Retention.NOT_SHOWN, Domain.KEPT): "Kept, recovery not shown",
+}
 
 # Fewer prompts hardly ever show that a model as good as base has recovered; the estimate says more.
 FIRST_LOOK = 100
 
 # How far from base's the answers are, in words; `{}` is recovered's share, then base's.
-FAULTS = {
+UNLIKE_BASE = {
     "ended": "{} end before the token limit (base {})",
     "repetition": "{} of their 4-grams are repetitions (base {})",
 }
@@ -48,7 +91,6 @@ FAULTS = {
 # The place of the run in a command. A page says RUN, since it may be moved.
 PLACE = re.compile(r"(opdcl [a-z]+ |-o )RUN\b")
 
-NOT_YET = "Not measured yet"
 NOTHING_COMPARED = "No other model is compared with it: opdcl eval OTHER --base MODEL does that."
 
 
@@ -63,19 +105,29 @@ def conclude(
 
     `settings` and `faults` are those of the run; a headline suite has faults of its own.
     """
-    for suite in filter(None, (retention, domain)):
-        faults = [*faults, *suite.faults]
-    summary = replace(summary, findings=_settled(summary, faults))
-    findings = summary.findings
+    headline = [suite for suite in (retention, domain) if suite]
+    faults = [*faults, *(fault for suite in headline for fault in suite.faults)]
+    findings = _settled(summary, faults)
+    summary = replace(summary, findings=findings)
     if findings.status == FAULT:
         more = f"; {len(faults) - 1} more of this kind" if len(faults) > 1 else ""
         verdict = Verdict("Fault", f"{faults[0]}{more}. So there is no R, no D and no verdict.")
     elif findings.status == ALONE:
-        verdict = Verdict("Base alone", f"{_scores_of_base(summary)}.", [NOTHING_COMPARED])
+        scores = []
+        for name, suite in summary.suites.items():
+            if base := suite.states.get("base"):
+                plain = PLAIN_WORDS.get(name, name)
+                scores.append(f"{plain} {interval(base, SCORE)} on {suite.n} prompts")
+        verdict = Verdict("Base alone", f"{', '.join(scores)}.", [NOTHING_COMPARED])
     else:
-        to_do, written = _advice(summary, settings), writing_sentence(summary.writing_tests)
-        learned = [learned_note(s.name, s.learned, len(s.measured)) for s in (retention, domain) if s]
-        further = [*learned, _distance(summary.closeness), _neighbours(summary), written, to_do]
+        to_do = _advice(summary, settings)
+        further = [
+            *(learned_note(suite.name, suite.learned, len(suite.measured)) for suite in headline),
+            _distance(summary.closeness),
+            _neighbours(summary),
+            writing_sentence(summary.writing_tests),
+            to_do,
+        ]
         heading, sentence = _outcome(summary, retention, domain)
         verdict = Verdict(heading, f"{sentence}.", [*filter(None, further)], to_do)
     return replace(summary, verdict=verdict)
@@ -98,86 +150,86 @@ def _settled(summary: Summary, faults: Sequence[str]) -> Findings:
 
 def at_place(summary: Summary, place: str) -> Summary:
     """Return the summary with `place`, where the run lies, in its commands."""
-
-    def placed(text: str) -> str:
-        return PLACE.sub(lambda found: f"{found[1]}{place}", text)
-
     said = summary.verdict
-    further = [placed(text) for text in said.further]
-    return replace(summary, verdict=replace(said, to_do=placed(said.to_do), further=further))
-
-
-def _scores_of_base(summary: Summary) -> str:
-    scores = []
-    for name, suite in summary.suites.items():
-        if base := suite.states.get("base"):
-            scores.append(f"{PLAIN_WORDS.get(name, name)} {interval(base, SCORE)} on {suite.n} prompts")
-    return ", ".join(scores)
+    texts = [PLACE.sub(lambda found: f"{found[1]}{place}", text) for text in (said.to_do, *said.further)]
+    return replace(summary, verdict=replace(said, to_do=texts[0], further=texts[1:]))
 
 
 def _outcome(
     summary: Summary, retention: MeasuredSuite | None, domain: MeasuredSuite | None
 ) -> tuple[str, str]:
     """Return the first words, and the outcome in one sentence."""
+    not_yet = OUTCOMES[Retention.NOT_MEASURED].heading
     if retention is None or not retention.rows:
         if summary.trained:
             did, size = summary.trained
             return did, f"{size}; not measured yet"
-        if not summary.suites:
-            return NOT_YET, "nothing was evaluated"
         missing = f"suite {retention.name} has no results" if retention else "there is no retention suite"
-        return NOT_YET, missing
-    states = summary.suites[retention.name].states
-    scores = {state: percent(score.value) for state, score in states.items()}
-    change, prompts = summary.changes["tuned_minus_base"], len(retention.measured)
-    if change and not retention.complete:
+        return not_yet, missing if summary.suites else "nothing was evaluated"
+    scores = {state: percent(score.value) for state, score in summary.suites[retention.name].states.items()}
+    change = summary.changes["tuned_minus_base"]
+    if not retention.complete and change:
+        prompts, learned = len(retention.measured), ""
+        if domain and {"base", "tuned"} <= domain.rows.keys():
+            states = summary.suites[domain.name].states
+            before, after = (percent(states[state].value) for state in ("base", "tuned"))
+            learned = f"; {domain.plain} from {before} to {after}"
         changed = f"the fine-tune changed {retention.plain} by {interval(change, POINTS, n=prompts)}"
-        shown = f"from {scores['base']} to {scores['tuned']}{_learned(summary, domain)}"
-        return "Not recovered yet" if change.high < 0 else "No forgetting measured", f"{changed}, {shown}"
+        heading = "Not recovered yet" if change.high < 0 else "No forgetting measured"
+        return heading, f"{changed}, from {scores['base']} to {scores['tuned']}{learned}"
     if not retention.complete:
         missing = " and ".join(retention.missing)
         known = ", ".join(f"{state} {score}" for state, score in scores.items())
-        return NOT_YET, f"{retention.plain} has no result for {missing} (so far: {known})"
-    recovery, kept = summary.findings.recovery, summary.findings.domain_retention
-    is_back = summary.findings.retention_status in (Retention.RECOVERED, Retention.PARTLY)
-    if is_back and recovery and not _deciding_closeness(summary):
-        bounded = interval(recovery, n=prompts)
-        outcome = f"{_share(recovery)} of the lost {retention.plain} came back (R = {bounded})"
-    else:
-        outcome = _retention_clause(summary, retention, scores)
+        return not_yet, f"{retention.plain} has no result for {missing} (so far: {known})"
+    kept = summary.findings.domain_retention
+    domain_outcome = f"no D, because {why_no_domain_retention(domain)}"
     if kept:
         bounded = interval(kept, n=summary.prompts_of("domain"))
         domain_outcome = f"{_share(kept)} of the domain gain is kept (D = {bounded})"
-    else:
-        domain_outcome = f"no D, because {why_no_domain_retention(domain)}"
-    return _heading(summary), f"{outcome}; {domain_outcome}"
+    return _heading(summary), f"{_recovery(summary, retention, scores)}; {domain_outcome}"
 
 
-def _learned(summary: Summary, domain: MeasuredSuite | None) -> str:
-    """Say what the fine-tune taught of the domain, if that is measured."""
-    if domain is None or not {"base", "tuned"} <= domain.rows.keys():
-        return ""
-    states = summary.suites[domain.name].states
-    return f"; {domain.plain} from {percent(states['base'].value)} to {percent(states['tuned'].value)}"
+def _recovery(summary: Summary, retention: MeasuredSuite, scores: Mapping[str, str]) -> str:
+    """Return the recovery's outcome: the sentence of its status, with its numbers."""
+    findings, gain, near = summary.findings, summary.changes["recovered_minus_tuned"], _deciding(summary)
+    sentence, r, harm = OUTCOMES[findings.retention_status].sentence, findings.recovery, ""
+    if near:
+        sentence = BY_CLOSENESS
+    elif not r and "{r}" in sentence:
+        sentence = WITHOUT_R
+    if gain and gain.high < 0:
+        harm = ", measurably below tuned"
+    elif (findings.retention_status, findings.no_recovery_because) == (Retention.NOT_SHOWN, NoRatio.NO_DROP):
+        harm = ", measurably below base, as tuned is not"
+    base, tuned, recovered = (scores[state] for state in STATES)
+    return sentence.format(
+        levels=f"{retention.plain} is {base} for base, {tuned} for tuned and {recovered} for recovered",
+        skill=retention.plain,
+        harm=harm,
+        share=r and _share(r),
+        r=r and interval(r, n=len(retention.measured)),
+        why=why_no_ratio(summary),
+        floor_is=retention.floor_is,
+        floor=percent(summary.suites[retention.name].floor or 0.0),
+        gone=near and near.c and interval(near.c, SHARE, n=near.n),
+        start=near and f"{near.start}, on {near.n} prompts",
+    )
 
 
 def _heading(summary: Summary) -> str:
     """Return the first words: what is shown of the recovery, and of the domain."""
-    findings = summary.findings
-    found, kept = findings.retention_status, findings.domain_status
-    if (found, kept) == (Retention.RECOVERED, Domain.KEPT):
-        return "Recovered and kept"
-    if (found, kept) == (Retention.NOT_SHOWN, Domain.KEPT):
-        return "Kept, recovery not shown"
-    words, domain_words, first_look = found.heading, kept.heading, ""
-    is_back = findings.non_inferiority and findings.non_inferiority.shown and not _deciding_closeness(summary)
+    findings, tests = summary.findings, summary.writing_tests.values()
+    found, kept, share = findings.retention_status, findings.domain_status, findings.domain_retention
+    if both := BOTH_HEADINGS.get((found, kept)):
+        return both
+    words, domain_words, first_look = OUTCOMES[found].heading, DOMAIN_HEADINGS[kept], ""
+    is_back = findings.non_inferiority and findings.non_inferiority.shown and not _deciding(summary)
     if found is Retention.PARTLY and is_back:
-        differs = any(test and test.different for test in summary.writing_tests.values())
+        differs = any(test and test.different for test in tests)
         words = "Score recovered, writing differs" if differs else "Score recovered, writing uncertain"
     elif prompts := _first_look(summary):
         words = f"{_share(findings.recovery).capitalize()} came back"
         first_look = f" ({prompts} prompts, a first look)"
-    share = findings.domain_retention
     if kept is Domain.PARTLY and share and share.value >= MOST_OF_THE_GAIN:
         domain_words = "domain probably kept"
     return f"{words}, {domain_words}{first_look}"
@@ -185,10 +237,10 @@ def _heading(summary: Summary) -> str:
 
 def _first_look(summary: Summary) -> int:
     """Return the number of prompts if they are so few that R says more than its status; else 0."""
-    findings, suite = summary.findings, summary.headline_suite("retention")
-    if findings.retention_status is not Retention.PARTLY or findings.recovery is None or suite is None:
+    findings, prompts = summary.findings, summary.prompts_of("retention")
+    if findings.retention_status is not Retention.PARTLY or findings.recovery is None or _deciding(summary):
         return 0
-    return suite.n if suite.n < FIRST_LOOK and not _deciding_closeness(summary) else 0
+    return prompts if prompts < FIRST_LOOK else 0
 
 
 def _share(share: Estimate) -> str:
@@ -196,35 +248,10 @@ def _share(share: Estimate) -> str:
     return "all" if share.value >= 0.995 else f"{100 * share.value:.0f} %"
 
 
-def _deciding_closeness(summary: Summary) -> Closeness | None:
+def _deciding(summary: Summary) -> Closeness | None:
     """Return the closeness if the verdict rests on it, because the suite has no headroom."""
     unfit = summary.findings.no_recovery_because is NoRatio.FLOOR_TOO_HIGH
     return summary.closeness if unfit and summary.closeness and summary.closeness.c else None
-
-
-def _retention_clause(summary: Summary, retention: MeasuredSuite, scores: dict[str, str]) -> str:
-    """Return the scores of the three models, and R, or why there is none."""
-    findings, gain = summary.findings, summary.changes["recovered_minus_tuned"]
-    base, tuned, recovered = (scores[state] for state in STATES)
-    levels = f"{retention.plain} is {base} for base, {tuned} for tuned and {recovered} for recovered"
-    closeness = _deciding_closeness(summary)
-    if closeness and closeness.c:
-        gone = f"{interval(closeness.c, SHARE, n=closeness.n)} of the distance to base is gone, counted from"
-        where = f"{closeness.start}, on {closeness.n} prompts"
-        return f"{gone} {where} ({levels}: no measure here, see the note)"
-    status = findings.retention_status
-    if status is Retention.NO_HEADROOM:
-        floor = summary.suites[retention.name].floor or 0.0
-        return f"{levels}, where {retention.floor_is} scores {percent(floor)}"
-    if status in (Retention.TOO_FEW, Retention.NO_FORGETTING):
-        return f"{levels}, {why_no_ratio(summary)}"
-    if gain and gain.high < 0:
-        levels += ", measurably below tuned"
-    elif status is Retention.NOT_SHOWN and findings.no_recovery_because is NoRatio.NO_DROP:
-        levels += ", measurably below base, as tuned is not"
-    if findings.recovery:
-        return f"{levels}, R = {interval(findings.recovery, n=len(retention.measured))}"
-    return f"{levels}, no R, {why_no_ratio(summary)}"
 
 
 def _distance(near: Closeness | None) -> str:
@@ -253,23 +280,36 @@ def _neighbours(summary: Summary) -> str:
     return ""
 
 
+def writing_sentence(tests: ResponseTests) -> str:
+    """Say how recovered writes unlike base; empty where no difference is shown."""
+    faults = []
+    for key, test in tests.items():
+        if test and test.different and not test.shown:
+            name, _, where = key.partition(" ")
+            if name == "tokens":
+                fault = f"they are {100 * abs(test.value):.0f} % {'shorter' if test.value < 0 else 'longer'}"
+            else:
+                fault = UNLIKE_BASE[name].format(percent(test.recovered), percent(test.base))
+            faults.append(f"{where}, {fault}" if where else fault)
+    return f"Its answers still differ from base's: {'; '.join(faults)}." if faults else ""
+
+
 def _advice(summary: Summary, settings: Mapping[str, Any]) -> str:
     """Say what to do next, with the command; empty where nothing is missing, or nothing is measured yet."""
     findings, recover = summary.findings, settings.get("recover") or {}
     found, recovery, kept = findings.retention_status, findings.recovery, findings.domain_retention
-    more_steps = f"opdcl recover RUN --steps {_twice(recover.get('steps'))} -o RUN-2"
     if kept and kept.value < MOST_OF_THE_GAIN:
         is_known = isinstance(recover.get("rollouts"), int)
-        rows = _twice(RecoverConfig.model_construct(**recover).completions("domain") if is_known else None)
-        command = f"opdcl recover RUN --set recover.domain_rollouts={rows} -o RUN-2"
+        rows = RecoverConfig.model_construct(**recover).completions("domain") if is_known else None
+        command = f"opdcl recover RUN --set recover.domain_rollouts={_twice(rows)} -o RUN-2"
         return f"To keep more of the domain, learn from more of its rows in each step: {command}"
-    advice = found.advice
-    almost_all = (
-        recovery and recovery.value >= MOST_OF_THE_GAIN and response_stats.alike(summary.writing_tests)
-    )
+    is_alike = response_stats.alike(summary.writing_tests)
+    almost_all = recovery and recovery.value >= MOST_OF_THE_GAIN and is_alike
+    advice = OUTCOMES[found].advice
     if found is Retention.PARTLY and (almost_all or _first_look(summary)):
         advice = "To show more, {prompts}"
-    return advice.format(prompts=_more_prompts(summary, settings), steps=more_steps) if advice else ""
+    more_steps = f"opdcl recover RUN --steps {_twice(recover.get('steps'))} -o RUN-2"
+    return advice.format(prompts=_more_prompts(summary, settings), steps=more_steps)
 
 
 def _twice(number: int | None) -> str:
@@ -281,12 +321,10 @@ def _more_prompts(summary: Summary, settings: Mapping[str, Any]) -> str:
     limit, measured = (settings.get("eval") or {}).get("limit"), summary.prompts_of("retention")
     if not limit or measured < limit:
         return "measure on a suite with more prompts: opdcl suites ls"
-    detectable, unfit = summary.detectable_drop, summary.findings.no_recovery_because
-    # Four times as many prompts have intervals half as wide.
-    enough = 4 * measured
-    is_floor_too_near = unfit is NoRatio.FLOOR_TOO_NEAR
-    if summary.findings.retention_status is Retention.TOO_FEW and not is_floor_too_near:
-        enough = _prompts_to_tell(measured, detectable or 0.0)
+    enough, findings = 4 * measured, summary.findings  # four times as many: intervals half as wide
+    is_floor_too_near = findings.no_recovery_because is NoRatio.FLOOR_TOO_NEAR
+    if findings.retention_status is Retention.TOO_FEW and not is_floor_too_near:
+        enough = _prompts_to_tell(measured, summary.detectable_drop or 0.0)
     return f"measure on more prompts: opdcl eval RUN --limit {enough}"
 
 
@@ -305,79 +343,60 @@ def next_command(run: RunDir, summary: Summary, place: str) -> str:
 
     `place` stands for the run directory in it.
     """
+    settings, adapters = run.settings(), run.adapters()
     if summary.alone and summary.suites:
-        base = run.settings().get("model", {}).get("id", "MODEL")
+        base = settings.get("model", {}).get("id", "MODEL")
         return f"opdcl finetune ROWS.jsonl --base {shlex.quote(str(base))}"
-    adapters = run.adapters()
     measure = f"opdcl eval {place}" + ("" if rows_set_aside(run) else " --domain TEST.jsonl")
     if not adapters:
         # Not the command that began the run: its relative paths may have started in another folder.
         if run.workflow.exists():
             return f"opdcl run {place}/{run.workflow.name} -o {place}"
         return f"opdcl finetune ROWS.jsonl -o {place}"
-    if "recovered" not in adapters:
-        settings = run.settings()
-        finetune = settings.get("finetune")
-        # After replay there may be nothing to recover.
-        if finetune and finetune.get("replay", {}).get("share") and not summary.suites:
-            return measure
-        change = summary.changes["tuned_minus_base"]
-        if change and change.low > -SMALLEST_DROP:
-            return f"opdcl chat {place}"  # too little was forgotten for a recovery to show
-        # An adapter made elsewhere brings no prompts of its domain.
-        made_elsewhere = settings.get("start") and not finetune
-        return f"opdcl recover {place}{' --domain PROMPTS.jsonl' if made_elsewhere else ''}"
-    measured = any("recovered" in suite.states for suite in summary.suites.values())
-    return f"opdcl chat {place}" if measured else measure
-
-
-def writing_sentence(tests: ResponseTests) -> str:
-    """Say how recovered writes unlike base; empty where no difference is shown."""
-    faults = []
-    for key, test in tests.items():
-        if test and test.different and not test.shown:
-            name, _, where = key.partition(" ")
-            if name == "tokens":
-                longer = "shorter" if test.value < 0 else "longer"
-                fault = f"they are {100 * abs(test.value):.0f} % {longer}"
-            else:
-                fault = FAULTS[name].format(percent(test.recovered), percent(test.base))
-            faults.append(f"{where}, {fault}" if where else fault)
-    return f"Its answers still differ from base's: {'; '.join(faults)}." if faults else ""
+    if "recovered" in adapters:
+        measured = any("recovered" in suite.states for suite in summary.suites.values())
+        return f"opdcl chat {place}" if measured else measure
+    finetune, change = settings.get("finetune"), summary.changes["tuned_minus_base"]
+    # After replay there may be nothing to recover.
+    if finetune and finetune.get("replay", {}).get("share") and not summary.suites:
+        return measure
+    if change and change.low > -SMALLEST_DROP:
+        return f"opdcl chat {place}"  # too little was forgotten for a recovery to show
+    # An adapter made elsewhere brings no prompts of its domain.
+    made_elsewhere = settings.get("start") and not finetune
+    return f"opdcl recover {place}{' --domain PROMPTS.jsonl' if made_elsewhere else ''}"
 
 
 def why_no_ratio(summary: Summary) -> str:
     """Say why there is no R, with the numbers behind the reason."""
     findings, detectable = summary.findings, summary.detectable_drop
     suite, change = summary.headline_suite("retention"), summary.changes["tuned_minus_base"]
+    found, reason = findings.retention_status, findings.no_recovery_because
     if findings.status == FAULT:
         return "a score is not a number"
     if suite is None or change is None or detectable is None:
         return "base and tuned are not both measured"
-    if findings.retention_status is Retention.NOT_MEASURED:
+    if found is Retention.NOT_MEASURED:
         return "recovered is not measured"
-    reason = findings.no_recovery_because
     if reason in (NoRatio.FLOOR_TOO_HIGH, NoRatio.FLOOR_TOO_NEAR):
         return reason.value
     if change.low > 0:
         return f"tuned is {points(change.value).lstrip('+')} points above base"
     # + 0.0 turns -0.0 into 0.0.
     value, low, high = (round(-100 * x, 1) + 0.0 for x in (change.value, change.high, change.low))
-    drop = f"a drop from base to tuned of {value} points"
-    if not is_few(suite.n):
-        drop += f" [{low}, {high}]"
-    needed = 100 * SMALLEST_DROP
-    if findings.retention_status is Retention.TOO_FEW:
+    drop = f"a drop from base to tuned of {value} points" + ("" if is_few(suite.n) else f" [{low}, {high}]")
+    needed, shown = f"{100 * SMALLEST_DROP:.0f}", 100 * detectable
+    if found is Retention.TOO_FEW:
         enough = _prompts_to_tell(suite.n, detectable)
-        seen = f"{suite.n} prompts show a drop from {100 * detectable:.0f} points on"
-        return f"{drop}: {seen}, one of {needed:.0f} points takes about {enough}"
-    if findings.retention_status is Retention.NO_FORGETTING:
-        return f"{drop}, where {suite.n} prompts would show one of {100 * detectable:.1f}"
+        seen = f"{suite.n} prompts show a drop from {shown:.0f} points on"
+        return f"{drop}: {seen}, one of {needed} points takes about {enough}"
+    if found is Retention.NO_FORGETTING:
+        return f"{drop}, where {suite.n} prompts would show one of {shown:.1f}"
     if -change.value < SMALLEST_DROP:
-        return f"because {drop} is too small for a ratio, which needs {needed:.0f}"
+        return f"because {drop} is too small for a ratio, which needs {needed}"
     if reason is NoRatio.NO_DROP:
         return f"because {drop} may be chance"
-    return f"because base is less than {needed:.0f} points above the floor"
+    return f"because base is less than {needed} points above the floor"
 
 
 def why_no_domain_retention(domain: MeasuredSuite | None) -> str:
@@ -397,4 +416,4 @@ def severity(summary: Summary) -> str:
     found, kept = findings.retention_status, findings.domain_status
     if findings.status == FAULT or kept is Domain.LOST:
         return "bad"
-    return "good" if (found, kept) == (Retention.RECOVERED, Domain.KEPT) else found.severity
+    return "good" if (found, kept) == (Retention.RECOVERED, Domain.KEPT) else OUTCOMES[found].severity

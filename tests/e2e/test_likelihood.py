@@ -7,7 +7,7 @@ import pytest
 from helpers.command import ROOT, opdcl
 from helpers.likelihood import ROWS, write_rows
 
-from opdcl.results.document import summarise
+from opdcl.results.render import summarise
 from opdcl.rundir.layout import RunDir
 
 OPTIONS = ["--retention", f"ifeval,{','.join(ROWS)}", "--set", "eval.limit=null", "--set", "eval.domain=[]"]

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 
 from helpers.command import ROOT
-from opdcl.results import compare, report
+from opdcl.results import compare, render
 from opdcl.results.status import STATES
 from opdcl.results.summary import Results
-from opdcl.rundir.layout import RunDir
+from opdcl.rundir.layout import ADAPTER, RunDir
 
 N = 40
 METRIC = "accuracy"
@@ -133,9 +133,40 @@ def measure_fully(run: RunDir, state: str, suite: str, passes: int | set[int], n
     write(run.eval_samples(state, suite), rows)
 
 
+def measured(run: RunDir, retention, n=400, domain=(), domain_n=300, floors=(0, 0), **fields) -> dict:
+    """Measure the headline suites anew: the passed prompts of base, tuned and recovered. Return the JSON.
+
+    A content-free answer passes as many prompts as `floors` says, by suite. `fields` maps a state to a
+    function from a prompt's number to further fields of its row.
+    """
+    suites = (("instructions", retention, n, floors[0]), ("handbook", domain, domain_n, floors[1]))
+    for suite, passed, size, floor in suites:
+        for state, passes in zip(STATES, passed, strict=False):
+            more = fields.get(state, lambda i: {})
+
+            def row(i, more=more, floor=floor):
+                return {"floor": i < floor} | more(i)
+
+            measure_fully(run, state, suite, passes, size, **({"fields": row} if floor or fields else {}))
+    return render.summarise(run)
+
+
+def with_faults(run: RunDir) -> None:
+    """Change files, base weights and adapters, and measure a control suite on fewer prompts."""
+    for index, stage in enumerate(("finetune", "recover"), 1):
+        folder = run.stage(index, stage)
+        folder.adapter.mkdir(parents=True)
+        (folder.adapter / ADAPTER).write_bytes(b"changed <b> & since")
+        alter(folder.record, adapter_sha256="0" * 64)
+    alter(run.manifest, base={"fingerprint_after": "deadbeef"})
+    alter(run.manifest, adapters={"recovered": {"sha256": "retrained"}})
+    measure_states(run, "neighbours", (20, 20, 20))
+    measure_fully(run, "base", "neighbours", 20, n=35)
+
+
 def pages(run: RunDir) -> dict[str, str]:
     """Write the report; return file name -> text."""
-    report.write(Results(run))
+    render.write(Results(run))
     return {path.name: path.read_text(encoding="utf-8") for path in run.reports}
 
 

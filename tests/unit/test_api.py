@@ -17,8 +17,8 @@ from opdcl.config.finetune import ReplaySection
 from opdcl.console import Output
 from opdcl.errors import UsageError
 from opdcl.outcomes import Outcome, Result, Verification
+from opdcl.results.format import Table
 from opdcl.results.summary import Results
-from opdcl.results.tables import Table
 from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.verify import Finding

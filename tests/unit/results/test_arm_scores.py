@@ -6,7 +6,7 @@ from helpers.synthetic import TUNED, N, alter, change, compared, measure
 
 from opdcl.results import stats
 from opdcl.results.compare import compare_runs, comparison_page
-from opdcl.results.document import summarise
+from opdcl.results.render import summarise
 
 
 def test_an_arm_of_one_run_has_the_numbers_of_its_report(three):

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 from helpers.command import opdcl
-from helpers.synthetic import alter, change, measure_fully, measure_states, write
+from helpers.synthetic import alter, change, with_faults, write
 
 from opdcl import api
 from opdcl.config.load import validate
@@ -15,9 +15,9 @@ from opdcl.console import Output
 from opdcl.errors import GateError, InconclusiveError
 from opdcl.pipeline.execute import finish
 from opdcl.pipeline.trackers import Tracking
-from opdcl.results.document import summarise
-from opdcl.results.report import card
-from opdcl.rundir.layout import ADAPTER, RunDir
+from opdcl.results.render import summarise
+from opdcl.rundir.files import read_jsonl
+from opdcl.rundir.layout import RunDir
 
 
 @pytest.fixture
@@ -27,30 +27,12 @@ def flawed(run, tmp_path) -> RunDir:
     `other` is what it was before.
     """
     shutil.copytree(run.path, tmp_path / "other")
-    for index, stage in enumerate(("finetune", "recover"), 1):
-        folder = run.stage(index, stage)
-        folder.adapter.mkdir(parents=True)
-        (folder.adapter / ADAPTER).write_bytes(b"changed <b> & since")
-        alter(folder.record, adapter_sha256="0" * 64)
-    alter(run.manifest, base={"fingerprint_after": "deadbeef"})
-    alter(run.manifest, adapters={"recovered": {"sha256": "retrained"}})
-    # A suite that decides nothing: a score is no number, and one state has answered fewer prompts.
-    measure_states(run, "neighbours", (20, 20, 20))
-    measure_fully(run, "base", "neighbours", 20, n=35)
-    rows = [json.loads(line) for line in run.eval_samples("recovered", "neighbours").read_text().splitlines()]
-    rows[3]["scores"][next(iter(rows[3]["scores"]))] = math.nan
+    with_faults(run)
+    rows = read_jsonl(run.eval_samples("recovered", "neighbours"))
+    rows[3]["scores"] = dict.fromkeys(rows[3]["scores"], math.nan)
     write(run.eval_samples("recovered", "neighbours"), rows)
-    steps = [{"step": step, "validation": {"general_kl": 0.1, "best": step == 0}} for step in (0, 8)]
-    write(
-        run.stage(2, "recover").metrics,
-        [
-            *steps,
-            {
-                "step": 8,
-                "health": {"sign": "repetition", "value": 0.5, "bound": 0.2, "action": "rate halved"},
-            },
-        ],
-    )
+    alarm = {"sign": "repetition", "value": 0.5, "bound": 0.2, "action": "rate halved"}
+    write(run.stage(2, "recover").metrics, [{"step": 8, "health": alarm}])
     return run
 
 
@@ -65,28 +47,6 @@ def missing(remarks: list[str], channels: dict[str, str]) -> dict[str, list[str]
         for name, text in channels.items()
     }
     return {name: remarks for name, remarks in lacking.items() if remarks}
-
-
-def test_every_channel_of_a_report_has_each_fault_and_each_note(flawed):
-    summary = summarise(flawed)
-    assert len(summary["faults"]) >= 5
-    assert any(note.startswith("Recovered is the tuned adapter") for note in summary["notes"])
-    assert any("prompts are left out" in note for note in summary["notes"])
-    told = {
-        "terminal": opdcl("report", flawed.path),
-        "json": opdcl("report", flawed.path, "--json"),
-        "pull request": opdcl("report", flawed.path, "--format", "pr"),
-    }
-    assert {name: result.returncode for name, result in told.items()} == dict.fromkeys(told, 1)
-    channels = {name: result.stdout for name, result in told.items()}
-    channels["terminal"] = told["terminal"].stderr
-    channels |= {file.name: file.read_text() for file in flawed.reports}
-    channels["public card"] = card(flawed, "recovered", "owner/base", "adapter", None, [], "adapter")
-    channels["notebook"] = api.report(flawed.path)._repr_html_()
-    document = json.loads(channels["json"])
-    channels["json"] = "\n".join(document["notes"])
-    assert document["faults"] == summary["faults"]
-    assert missing(summary["notes"], channels) == {}
 
 
 def test_a_fault_is_named_before_the_verdict_which_is_still_printed(flawed):
@@ -136,19 +96,6 @@ def test_a_run_that_does_not_meet_its_gate_says_what_its_report_says(flawed, cap
         finish(flow, flawed, Output(), Tracking([], flawed, print))
     summary = summarise(flawed)
     assert missing([*summary["notes"], summary["verdict"]], {"terminal": capsys.readouterr().err}) == {}
-
-
-def test_a_sound_run_has_notes_on_the_terminal_and_exit_code_0(run):
-    write(
-        run.stage(2, "recover").metrics,
-        [{"step": 8, "health": {"sign": "repetition", "value": 0.5, "bound": 0.2, "action": "rate halved"}}],
-    )
-    result = opdcl("report", run.path)
-    assert result.returncode == 0
-    assert "fault: " not in result.stderr
-    assert (
-        "note: Recovery, step 8: repetition was 0.5, beyond its limit of 0.2; rate halved." in result.stderr
-    )
 
 
 @pytest.mark.parametrize("option", [(), ("--json",), ("--quiet",)])

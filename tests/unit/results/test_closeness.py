@@ -8,9 +8,9 @@ from helpers.synthetic import alter, change, compared, held, measure_states, pag
 
 from opdcl.results.arms import load_arms
 from opdcl.results.compare import compare_runs, comparison_page
-from opdcl.results.document import summarise
 from opdcl.results.origins import split_seeds
-from opdcl.results.report_tables import terminal_rows
+from opdcl.results.render import summarise
+from opdcl.results.sections import terminal_tables
 from opdcl.results.summary import Results
 from opdcl.rundir.layout import RunDir
 
@@ -147,7 +147,7 @@ def test_c_counts_from_the_floor_where_that_is_nearer_than_tuned(tmp_path):
     store(near, "base", [0.0] * N, floor=lambda i: 1.0)
     found = summarise(near)["closeness"]
     assert found["value"] == found["raw"]["value"]
-    assert {row[0]: row for row in terminal_rows(Results(near).summary)}[
+    assert {row[0]: row for row in terminal_tables(Results(near).summary)[0].rows}[
         "distance to base, mean\nnats per token"
     ][2] == "1.000"
 
@@ -176,7 +176,7 @@ def test_a_distance_is_told_by_its_mean_and_its_median_everywhere(tmp_path):
     found = summarise(run)["closeness"]["recovered"]
     assert found["distance"]["value"] == pytest.approx(0.49)
     assert found["median"]["value"] == found["median"]["low"] == found["median"]["high"] == 0.1
-    shown = {row[0]: row[-1] for row in terminal_rows(Results(run).summary)}
+    shown = {row[0]: row[-1] for row in terminal_tables(Results(run).summary)[0].rows}
     assert shown["distance to base, mean\nnats per token"].startswith("0.490")
     assert shown["distance to base, median\nnats per token"] == "0.100\n[0.100, 0.100]"
     assert "| distance to base, median (nats per token) |" in pages(run)["report.md"]
@@ -211,7 +211,7 @@ def test_it_is_a_row_of_the_table_the_report_and_the_json_and_no_suite(tmp_path)
     run = make(tmp_path / "run")
     summary = summarise(run)
     assert list(summary["suites"]) == ["instructions", "handbook"]
-    rows = {row[0]: row for row in terminal_rows(Results(run).summary)}
+    rows = {row[0]: row for row in terminal_tables(Results(run).summary)[0].rows}
     distances = rows["distance to base, mean\nnats per token"]
     assert (distances[1], distances[3]) == (str(N), "0.000\n[0.000, 0.000]")
     assert summary["cost"]["eval"]["seconds"] == 75
@@ -230,7 +230,7 @@ def test_a_run_of_an_older_version_has_none(tmp_path):
     summary = summarise(run)
     assert summary["closeness"] is None
     assert "Closeness" not in pages(run)["report.md"]
-    assert [row[0] for row in terminal_rows(Results(run).summary)][-1] == "D"
+    assert [row[0] for row in terminal_tables(Results(run).summary)[0].rows][-1] == "D"
 
 
 def test_seeds_are_pooled_and_widen_the_interval_as_for_r(tmp_path):

@@ -5,7 +5,7 @@ import shutil
 
 from helpers.command import opdcl
 
-from opdcl.results.document import summarise
+from opdcl.results.render import summarise
 from opdcl.rundir.layout import RunDir
 
 

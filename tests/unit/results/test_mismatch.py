@@ -5,7 +5,7 @@ import json
 import pytest
 from helpers.synthetic import STRICT, alter, measure_states, workflow, write
 
-from opdcl.results.document import summarise
+from opdcl.results.render import summarise
 from opdcl.rundir.layout import RunDir
 
 

@@ -1,11 +1,10 @@
 """The written report of small synthetic runs."""
 
 import re
-import shutil
 
 import pytest
 import yaml
-from helpers.page import HOSTILE, PAYLOAD, Page, safe_page
+from helpers.page import HOSTILE, PAYLOAD, safe_page
 from helpers.synthetic import (
     STRICT,
     alter,
@@ -19,45 +18,14 @@ from helpers.synthetic import (
 from markdown_it import MarkdownIt
 
 from opdcl.errors import UsageError
-from opdcl.results import plots, report
-from opdcl.results.document import summarise
-from opdcl.results.format import markdown, unbroken
+from opdcl.results import plots, render
+from opdcl.results.format import MISSING
+from opdcl.results.render import markdown, summarise
 from opdcl.results.samples import MOST_PROMPTS, RULE, regained_prompts, sort_samples
 from opdcl.results.scores import STATES, load_suites
 from opdcl.results.summary import Results
-from opdcl.results.tables import MISSING
 from opdcl.rundir.records import read_samples
 from opdcl.sanitize import harmless
-
-
-def test_without_measurable_forgetting_no_file_prints_an_r(run):
-    measure_fully(run, "tuned", "instructions", 30)
-    files = pages(run)
-    assert not [name for name, page in files.items() if "R = " in page]
-    assert "a drop from base to tuned of 5.0 points" in files["report.md"]
-
-
-def test_html_shows_verdict_scores_plots_cost_and_how_to_reproduce_the_run(trained):
-    page = Page(pages(trained)["report.html"])
-    said = Results(trained).summary.verdict
-    for expected in (
-        unbroken(said.heading),
-        unbroken(said.sentence[:1].upper() + said.sentence[1:]),
-        "80.0 %",
-        "7:31",
-        "123,456",
-        "3.0 GiB",
-        "opdcl run quickstart",
-        "torch 2.13.0",
-        "feedbeef, identical before and after",
-        "recovered-hash",
-        "finetune 11, recover 12",
-    ):
-        assert expected in page.text
-    svg_text = " ".join(page.text.split())
-    assert all(
-        word in svg_text for word in ("General prompts", "held-out", "Retention: instruction following")
-    )
 
 
 def test_the_bars_have_the_scores_of_the_summary(run):
@@ -81,67 +49,6 @@ def test_low_scores_get_a_shorter_axis_that_is_named(run):
     assert "the bars end at 25.0 %" in html
     assert '<rect class="base" width="40.0%"' in html
     assert html.count("the bars end at") == 1
-
-
-def test_a_note_is_no_fault(run):
-    write(
-        run.stage(2, "recover").metrics,
-        [{"step": 8, "health": {"sign": "repetition", "value": 0.5, "bound": 0.2, "action": "rate halved"}}],
-    )
-    html = pages(run)["report.html"]
-    assert summarise(run)["notes"]
-    assert 'aria-label="Notes"' in html
-    assert 'class="faults"' not in html
-    alter(run.manifest, base={"fingerprint_after": "deadbeef"})
-    alter(run.manifest, adapters={"recovered": {"sha256": "retrained"}})
-    summary = summarise(run)
-    assert [f for f in summary["faults"] if f in summary["notes"]] == summary["faults"] != []
-    files = pages(run)
-    faults = files["report.html"].split('class="faults"')[1].split("</section>")[0]
-    assert "The base weights changed" in faults
-    assert "recovered was measured with another adapter" in faults
-    assert files["report.html"].count("The base weights changed") == 1
-    assert "CHANGED to deadbeef" in files["report.html"]
-    assert "identical before and after" not in files["report.html"]
-    assert all("> **Fault:** The base weights" in files[name] for name in ("report.md", "README.md"))
-
-
-def test_the_page_says_what_a_run_lacks(trained):
-    shutil.rmtree(trained.stage(2, "recover").path)
-    part = pages(trained)["report.html"].partition('id="next"')[2]
-    assert "<code>opdcl recover RUN</code>" in part
-
-
-def test_the_top_says_which_model_which_rows_and_which_day(run):
-    alter(run.manifest, base={"parameters": 134_515_008})
-    change(run, "finetune", data="/home/me/secret/rows.jsonl")
-    alter(run.stage(1, "finetune").record, rows=1840)
-    top = Page(pages(run)["report.html"].split('id="made"')[1].split("</section>")[0]).text
-    for expected in ("SmolLM2-135M-Instruct, 135 M parameters", "rows.jsonl, 1,840 rows", "2 January 2026"):
-        assert expected in top
-    assert "secret" not in top
-    assert "T03:04" not in top
-
-
-def test_scores_of_the_embedded_model_say_that_it_was_quantized(run):
-    assert all("quantized to 4 bits" in page for page in pages(run).values())
-    alter(run.manifest, base={"id": "someone/other-model"})
-    assert not [name for name, page in pages(run).items() if "quantized" in page]
-
-
-def test_a_run_on_a_quantized_base_says_that_it_was_measured_and_taught(run):
-    change(run, "model", quantization="4bit")
-    for page in pages(run).values():
-        assert "quantized the linear layers of" in page
-        assert "where base taught, it was the teacher" in page
-
-
-def test_metrics_have_plain_names_and_their_keys_only_in_small_print(run):
-    files = pages(run)
-    scores, details = files["report.md"].split("## Details")
-    assert "answers that meet every constraint" in scores
-    assert "_acc" not in scores.replace("\\", "")
-    assert "constraints met, read loosely (instructions: inst_level_loose_acc)" in details.replace("\\", "")
 
 
 def test_html_loads_nothing_from_outside_and_runs_no_script(trained):
@@ -244,12 +151,6 @@ def test_every_prompt_is_in_the_group_of_what_came_of_it(run):
     assert shown == [2 if i == example else 1 for i in range(40)]
 
 
-def test_newly_lost_prompts_have_a_group(run):
-    measure_fully(run, "recovered", "instructions", {*range(2, 28)})
-    groups = {group.title: group for group in sort_samples(load_suites(run)[0])}
-    assert [sample.number for sample in groups["Newly lost in the recovery"].samples] == [0, 1]
-
-
 def test_suggested_prompts_are_short_single_questions_that_came_back(run):
     samples = sort_samples(load_suites(run)[0])[0].samples
     for state in STATES:
@@ -294,15 +195,6 @@ def test_a_failed_answer_names_what_it_violates(run, kept, more, words):
     assert {found for card in tuned for found in re.findall(r'<p class="fail">(.*?)</p>', card)} == words
 
 
-def test_few_prompts_have_counts_and_no_interval(run):
-    for suite, passed in {"instructions": (8, 1, 7), "handbook": (0, 7, 6)}.items():
-        measure_states(run, suite, passed, 9, fields=lambda i: {"group": "seen" if i % 2 else "unseen"})
-    files = pages(run)
-    assert "8 of 9" in files["report.md"]
-    assert not re.findall(r"\[-?\d[\d.]*,\s-?\d[\d.]*\]", "".join(files.values()))
-    assert 'class="span"' not in files["report.html"]
-
-
 READABLE = "A full sentence of ten words reads well right here."
 
 
@@ -331,17 +223,6 @@ def test_the_first_sample_is_the_shortest_readable_one(run):
     assert text.index("Prompt number 11 of instructions") < text.index("## Scores")
 
 
-def test_of_a_long_conversation_the_last_question_is_on_the_page(run):
-    def fields(i):
-        question = f"Who signs form {i}?"
-        return {"prompt": f"system: {'Be brief. ' * 400}\n\nuser: {question}", "question": question}
-
-    measure_states(run, "instructions", (32, 8, 28), fields=fields)
-    suite = load_suites(run)[0]
-    shown = sort_samples(suite)[0].samples[0]
-    assert shown.prompt.endswith(f"more characters)\n\nWho signs form {shown.number}?")
-
-
 def test_long_answers_are_cut_and_say_so(run):
     measure_fully(run, "tuned", "instructions", 8, response="word " * 5000)
     html = pages(run)["report.html"]
@@ -349,35 +230,14 @@ def test_long_answers_are_cut_and_say_so(run):
     assert "word " * 500 not in html
 
 
-def test_a_run_with_only_a_finetune_has_a_report(trained):
-    shutil.rmtree(trained.evals)
-    shutil.rmtree(trained.stage(2, "recover").path)
-    files = pages(trained)
-    assert "Not measured yet" in files["report.html"]
-    assert "not run" in files["report.html"]
-
-
 def test_an_empty_run_has_a_report(empty):
     assert all(text.strip() for text in pages(empty).values())
-    assert "Not measured yet" in report.pull_request(empty, Results(empty).summary, [])
+    assert "Not measured yet" in render.pull_request(empty, Results(empty).summary, [])
 
 
-def test_the_model_card_has_front_matter_that_a_hub_can_read(run):
-    card = pages(run)["README.md"]
-    front = yaml.safe_load(card.split("---\n")[1])
-    assert front["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
-    assert (front["library_name"], front["license"]) == ("peft", "apache-2.0")
-    results = front["model-index"][0]["results"]
-    assert {r["dataset"]["name"]: r["metrics"][0]["value"] for r in results} == {
-        "instructions": 0.7,
-        "handbook": 0.8,
-    }
-    assert "stages/02-recover/adapter" in card
-
-
-@pytest.mark.parametrize("kind", report.KINDS)
+@pytest.mark.parametrize("kind", render.KINDS)
 def test_the_card_of_each_export_says_what_it_is_to_base_and_how_to_load_it(run, kind):
-    text = report.card(run, "recovered", "owner/base", "mine", None, [], kind)
+    text = render.card(run, "recovered", "owner/base", "mine", None, [], kind)
     _, front, body = text.split("---\n", 2)
     found = yaml.safe_load(front)
     assert found["base_model"] == "owner/base"
@@ -399,7 +259,7 @@ def test_a_local_base_model_does_not_put_its_path_into_the_card(run):
 def test_writing_twice_gives_the_same_bytes_and_leaves_no_other_file(trained):
     first, before = pages(trained), sorted(p.name for p in trained.path.iterdir())
     assert pages(trained) == first
-    assert report.write(Results(trained)) == []  # looking changes nothing
+    assert render.write(Results(trained)) == []  # looking changes nothing
     assert sorted(p.name for p in trained.path.iterdir()) == before
     assert set(first) == {"report.md", "report.html", "README.md"}
 
@@ -426,23 +286,6 @@ def test_the_plot_of_training_has_a_legend_and_a_logarithmic_axis():
     assert heights[1] - heights[0] == pytest.approx(heights[2] - heights[1], abs=0.01)
 
 
-def started_at(alpha):
-    """Return a recovery's metrics whose student started at the scaled adapter: tuned, start, end."""
-    tuned = {"general_kl": 2.0, "own_kl": 4.0, "domain_kl": 0.0, "best": False}
-    start = {"general_kl": 0.5, "own_kl": 1.0, "domain_kl": 1.6}
-    end = {"general_kl": 0.25, "own_kl": 0.5, "domain_kl": 0.1, "best": True}
-    first = {"step": 0, "validation": tuned, "start": {"alpha": alpha, "validation": start, "score": 2.6}}
-    return [first, {"step": 8, "validation": end}]
-
-
-def test_the_table_of_training_has_tuned_and_the_start_apart(run):
-    write(run.stage(2, "recover").metrics, started_at(0.4))
-    text = pages(run)["report.md"]
-    assert "| tuned | 2.000 | 0.000 | 4.000 |" in text
-    assert "| 0 | 0.500 | 1.600 | 1.000 |" in text
-    assert "| 8 | 0.250 | 0.100 | 0.500 |" in text
-
-
 @pytest.mark.parametrize(
     ("stream", "cells"), [("general", ["0.500", MISSING]), ("domain", [MISSING, "0.500"])]
 )
@@ -451,16 +294,3 @@ def test_a_recovery_with_one_stream_has_a_report(run, stream, cells):
     check = {"step": 8, "validation": {f"{stream}_kl": 0.5, "best": True}}
     write(run.stage(2, "recover").metrics, [*rows, check])
     assert f"| 8 | {' | '.join([*cells, MISSING])} |  |  | kept |" in pages(run)["report.md"]
-
-
-def test_the_students_own_answers_stand_beside_base_s(run):
-    base = {"general_kl": 0.0, "own_length": 120.0, "own_ended": 0.5, "own_repetition": 0.01}
-    own = {"own_kl": 0.25, "own_length": 87.4, "own_ended": 0.625, "own_repetition": 0.0}
-    rows = [
-        {"step": 0, "validation": {"general_kl": 2.0, **own, "best": False}, "base": base},
-        {"step": 8, "validation": {"general_kl": 0.5, **own, "best": True}},
-    ]
-    write(run.stage(2, "recover").metrics, rows)
-    page = pages(run)["report.md"]
-    assert f"| 8 | 0.500 | {MISSING} | 0.250 | 87 | 62 % | kept |" in page.replace("\u00a0", " ")
-    assert "Base's own answers to these prompts have 120 tokens, and 50 % of them end." in page

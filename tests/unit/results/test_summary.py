@@ -7,7 +7,7 @@ import pytest
 from helpers.synthetic import STRICT, N, change, measure_fully, measure_states, pages, rewrite_samples, write
 
 from opdcl.errors import UsageError
-from opdcl.results.document import summarise
+from opdcl.results.render import summarise
 from opdcl.results.scores import STATES
 from opdcl.rundir.files import read_json
 
@@ -44,12 +44,6 @@ def test_the_summary_is_json_and_keeps_its_keys_on_an_empty_run(run, empty, tmp_
     assert nothing["cost"] == {"finetune": {}, "recover": {}, "eval": {}}
     assert nothing["status"] == "not measured"
     assert nothing["verdict"].startswith("Not measured yet")
-
-
-def test_without_a_domain_gain_there_is_no_d_and_the_reason_is_given(run):
-    measure_fully(run, "tuned", "handbook", 5)
-    assert summarise(run)["domain_retention"] is None
-    assert "score on the domain is not measurably above base" in pages(run)["report.html"]
 
 
 def test_an_instruction_level_headline_counts_instructions(run):
@@ -119,49 +113,6 @@ def test_a_base_at_the_floor_gets_a_note(run):
     assert any(f"{reason} a guess, so" in note for note in summarise(run)["notes"])
 
 
-def test_the_dose_of_a_training_is_in_the_cost_and_in_the_report(run):
-    record = run.stage_record("recover")
-    graded = {
-        "general": {"teacher": {"answers": 64, "tokens": 5560}, "student": {"answers": 64, "tokens": 4321}}
-    }
-    parts = {"sampling": 61.0, "teacher": 30.4}
-    run.stage(2, "recover").record.write_text(
-        json.dumps(record | {"cost": record["cost"] | {"graded": graded, "parts": parts}})
-    )
-    cost = summarise(run)["cost"]["recover"]
-    assert (cost["graded"], cost["parts"]) == (graded, parts)
-    text = " ".join(pages(run)["report.md"].split())
-    assert "| recover | general | student | 64 | 4,321 |" in text
-    assert "| sampling | 1:01 |" in text
-
-
-def test_before_recovery_a_fine_tune_that_cost_nothing_is_told_so(run):
-    run.stage(2, "recover").record.unlink()
-    for suite in ("instructions", "handbook"):
-        run.eval_result("recovered", suite).unlink()
-    for kind in (run.eval_result, run.eval_samples):
-        kind("tuned", "instructions").write_bytes(kind("base", "instructions").read_bytes())
-    assert "No forgetting measured: the fine-tune " in summarise(run)["verdict"]
-    assert "opdcl chat RUN" in pages(run)["report.html"]
-
-
-def test_before_recovery_base_and_tuned_are_shown_without_a_verdict(run):
-    for suite in ("instructions", "handbook"):
-        run.eval_result("recovered", suite).unlink()
-    summary = summarise(run)
-    assert summary["status"] == "not measured"
-    change = summary["tests"]["tuned_minus_base"]
-    low, high = (f"{100 * change[end]:.1f}" for end in ("low", "high"))
-    assert float(low) < -60 < float(high) < 0
-    assert summary["verdict"] == (
-        f"Not recovered yet: the fine-tune changed instruction following by -60.0 points [{low}, {high}], "
-        "from 80.0 % to 20.0 %; handbook from 10.0 % to 90.0 %."
-    )
-    assert summary["recovery"] is None
-    assert summary["suites"]["instructions"]["recovered"] == {}
-    assert "Lost by the fine-tune" in pages(run)["report.html"]
-
-
 def began(alpha, score=None):
     start = {"alpha": alpha} | ({"score": score} if score else {})
     return {"step": 0, "validation": {"best": True}, "start": start}
@@ -171,14 +122,9 @@ def checked(step, best=True, **found):
     return {"step": step, "loss": 1.0, "validation": {"best": best, **found}}
 
 
-REPEATS = {"sign": "repetition", "value": 0.8, "bound": 0.6, "action": "rate halved"}
-ONLY_61 = "on held-out questions only 61 % of the gap in KL between base and tuned is closed."
-
-
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ([{"step": 3, "health": REPEATS}], "step 3: repetition was 0.8"),
         (
             [{"step": 0, "validation": {"best": True}}, checked(8, best=False)],
             "Recovered is the tuned adapter: no training step came nearer",
@@ -187,19 +133,18 @@ ONLY_61 = "on held-out questions only 61 % of the gap in KL between base and tun
             [began(0.3), {"step": 1, "loss": 1.0}],
             "Recovered is the tuned adapter times 0.3: no training step came nearer",
         ),
-        ([began(0.3, 4.0), checked(1, score=1.0)], "The recovery started from the tuned adapter times 0.3."),
         (
             [began(0.3, 1.2), checked(1, score=1.0), checked(2, best=False, score=9.0)],
             "the start alone, the tuned adapter times 0.3, is about as near",
         ),
-        ([began(0.3, 4.0), checked(1, score=1.0, domain_gap_closed=0.61)], ONLY_61),
-        ([began(0.3, 4.0), checked(1, score=1.0, domain_kept=0.61)], ONLY_61),  # an earlier version's name
+        (
+            [began(0.3, 4.0), checked(1, score=1.0, domain_kept=0.61)],
+            "only 61 % of the gap in KL",
+        ),  # an earlier version's name
         (
             [began(0.55) | {"validation": {}}, {"step": 1, "validation": {"best": True}}],
             "the tuned adapter times 0.55: no training was done",
         ),
-        ([checked(48, missed_ends=0.61)], "recovered lacks 61 % of the probability to end"),
-        ([{"step": 1, "mismatch": 0.01, "tokens": 500, "loss": 1.0}], "For 1.00 % of the fresh tokens"),
     ],
 )
 def test_the_recoverys_metrics_give_notes(run, rows, expected):

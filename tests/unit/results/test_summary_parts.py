@@ -3,7 +3,7 @@
 from helpers.synthetic import measure, rewrite_samples, workflow, write
 
 from opdcl.results import stats
-from opdcl.results.document import summarise
+from opdcl.results.render import summarise
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
 

@@ -1,75 +1,31 @@
-"""The words of the verdict claim what the numbers show, and no more."""
+"""What decides a verdict: faults, floors, groups, closeness; and the commands that it advises."""
 
+import math
 import re
 import shlex
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import typer
 from helpers.page import Page
-from helpers.synthetic import change, measure_fully, measure_states, pages
+from helpers.synthetic import STRICT, change, compared, measured, pages, write
 
 from opdcl import api
 from opdcl.cli import app
 from opdcl.config.recover import RecoverConfig
-from opdcl.results.document import summarise
-from opdcl.results.report_tables import terminal_rows
+from opdcl.results import stats
+from opdcl.results.closeness import Closeness
+from opdcl.results.intervals import Estimate
+from opdcl.results.render import run_document, summarise
+from opdcl.results.response_stats import ResponseTest
+from opdcl.results.stats import States
 from opdcl.results.status import STATES
 from opdcl.results.summary import Results
+from opdcl.results.verdict import conclude
+from opdcl.rundir.files import read_jsonl
 
-
-@pytest.fixture
-def measured(run):
-    """Return a function that measures the headline anew and returns the summary.
-
-    It takes the number of passed prompts of base, tuned and recovered out of `n`; `fields` maps a state to a
-    function from a prompt's number to further fields of its row.
-    """
-
-    def measure(*passed, n=400, **fields):
-        for state, passes in zip(STATES, passed, strict=True):
-            measure_fully(run, state, "instructions", passes, n, fields=fields.get(state, lambda i: {}))
-        return summarise(run)
-
-    return measure
-
-
-def ending(share, n=400):
-    return lambda i: {"ended": i < share * n}
-
-
-@pytest.mark.parametrize(
-    ("passed", "n", "floor", "status", "told"),
-    [
-        ((320, 80, 320), 400, 0, "recovered", "Recovered, |all of the lost|R = 1.00 [0.99, 1.01]|D = 0.88 ["),
-        ((320, 80, 280), 400, 0, "partly recovered", "Partly recovered, domain|83 % of the lost|(R = 0.83 ["),
-        ((48, 12, 40), 60, 0, "partly recovered", "78 % came back, |(60 prompts, a first look)|R = 0.78 ["),
-        ((80, 20, 66), 100, 0, "partly recovered", "Partly recovered, domain"),
-        ((48, 12, 12), 60, 0, "not shown", "Recovery not shown"),
-        ((320, 80, 80), 400, 0, "not shown", "Recovery not shown, domain|20.0 % for recovered, R = 0.00"),
-        ((320, 290, 320), 400, 0, "recovered", "Recovered, domain|no R, |7.5 points [4.|too small for"),
-        ((320, 290, 305), 400, 0, "partly recovered", "Partly recovered, domain|no R, |too small for"),
-        ((4, 2, 3), 6, 0, "too few prompts", "Too few prompts to tell|33.3 points|6 prompts show a drop"),
-        ((320, 318, 320), 400, 0, "no measurable forgetting", "No measurable forgetting|0.5 points [-|show"),
-        ((80, 20, 80), 400, 70, "no headroom", "Recovery not measured|where a content-free answer scores "),
-        ((320, 80, 320), 400, 40, "recovered", "Recovered"),
-        ((2, 0, 2), 8, 1, "too few prompts", "Too few prompts to tell|not shown to be above the floor; "),
-        ((60, 10, 48), 400, 28, "partly recovered", "Partly recovered|less than 10 points above the floor"),
-        # Tuned is 15 points below base, which 60 prompts do not show; recovered is shown to be below base.
-        ((29, {*range(17, 37)}, 16), 60, 0, "not shown", "Recovery not shown|15.0 points [|may be chance"),
-    ],
-)  # fmt: skip
-def test_the_verdict_claims_what_the_numbers_show(measured, passed, n, floor, status, told):
-    """`told` is how it begins and what it says later, in order; an empty answer passes `floor` prompts."""
-    fields = dict.fromkeys(STATES, lambda i: {"floor": i < floor}) if floor else {}
-    summary = measured(*passed, n=n, **fields)
-    assert summary["retention_status"] == status
-    assert re.match(".*".join(map(re.escape, told.split("|"))), summary["verdict"]), summary["verdict"]
-
-
-@pytest.mark.parametrize("recovered", [280, 80])
-def test_what_to_do_next_is_said(measured, recovered):
-    # D is 0.88.
-    assert "keep more of the domain" in measured(320, 80, recovered)["to_do"]
+KEPT = (0, 250, 248)
 
 
 @pytest.mark.parametrize(
@@ -80,14 +36,10 @@ def test_what_to_do_next_is_said(measured, recovered):
         ({"rollouts": 8, "domain_rollouts": 24}, 24),
     ],
 )
-def test_the_advice_to_learn_from_more_rows_doubles_those_of_a_step(run, measured, settings, rows):
+def test_the_advice_to_learn_from_more_rows_doubles_those_of_a_step(run, settings, rows):
     change(run, "recover", **settings)
     assert RecoverConfig(**settings).completions("domain") == rows
-    assert f"recover.domain_rollouts={2 * rows} " in measured(320, 80, 280)["to_do"]
-
-
-def domain_kept(run):
-    measure_states(run, "handbook", (0, 400, 398), n=400)
+    assert f"recover.domain_rollouts={2 * rows} " in measured(run, (320, 80, 280))["to_do"]
 
 
 @pytest.mark.parametrize(
@@ -100,160 +52,179 @@ def domain_kept(run):
         ((320, 80, 80), 400, 400, "opdcl eval PLACE --limit 1600; if not, take more steps: opdcl recover"),
     ],
 )
-def test_the_advice_is_a_command_without_holes(run, measured, passed, n, limit, command):
-    domain_kept(run)
+def test_the_advice_is_a_command_without_holes(run, passed, n, limit, command):
     change(run, "recover", steps=48)
     change(run, "eval", limit=limit)
-    assert command.replace("PLACE", "RUN") in measured(*passed, n=n)["to_do"]
+    assert command.replace("PLACE", "RUN") in measured(run, passed, n, KEPT)["to_do"]
     result = api.report(run.path)
     assert command.replace("PLACE", str(run.path)) in result.sentence
     assert result.summary["further"][-1] == result.summary["to_do"]
     assert not re.search(r"\b(RUN|N)\b", result.sentence)
 
 
-def test_too_few_prompts_are_as_many_in_the_advice_as_in_the_verdict(run, measured):
-    domain_kept(run)
-    change(run, "eval", limit=40)
-    summary = measured({*range(0, 40, 2)}, {*range(0, 40, 3)}, 20, n=40)
-    (told,) = re.findall(r"one of 10 points takes about (\d+);", summary["verdict"])
-    assert summary["to_do"].endswith(f"opdcl eval RUN --limit {told}")
-
-
 @pytest.mark.parametrize("passed", [(48, 12, 40), (320, 80, 320), (320, 318, 320), (80, 20, 20)])
-def test_every_command_of_the_pages_is_one_that_opdcl_takes(run, measured, passed):
-    measured(*passed, n=max(60, passed[0]))
+def test_every_command_of_the_pages_is_one_that_opdcl_takes(run, passed):
+    measured(run, passed, max(60, passed[0]))
     texts = pages(run) | {"terminal": api.report(run.path).sentence}
+    del texts["README.md"]
     commands = set()
-    for name, text in texts.items():
-        if name != "README.md":
-            commands |= {*re.findall(r"opdcl [a-z]+ [^<>`()\n;“”]*", Page(text).text.split("Reproduce")[0])}
+    for text in texts.values():
+        commands |= {*re.findall(r"opdcl [a-z]+ [^<>`()\n;“”]*", Page(text).text.split("Reproduce")[0])}
     assert any(command.startswith("opdcl export") for command in commands)
-    for command in commands:
-        parse(command)
+    for command in commands:  # parsed as opdcl does, and not run
+        name, *arguments = shlex.split(command)[1:]
+        found = typer.main.get_command(app).commands[name]
+        if not hasattr(found, "commands"):
+            found.make_context(name, arguments)
 
 
-def parse(command):
-    """Parse a command as opdcl does, and run nothing."""
-    name, *arguments = shlex.split(command)[1:]
-    found = typer.main.get_command(app).commands[name]
-    if not hasattr(found, "commands"):
-        found.make_context(name, arguments)
-
-
-def test_the_same_heading_stands_in_the_terminal_the_page_its_tab_the_pull_request_and_the_card(
-    run, measured
-):
-    measured(48, 12, 40, n=60)
-    result, texts = api.report(run.path), pages(run)
-    heading = result.sentence.split(": ")[0]
-    assert heading.endswith("(60 prompts, a first look)")
-    page = texts["report.html"]
-    assert re.search(r"<title>(.*?)</title>", page)[1].endswith(f": {heading}")
-    assert re.search(r"<h1[^>]*>(.*?)</h1>", page)[1].replace("\N{NO-BREAK SPACE}", " ") == heading
-    for text in (result.pull_request(), texts["README.md"], texts["report.md"]):
-        assert text.count(heading) == 1
-        assert result.summary["status"] not in text
-
-
-def test_the_prompts_that_would_do_are_told_in_round_numbers(measured):
-    summary = measured({*range(0, 40, 2)}, {*range(0, 40, 3)}, 20, n=40)
+def test_the_prompts_that_would_do_are_told_in_round_numbers_and_advised(run):
+    change(run, "eval", limit=40)
+    summary = measured(run, ({*range(0, 40, 2)}, {*range(0, 40, 3)}, 20), 40, KEPT)
     exact = 40 * (summary["tests"]["detectable_drop"] / 0.1) ** 2
     (told,) = re.findall(r"one of 10 points takes about (\d+);", summary["verdict"])
     assert exact <= int(told) < exact + 10
     assert told.endswith("0")
+    assert summary["to_do"].endswith(f"opdcl eval RUN --limit {told}")
 
 
-def test_answers_that_do_not_end_and_repeat_themselves_are_not_recovered(measured):
-    loops = {"recovered": lambda i: {"response": "and so we met again " * 4, "ended": False}}
-    summary = measured(320, 80, 320, base=ending(1), tuned=ending(1), **loops)
-    assert summary["retention_status"] == "partly recovered"
-    assert summary["verdict"].startswith(
-        "Score recovered, writing differs, domain partly kept: all of the lost"
-    )
-    ended = "Its answers still differ from base's: 0.0 % end before the token limit (base 100.0 %)"
-    assert f"{ended}; 70.6 % of their 4-grams are repetitions (base 0.0 %)." in summary["further"]
+def test_each_group_has_an_r_and_a_floor_of_its_own_and_one_alone_is_not_told_apart(run):
+    def fields(i):
+        return {"group": "seen" if i % 2 else "unseen", "floor": i % 2 == 1 and i < 100}
 
-
-def test_too_few_answers_to_show_that_they_end_as_often_do_not_count_as_recovered(measured):
-    # Equally many end, but not always the same.
-    other = {"recovered": lambda i: {"ended": (i // 2) % 2 == 0}}
-    summary = measured(320, 80, 320, base=lambda i: {"ended": i % 2 == 0}, tuned=ending(1), **other)
-    test = summary["tests"]["writing"]["ended"]
-    assert (test["shown"], test["different"]) == (False, False)
-    assert summary["retention_status"] == "partly recovered"
-    assert summary["verdict"].startswith("Score recovered, writing uncertain, ")
-
-
-def test_bad_writing_is_told_without_a_recovery_too(measured):
-    summary = measured(320, 318, 320, base=ending(0.9), tuned=ending(1), recovered=ending(0.3))
-    assert summary["verdict"].startswith("No measurable forgetting")
-    assert "differ from base's: 30.0 % end before the token limit (base 90.0 %)" in summary["further"][0]
-
-
-def grouped(i):
-    return {"group": "seen" if i % 2 else "unseen"}
-
-
-def test_seen_and_unseen_constraint_types_have_an_r_each(run, measured):
-    everyone = dict.fromkeys(STATES, grouped)
     # Recovered passes all of the seen ones that base passes, and half of the unseen ones.
     recovered = {i for i in range(320) if i % 2 or i < 160}
-    summary = measured(320, 0, recovered, **everyone)
-    groups = summary["groups"]
-    assert {name: group["n"] for name, group in groups.items()} == {"seen": 200, "unseen": 200}
-    assert groups["seen"]["recovery"]["value"] == pytest.approx(1)
-    assert groups["unseen"]["recovery"]["value"] == pytest.approx(0.5)
-    page = pages(run)["report.md"]
-    assert "| seen (200 prompts" in page
-    assert "| unseen (200 prompts" in page
-
-
-def test_one_group_alone_is_not_told_apart(measured):
-    everyone = dict.fromkeys(STATES, lambda i: {"group": "seen"})
-    assert measured(320, 0, 320, **everyone)["groups"] == {}
-
-
-def test_each_group_has_its_own_floor(measured):
-    def fields(i):
-        return grouped(i) | {"floor": i % 2 == 1 and i < 100}
-
-    groups = measured(320, 0, 320, **dict.fromkeys(STATES, fields))["groups"]
-    assert (groups["seen"]["floor"], groups["unseen"]["floor"]) == (0.25, 0)
-
-
-def test_the_report_names_the_smallest_drop_that_its_prompts_can_show(run, measured):
-    least = measured(320, 318, 320)["tests"]["detectable_drop"]
-    words = f"if it is {100 * least:.1f} points or more."
-    assert all(words in pages(run)[page] for page in ("report.md", "report.html"))
-
-
-def test_the_page_shows_how_answers_are_written(run, measured):
-    measured(320, 80, 320, base=ending(0.48), tuned=ending(1), recovered=ending(0.18))
-    page = pages(run)["report.md"]
-    assert "| answers that end (instructions, greedy) | 48.0 % [" in page
-    assert "| answers that end, recovered - base | -30.0 |" in page
-    assert "answers that end" in Page(pages(run)["report.html"]).text
-    rows = terminal_rows(Results(run).summary)
-    (cells,) = [row for row in rows if row[0] == "answers that end"]
-    assert [cell.split("\n")[0] for cell in cells[3:]] == ["48.0 %", "100.0 %", "18.0 %"]
-    assert [row[0] for row in rows].count("answers that end") == 1
+    groups = measured(run, (320, 0, recovered), **dict.fromkeys(STATES, fields))["groups"]
+    seen, unseen = groups["seen"], groups["unseen"]
+    assert [(group["n"], group["floor"]) for group in (seen, unseen)] == [(200, 0.25), (200, 0)]
+    assert (seen["recovery"]["value"], unseen["recovery"]["value"]) == pytest.approx((1, 0.5))
+    alone = dict.fromkeys(STATES, lambda i: {"group": "seen"})
+    assert measured(run, (320, 0, 320), **alone)["groups"] == {}
 
 
 @pytest.mark.parametrize("floor", [0, 100])
-def test_r_counts_from_the_floor_where_that_is_higher(run, measured, floor):
-    states = dict.fromkeys(STATES, lambda i: {"floor": i < floor})
-    summary = measured(320, 40, 280, **states)
-    assert summary["recovery"]["value"] == pytest.approx((280 - max(floor, 40)) / (320 - max(floor, 40)))
+def test_r_and_d_count_from_the_floor_where_that_is_higher(run, floor):
+    # An adapter that was zeroed: base's whole sentences share few words with the expected names.
+    summary = measured(run, (320, 40, 280), 400, (57, 162, 57), 300, (floor, 83))
+    start = max(floor, 40)
+    assert summary["recovery"]["value"] == pytest.approx((280 - start) / (320 - start))
     assert summary["recovery_raw"]["value"] == pytest.approx((280 - 40) / (320 - 40))
-    assert [row[0] for row in terminal_rows(Results(run).summary) if row[0][0] in "RD"] == ["R", "D"]
+    assert summary["domain_retention"]["value"] == pytest.approx((57 - 83) / (162 - 83), abs=1e-6)
+    assert summary["domain_retention_raw"]["value"] == 0
+    assert summary["domain_status"] == "lost"
 
 
-def test_a_changed_script_has_a_line_of_its_own(run, measured):
-    def russian(i):
-        return {"response": "Пиши коротко." if i < 100 else "Keep it short."}
+def spoil(run, state, suite, **rows):
+    """Give prompts of a state other scores, by `pNUMBER`; without one, the metric is missing."""
+    samples = read_jsonl(run.eval_samples(state, suite))
+    for number, scores in rows.items():
+        samples[int(number[1:])]["scores"] = scores
+    write(run.eval_samples(state, suite), samples)
 
-    measured(320, 80, 320)
-    assert "prompt's script" not in pages(run)["report.md"]
-    measured(320, 80, 320, recovered=russian)
-    line = next(line for line in pages(run)["report.md"].splitlines() if "prompt's script" in line)
-    assert line.split(" | ")[-1].startswith("75.0 %")
+
+@pytest.mark.parametrize(
+    ("scores", "fault"),
+    [
+        ({STRICT: math.nan}, "nan, not a number"),
+        ({STRICT: math.inf}, "inf, not a number"),
+        ({STRICT: None}, "missing"),
+        ({STRICT: "none"}, "none, not a number"),
+        ({STRICT: [True, math.nan]}, "nan, not a number"),
+        ({}, "missing"),
+    ],
+)
+@pytest.mark.parametrize("suite", ["instructions", "handbook"])
+def test_a_score_that_is_not_a_number_is_a_fault(run, suite, scores, fault):
+    spoil(run, "recovered", suite, p17=scores, p20=scores)
+    summary = summarise(run)
+    problem = f"{suite}, recovered: the score of prompt 17 is {fault} (and those of 1 more prompts)"
+    assert summary["status"] == "fault"
+    assert summary["verdict"].startswith(f"Fault: {problem}. ")
+    assert summary["recovery" if suite == "instructions" else "domain_retention"] is None
+    assert any(text.startswith(problem) for text in summary["faults"])
+
+
+def test_a_floor_that_is_no_number_is_a_fault_too(run):
+    spoil(run, "tuned", "instructions", p3={})
+    rows = read_jsonl(run.eval_samples("base", "handbook"))
+    write(run.eval_samples("base", "handbook"), [rows[0] | {"floor": math.nan}, *rows[1:]])
+    told = "Fault: instructions, tuned: the score of prompt 3 is missing; 1 more of this kind. "
+    assert summarise(run)["verdict"].startswith(told)
+
+
+def test_a_fault_of_one_run_does_not_stop_a_comparison(three):
+    spoil(three[0], "recovered", "instructions", p2={"accuracy": math.nan})
+    comparison = compared(three)
+    assert "the score of prompt 2 is nan" in comparison["faults"][0]
+    assert comparison["arms"][0]["recovery"] is None
+    assert comparison["arms"][0]["runs"][0]["status"] == "fault"
+    assert comparison["arms"][1]["recovery"] is not None
+
+
+def concluded(run, c, **tests):
+    """Return the JSON with the verdict that follows from a run's numbers and this C."""
+    near = Closeness(
+        n=300,
+        c=None if c is None else Estimate(c, c - 0.04, c + 0.04),
+        raw=None,
+        why=None,
+        floor=None,
+        noise=0.02,
+        states={"tuned": dict.fromkeys(("distance", "domain_manner"), Estimate(0.9, 0.8, 1.0))},
+        writing=tests,
+        seconds=0.0,
+    )
+    results = Results(run)
+    headline, summary = results.headline, replace(results.measured, closeness=near)
+    return run_document(conclude(summary, headline["retention"], headline["domain"], run.settings()))
+
+
+@pytest.mark.parametrize(
+    ("c", "heading", "status"),
+    [
+        (0.87, "Partly recovered, domain kept", "partly recovered"),
+        (0.99, "Recovered and kept", "recovered"),
+        (0.02, "Kept, recovery not shown", "not shown"),
+        (None, "Recovery not measured, domain kept", "no headroom"),
+    ],
+)
+def test_where_the_suite_is_unfit_closeness_carries_the_verdict(run, c, heading, status):
+    measured(run, (103, 30, 95), 600, KEPT, floors=(137, 0))
+    summary = concluded(run, c)
+    assert summary["verdict"].startswith(f"{heading}: ")
+    assert (summary["retention_status"], summary["recovery"]) == (status, None)
+    told = "of the distance to base is gone, counted from tuned, 0.90 nats, on 300 prompts"
+    assert (told in summary["verdict"]) == (c is not None)
+
+
+def test_closeness_does_not_replace_a_suite_that_has_headroom(run):
+    measured(run, (340, 5, 340), 600, KEPT)
+    assert concluded(run, 0.02)["status"] == "recovered and kept"
+
+
+def test_sampled_answers_that_are_shorter_are_told_as_such(run):
+    shorter = {"base": 80.0, "recovered": 60.8, "margin": 0.1, "shown": False, "different": True}
+    measured(run, (103, 30, 95), 600, KEPT, floors=(137, 0))
+    summary = concluded(run, 0.99, tokens=ResponseTest(-0.24, -0.29, -0.19, **shorter))
+    assert summary["retention_status"] == "partly recovered"
+    told = "Its answers still differ from base's: at temperature 1, they are 24 % shorter."
+    assert told in summary["further"]
+
+
+def answers(passed, n=300):
+    return (np.arange(n) < passed).astype(float)
+
+
+@pytest.mark.parametrize(
+    ("passed", "n", "status"),
+    [
+        ((0, 250, 250), 300, "kept"),
+        ((0, 250, 240), 300, "kept"),
+        ((0, 250, 225), 300, "partly kept"),
+        ((0, 250, 60), 300, "partly kept"),
+        ((0, 250, 0), 300, "lost"),
+        ((2, 10, 4), 12, "not shown"),  # a wide interval shows neither
+    ],
+)
+def test_kept_means_nine_tenths_are_shown_and_lost_that_nothing_is(passed, n, status):
+    assert stats.domain_status_of(States(*(answers(k, n) for k in passed))) == status
