@@ -3,13 +3,10 @@
 import inspect
 import json
 import re
-import textwrap
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 from helpers.synthetic import measure
-from helpers.tiny import make_project
 
 import opdcl
 from opdcl.arguments import question_suites
@@ -90,25 +87,6 @@ def test_help_says_what_a_verb_takes_returns_and_raises(name):
 
 TINY = {"finetune.batch_size": 4, "finetune.lora.r": 4, "finetune.lora.alpha": 8}
 TINY_RECOVERY = {"recover.rollouts": 4, "recover.max_new_tokens": 8, "recover.validation_prompts": 2}
-
-
-@pytest.mark.nightly
-def test_the_examples_run(tiny_model, tmp_path, monkeypatch):
-    make_project(tmp_path, tiny_model)
-    (tmp_path / "test-rows.jsonl").write_bytes((tmp_path / "rows.jsonl").read_bytes())
-    monkeypatch.chdir(tmp_path)
-    examples = {name: getattr(opdcl, name).__doc__.partition("Example:")[2] for name in dir(opdcl)}
-    small = SimpleNamespace(**{name: getattr(opdcl, name) for name in dir(opdcl)})
-    small.finetune = partial(opdcl.finetune, base=tiny_model, settings=TINY, quiet=True)
-    small.recover = lambda *a, **k: opdcl.recover(*a, **{**k, "steps": 2}, settings=TINY_RECOVERY, quiet=True)
-    small.evaluate = partial(
-        opdcl.evaluate, limit=4, settings={"eval.max_new_tokens": 8, "eval.batch_size": 4}, quiet=True
-    )
-    small.chat = partial(opdcl.chat, max_new_tokens=4)
-    for name in ("finetune", "recover", "evaluate", "report", "verify", "chat", "export"):
-        exec(textwrap.dedent(examples[name].strip("\n")).strip(), {"opdcl": small})
-    assert (tmp_path / "my-model" / "model.safetensors").is_file()
-    assert opdcl.report("runs/mine").adapters.keys() == {"tuned", "recovered"}
 
 
 IN_MEMORY = [{"question": f"Who signs form {i}?", "answer": f"Clerk {i}."} for i in range(16)]

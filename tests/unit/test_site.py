@@ -56,20 +56,6 @@ def literal(node: ast.AST) -> str:
     )
 
 
-@pytest.fixture(scope="module")
-def strings() -> list[str]:
-    """All strings of the package."""
-    literals = []
-    for file in (ROOT / "opdcl").rglob("*.py"):
-        nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        literals += [
-            literal(n)
-            for n in nodes
-            if isinstance(n, ast.JoinedStr) or (isinstance(n, ast.Constant) and isinstance(n.value, str))
-        ]
-    return literals
-
-
 def messages(libraries: bool = False) -> list[str]:
     """Return the messages that the page lists, of opdcl or of libraries."""
     own, _, foreign = (
@@ -78,14 +64,18 @@ def messages(libraries: bool = False) -> list[str]:
     return re.findall(r"^\| `([^`]+)` \|", foreign if libraries else own, re.M)
 
 
-def test_the_page_of_messages_is_parsed():
+def test_each_listed_message_occurs_in_the_code():
     assert len(messages()) > 60
-    assert len(set(messages())) == len(messages())
-
-
-@pytest.mark.parametrize("message", messages())
-def test_each_listed_message_occurs_in_the_code(message, strings):
-    assert any(message in string for string in strings)
+    assert len({*messages()}) == len(messages())
+    strings = []
+    for file in (ROOT / "opdcl").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr) or (
+                isinstance(node, ast.Constant) and isinstance(node.value, str)
+            ):
+                strings.append(literal(node))
+    text = "\0".join(strings)
+    assert [message for message in messages() if message not in text] == []
 
 
 @pytest.mark.parametrize("message", messages(libraries=True))
@@ -216,15 +206,6 @@ def test_the_scripts_options_and_targets_that_a_page_names_exist(page):
     assert [name for pair in named for name in pair if name and name not in targets] == []
 
 
-def test_the_readme_can_be_read_in_five_minutes():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 120
-    for owned in ("rows", "an adapter that got worse", "a doubt", "a larger model and a GPU"):
-        assert re.search(rf"^\| \*\*{owned}\*\*.* `opdcl [^`]+` ", text, re.M), owned
-    for question in ("Replay or recovery?", "What it costs.", "Not shown:"):
-        assert f"- **{question}**" in text
-
-
 def test_nothing_is_loaded_from_other_sites():
     pictures = (DOCS / "images").glob("*.svg")
     for file in (ROOT / "README.md", ROOT / "mkdocs.yml", *DOCS.glob("*.md"), *DOCS.glob("*.css"), *pictures):
@@ -264,9 +245,3 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert not re.search(r'(?:href|src)="/', pages["404"])
     # The switch: by the system, light, dark.
     assert len(re.findall(r'data-md-color-media="[^"]*"[^>]*id="__palette_', pages["index"])) == 3
-
-
-def test_no_page_holds_the_marks_of_a_merge():
-    pages = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "workflows").glob("*.md")]
-    mark = re.compile(r"^(<{7}|={7}|>{7})( |$)", re.M)
-    assert [page.name for page in pages if mark.search(page.read_text(encoding="utf-8"))] == []
