@@ -95,8 +95,18 @@ def test_a_number_that_is_not_in_its_record_is_a_fault(records, tmp_path, senten
     write(tmp_path / "record.json", {"a": [values], "b": 165})
     faults = records.find_faults(f"<!-- record: record.json a/0; given 100 -->\n\n{sentence}", tmp_path)
     assert [fault[: len(start)] for fault, start in zip(faults, wrong, strict=True)] == wrong
-    if wrong:
-        assert len(records.find_faults(f"First words.\n\n{sentence}\n\nLast words.")) == 1
+
+
+def test_a_measured_number_without_a_record_is_a_fault(records):
+    measured = ["It scored 41.2 % [35.9, 46.8].", "R = 0.91 came back.", "A step took 20.0 s."]
+    measured += [
+        "KL fell to 3 nats.",
+        "It writes 164 tokens/s.",
+        "| arm | 0.25 |",
+        "It takes **0.45** of it.",
+    ]
+    for sentence in measured:
+        assert len(records.find_faults(f"First words.\n\n{sentence}\n\nLast words.")) == 1, sentence
         assert records.find_faults(f"<!-- no record: definitions -->\n\n{sentence}") == []
 
 
@@ -135,7 +145,7 @@ def test_finished_runs_become_rows_that_a_later_measurement_replaces(finished, t
     suite = summary["suites"]["instructions"]
     assert first["suites"]["instructions"]["base"] == suite["base"]["value"]
     passed = sum(first["prompts"]["instructions"]["base"]["score"])
-    assert passed == pytest.approx(suite["base"]["value"] * suite["n"])
+    assert passed == round(suite["base"]["value"] * suite["n"])
     assert {"general teacher", "domain student"} <= first["written_by"].keys()
     assert first["verdict"] == summary["verdict"]
     monkeypatch.setattr(sys, "argv", ["pieces.py", str(record), "--pair", "ours-1", "ours-0"])
