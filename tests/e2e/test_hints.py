@@ -24,7 +24,6 @@ metric_list:
 REFUSED = {
     "eval run --domain task/flags.yaml": "",
     "eval run --domain other.jsonl": "",
-    "eval run --domain missing.jsonl": "",
     "eval run --domain rowz.jsonl": "",
     "eval run --domain sub/questions.jsonl": "",
     "eval run --retention instructons": "",
@@ -42,14 +41,11 @@ REFUSED = {
     "eval run/stages/01-finetune": "",
     "recover run --steps 9": "recover",
     "recover run --domain other.jsonl": "recover",
-    "recover run --prompts rowz.jsonl": "recover",
     "recover run --base missing-model": "finetune recover",
     "recover run --step 9": "recover",
     "finetune rows.jsonl -o run --epochs 9": "finetune recover",
-    "finetune rowz.jsonl -o run": "finetune recover",
     "finetune rows.jsonl -o rows.jsonl": "finetune",
     "run tiny.yaml -o run --set recover.steps=9": "recover",
-    "run tiny.yaml -o run --set recover.stepz=9": "recover",
     "run tinny.yaml -o run": "",
     "report run/stages": "",
     "report run/stages/01-finetune/adapter": "recover",  # in another run

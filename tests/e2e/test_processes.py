@@ -17,17 +17,13 @@ from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.lock import locked
 
-# Two steps on the frozen teacher's completions, then two on the student's. Adam turns rounding of a gradient
+# Two steps on the frozen teacher's completions, then some on the student's. Adam turns rounding of a gradient
 # close to zero into a step of full size; a low rate keeps such steps small.
-CHANGES = [
-    "finetune.epochs=1",
-    "finetune.learning_rate=1e-3",
-    "recover.learning_rate=1e-3",
-    "recover.steps=4",
-]
-CHANGES += ["recover.lmbda=0.5", "eval.batch_size=2", "eval.limit=3", "eval.max_new_tokens=6"]
-CHANGES += ["eval.closeness=null"]
-SETTINGS = [word for change in CHANGES for word in ("--set", change)]
+CHANGES = """
+finetune.epochs=1 finetune.learning_rate=1e-3 recover.learning_rate=1e-4 recover.steps=4 recover.lmbda=0.5
+eval.batch_size=2 eval.limit=3 eval.max_new_tokens=6 eval.closeness=null
+"""
+SETTINGS = [word for change in CHANGES.split() for word in ("--set", change)]
 # Steps whose completions are the teacher's. The student's can differ: two processes sum a gradient in another
 # order than one, and rounding moves a draw.
 COMPARED_STEPS = 2
