@@ -146,7 +146,7 @@ def test_finished_runs_become_rows_that_a_later_measurement_replaces(finished, t
     assert first["suites"]["instructions"]["base"] == suite["base"]["value"]
     passed = sum(first["prompts"]["instructions"]["base"]["score"])
     assert passed == round(suite["base"]["value"] * suite["n"])
-    assert {"general teacher", "domain student"} <= first["written_by"].keys()
+    assert {"general teacher", "domain teacher"} <= first["written_by"].keys()
     assert first["verdict"] == summary["verdict"]
     monkeypatch.setattr(sys, "argv", ["pieces.py", str(record), "--pair", "ours-1", "ours-0"])
     capsys.readouterr()
