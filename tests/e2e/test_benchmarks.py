@@ -235,7 +235,9 @@ def test_exported_compares_answers_and_log_probabilities(script, loaded):
     assert len(other["margins_where_it_differs"]) == 1
 
 
-@pytest.mark.parametrize("name", sorted(f.stem for f in SCRIPTS.glob("*.py") if "argparse" in f.read_text()))
+@pytest.mark.parametrize(
+    "name", sorted(f.stem for f in SCRIPTS.glob("*.py") if "parse_args" in f.read_text())
+)
 def test_each_script_says_what_it_takes(script, monkeypatch, capsys, name):
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as ended:

@@ -204,6 +204,7 @@ def test_every_block_of_a_page_works_in_reading_order(page, reader, monkeypatch)
 @pytest.mark.nightly
 def test_the_files_that_pages_show_are_accepted(reader):
     (reader / "least.yaml").write_text("finetune: {data: rows.jsonl}\n")
+    (reader / "my-template.jinja").write_text("{{ messages }}")
     for page in PAGES:
         for _, language, _, body in BLOCK.findall((ROOT / page).read_text(encoding="utf-8")):
             text = textwrap.dedent(body)
