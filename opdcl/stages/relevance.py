@@ -122,7 +122,7 @@ def grade(reader: Reader, suite: Suite, docs: list[dict], texts: list[str]) -> l
                 scores[i] = scores[i] | {metric: type(scores[i][metric])(False)}
                 del passed[i]
     if suite.content:
-        requests = list(suite.task.eval_docs["request"])
+        requests = [doc["request"] for doc in suite.documents(None)]
         for i, gain in relevance_of(reader, docs, requests, passed).items():
             scores[i] = scores[i] | {metric: gain > LEAST_RELEVANCE, "gain": round(gain, 4)}
     return scores
