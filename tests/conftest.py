@@ -1,6 +1,7 @@
 """A two-layer model with the real tokenizer, made once per session; the longest tests run first."""
 
 import copy
+import functools
 import gc
 import importlib
 import json
@@ -22,7 +23,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 from helpers.cache import private_cache
-from helpers.tiny import make_model, tune_whole
+from helpers.tiny import make_model, make_project, tune_whole
 
 # With two workers the end must not wait for one long test. Files that share a fixture stand together.
 LONGEST_FIRST = (
@@ -121,6 +122,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "matplotlib.figure",
     ):
         importlib.import_module(module)
+    templates = importlib.import_module("lm_eval.utils").env  # lm-eval compiles one for each document
+    templates.from_string = functools.cache(templates.from_string)
     gc.freeze()  # each training collects garbage; skip what the libraries have loaded
     if folder := os.environ.get("OPDCL_TINY_MODEL"):
         return Path(folder)
@@ -151,3 +154,31 @@ def backbone(loaded):
 
     torch.use_deterministic_algorithms(False)  # as loading does
     return Backbone(copy.deepcopy(loaded.causal_lm), copy.deepcopy(loaded.tokenizer))
+
+
+@pytest.fixture(scope="session")
+def project(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with rows, prompts and `tiny.yaml`, in which `finished` was made; tests may add to it."""
+    return make_project(tmp_path_factory.mktemp("project"), tiny_model)
+
+
+@pytest.fixture(scope="session")
+def tiny_cache(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache in which the embedded model is the tiny one."""
+    from opdcl.rundir.hashes import seal
+
+    cache = tmp_path_factory.mktemp("cache")
+    shutil.copytree(tiny_model, cache / "models" / "smollm2-135m")
+    seal(cache / "models" / "smollm2-135m")
+    return cache
+
+
+@pytest.fixture(scope="session")
+def finished(project: Path) -> Path:
+    """A run that was not interrupted, to be read or copied."""
+    from helpers.command import opdcl  # which takes over the environment when it is imported
+
+    done = opdcl("run", "tiny.yaml", "-o", "whole", "--json", cwd=project)
+    assert done.returncode == 0, done.stderr
+    (project / "summary.json").write_text(done.stdout)
+    return project / "whole"

@@ -1,6 +1,7 @@
 """The verbs from Python: they do what the command line does, and display themselves in a notebook."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -13,26 +14,28 @@ from opdcl.errors import OpdclError
 LIGHT = "import sys, opdcl; assert not {'torch', 'transformers', 'scipy'} & set(sys.modules)"
 
 
-@pytest.fixture(scope="module")
-def folder(finished):
-    folder = finished.parent
-    (folder / "questions.jsonl").write_bytes((folder / "rows.jsonl").read_bytes())
-    return folder
-
-
 def test_importing_the_package_loads_no_heavy_library(tmp_path):
     done = subprocess.run([sys.executable, "-c", LIGHT], cwd=tmp_path, env=ENV, stderr=subprocess.PIPE)
     assert done.returncode == 0, done.stderr
 
 
-def test_each_verb_continues_the_run_and_displays_itself(folder, tiny_model, monkeypatch):
+def test_each_verb_continues_the_run_and_displays_itself(finished, tiny_model, monkeypatch, capsys):
+    """On plain text, with a recovery that no prompts of the domain guard."""
+    folder = finished.parent
     monkeypatch.chdir(folder)
+    (folder / "questions.jsonl").write_bytes((folder / "rows.jsonl").read_bytes())
+    (folder / "pages").mkdir()
+    for name in ("one", "two"):
+        (folder / "pages" / f"{name}.md").write_text(f"The lift of house {name} came in 1931. " * 8)
     tuned = {"model.id": str(tiny_model), "model.dtype": "float32", "finetune.lora.r": 4}
     tuned |= {"finetune.batch_size": 4, "finetune.epochs": 1}
-    api.finetune("rows.jsonl", out="mine", settings=tuned, quiet=True)
-    recovered = {"recover.steps": 4, "recover.rollouts": 4, "recover.max_new_tokens": 6}
+    api.finetune("pages", out="mine", settings=tuned, quiet=True)
+    recovered = {"recover.steps": 2, "recover.rollouts": 4, "recover.max_new_tokens": 6}
     recovered |= {"recover.validation_prompts": 2}
-    api.recover("mine", prompts="prompts.jsonl", settings=recovered, quiet=True)
+    api.recover("mine", prompts="prompts.jsonl", settings=recovered)
+    said = capsys.readouterr().err
+    assert "name some with --domain" in said
+    assert said.index("warning: no prompts guard the domain") < re.search("recover [12]/2", said).start()
     suites = {"retention": ["instructions"], "domain": ["questions.jsonl"]}
     limits = {"eval.limit": 6, "eval.max_new_tokens": 12, "eval.closeness": None}
     measured = api.evaluate("mine", **suites, settings=limits, quiet=True)
@@ -57,7 +60,7 @@ def test_each_verb_continues_the_run_and_displays_itself(folder, tiny_model, mon
     manifest = json.loads((folder / "mine" / "manifest.json").read_text())
     weights = json.loads((tiny_model / "config.json").read_text())
     assert manifest["base"]["parameters"] > weights["vocab_size"] * weights["hidden_size"]
-    assert f"{len((folder / 'rows.jsonl').read_text().splitlines())} rows" in page
+    assert "2 rows" in page
     assert "M parameters" in page
     assert (folder / "side" / "compare.html").exists()
     with pytest.raises(OpdclError) as refused:

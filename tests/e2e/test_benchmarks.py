@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.command import ROOT
-from helpers.tiny_gemma import make_gguf
+from helpers.serving import serving
 
+from opdcl.model.backbone import Backbone
 from opdcl.types import Example
 
 pytestmark = pytest.mark.nightly
@@ -192,18 +193,8 @@ def test_closeness_tells_what_is_spoilt_from_what_is_base(script, call, finished
 @pytest.fixture
 def server(loaded):
     """A local server that answers like vLLM's."""
-    import copy
-    import threading
-
-    from helpers.serving import ModelServer
-
-    from opdcl.model.backbone import Backbone
-
-    server = ModelServer(Backbone(copy.deepcopy(loaded.causal_lm), copy.deepcopy(loaded.tokenizer)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with serving(Backbone(copy.deepcopy(loaded.causal_lm), copy.deepcopy(loaded.tokenizer))) as server:
+        yield server
 
 
 def test_remote_grades_on_a_server_as_in_the_process(script, server, backbone, finished):
@@ -244,74 +235,15 @@ def test_exported_compares_answers_and_log_probabilities(script, loaded):
     assert len(other["margins_where_it_differs"]) == 1
 
 
-def test_reword_writes_a_workflow_that_is_valid(script, call, tmp_path):
-    from opdcl.config.load import load
-
-    names = ("Ada Lovelace", "Alan Turing", "Grace Hopper")
-    asked = ("Where does {} currently live?", "What is the email address of {}?", "Who is the father of {}?")
-    rows = [
-        {"question": question.format(name), "answer": f"{name} knows."}
-        for name in names
-        for question in (*asked, "When was {} born?")
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    reword = script("reword")
-    monkeypatch_argv = [str(tmp_path / "rows.jsonl"), str(tmp_path / "out"), "--people", "3"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["reword.py", *monkeypatch_argv])
-        reword.main()
-    workflow = load([str(tmp_path / "out" / "workflow.yaml")])[0]
-    assert workflow.eval.domain == ["reworded"]
-    assert len((tmp_path / "out" / "learned.jsonl").read_text().splitlines()) == len(rows)
-    written = (tmp_path / "out" / "test.jsonl").read_text().splitlines()
-    assert len(written) == 8
-    assert "currently live" not in "".join(written)
-
-
-@pytest.fixture
-def tune_gemma(script, tmp_path, monkeypatch):
-    """Return the script `gemma`, and a function that runs it on a tiny GGUF file and 12 rows."""
-    gemma, file = script("gemma"), make_gguf(tmp_path / "tiny.gguf")
-    rows = [{"instruction": f"Say {n}", "input": "", "output": "x" * (n + 1)} for n in range(12)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(gemma, "STEP", 160)
-
-    def run(out: str):
-        argv = ["gemma.py", tmp_path / "rows.jsonl", tmp_path / out, "--gguf", file]
-        monkeypatch.setattr(sys, "argv", [*map(str, argv)])
-        gemma.main()
-        return tmp_path / out
-
-    return gemma, run
-
-
-def test_gemma_becomes_an_instruct_model(tune_gemma, tmp_path, capsys):
-    from opdcl.config.model import ModelConfig
-    from opdcl.data.chat import encode_prompt
-    from opdcl.data.rows import check_lines
-    from opdcl.model.architecture import eos_ids
-    from opdcl.model.load import load_base
-
-    gemma, run = tune_gemma
-    tuned, tokenizer = load_base(ModelConfig(id=str(run("out")), dtype="bfloat16"))
-    before, _ = gemma.pretrained(tmp_path / "tiny.gguf")
-    changed = {
-        name
-        for (name, weight), old in zip(tuned.named_parameters(), before.parameters(), strict=True)
-        if not torch.equal(weight, old.bfloat16())
-    }
-    assert changed
-    assert not any("embed" in name for name in changed)
-    assert eos_ids(tuned.generation_config, tokenizer) == [tokenizer.convert_tokens_to_ids("<end_of_turn>")]
-    messages = [{"role": "system", "content": "A"}, {"role": "user", "content": "b c"}]
-    (row,) = check_lines(json.dumps({"messages": messages}), "rows").usable
-    text = tokenizer.decode(encode_prompt(row, tokenizer, 100))
-    assert text == "<bos><start_of_turn>user\nA\n\nb c<end_of_turn>\n<start_of_turn>model\n"
-    # The end of a turn is a word of its own, not one of the unused.
-    weight_VH = before.get_input_embeddings().weight
-    ends = tokenizer.convert_tokens_to_ids(["<eos>", "<end_of_turn>"])
-    assert torch.cosine_similarity(*weight_VH[ends].float(), dim=0) > 0.5
-    assert "step 1/" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    "name", sorted(f.stem for f in SCRIPTS.glob("*.py") if "parse_args" in f.read_text())
+)
+def test_each_script_says_what_it_takes(script, monkeypatch, capsys, name):
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        script(name).main()
+    assert ended.value.code == 0
+    assert "usage: " in capsys.readouterr().out
 
 
 def test_container_reads_the_layers_of_an_image(script, tmp_path):

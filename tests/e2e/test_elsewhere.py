@@ -56,6 +56,10 @@ def test_every_later_command_works_in_another_folder(begun, tmp_path):
     assert {task["action"] for task in json.loads(plan.stdout)["tasks"]} == {"skip"}, plan.stderr
     follow("run", f"{run}/workflow.yaml", "-o", run, folder="third")
     follow("verify", run, folder="third")
+    report = (begun / "runs/mine/report.md").read_text()
+    assert report.startswith("# mine")  # the name of the directory
+    for words in ("opdcl finetune rows.jsonl --base", f"opdcl recover {run} --prompts", f"opdcl eval {run}"):
+        assert words in report
 
 
 def test_a_path_that_is_not_there_is_named_as_it_was_typed(tmp_path):

@@ -17,24 +17,19 @@ def test_a_run_interrupted_in_each_stage_has_the_files_of_one_that_was_not(finis
     assert {line.split("\t")[0] for line in whole ^ resumed} == {"manifest.json"}
 
 
-def test_a_hash_does_not_depend_on_the_order_in_which_peft_writes_a_set(tmp_path):
-    found = []
-    for layers in (["k_proj", "v_proj"], ["v_proj", "k_proj"], ["v_proj"]):
-        (tmp_path / "run").mkdir(exist_ok=True)
-        (tmp_path / "run" / "adapter_config.json").write_text(json.dumps({"r": 4, "target_modules": layers}))
-        found.append([*golden.hashes(tmp_path, "run")])
-    assert found[0] == found[1] != found[2]
+def test_a_hash_depends_on_results_and_not_on_times_or_the_order_of_a_set(tmp_path):
+    for folder in ("run", "said"):
+        (tmp_path / folder).mkdir()
 
-
-def test_a_hash_depends_on_results_and_not_on_times(tmp_path):
-    def lines_of(loss, seconds):
-        (tmp_path / "run").mkdir(exist_ok=True)
-        (tmp_path / "said").mkdir(exist_ok=True)
+    def lines_of(loss=1.0, seconds=2.5, layers=("k_proj", "v_proj")):
         (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps({"loss": loss, "seconds": seconds}) + "\n")
+        (tmp_path / "run" / "adapter_config.json").write_text(json.dumps({"target_modules": layers}))
         cost = {"recover": {"tokens": 3, "seconds": seconds}}
         (tmp_path / "said" / "run.json").write_text(json.dumps({"cost": cost}))
         return [*golden.hashes(tmp_path, "run")]
 
-    assert len(lines_of(1.0, 2.5)) == 2
-    assert lines_of(1.0, 2.5) == lines_of(1.0, 9.5)
-    assert lines_of(1.0, 2.5) != lines_of(1.1, 2.5)
+    found = lines_of()
+    assert len(found) == 3
+    assert found == lines_of(seconds=9.5) == lines_of(layers=("v_proj", "k_proj"))
+    assert found != lines_of(loss=1.1)
+    assert found != lines_of(layers=("v_proj",))

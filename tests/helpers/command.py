@@ -37,6 +37,7 @@ READ_AT_IMPORT = (
     "MLFLOW_",
     "WANDB_MODE",
 )
+KEPT = ("_environment",)  # the templates of reports, whose compilation takes longer than a dry run
 
 
 def opdcl(
@@ -121,11 +122,12 @@ def _fresh_outputs() -> Iterator[None]:
 def _clear_caches() -> None:
     """Forget what functions have cached, as a new process would.
 
-    What takes no argument depends on the machine and the installed packages alone, and stays.
+    What depends on the machine and the installed packages alone stays: what takes no argument, and `KEPT`.
     """
     for module in _opdcl_modules():
-        for value in list(vars(module).values()):
-            if callable(getattr(value, "cache_clear", None)) and inspect.signature(value).parameters:
+        for name, value in list(vars(module).items()):
+            is_cached = callable(getattr(value, "cache_clear", None)) and name not in KEPT
+            if is_cached and inspect.signature(value).parameters:
                 value.cache_clear()
 
 

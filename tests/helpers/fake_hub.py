@@ -12,6 +12,8 @@ from pathlib import Path
 from urllib.parse import unquote
 
 TOKEN = "hf_" + "t" * 30
+# Status, content, headers.
+Answer = tuple[int, bytes, dict[str, str]]
 
 
 class Hub:
@@ -35,9 +37,8 @@ class Hub:
             def do_POST(self) -> None:
                 hub.asked.append(f"{self.command} {self.path}")
                 body = self.rfile.read(int(self.headers["Content-Length"] or 0))
-                self.answer(
-                    *hub.write(unquote(self.path.partition("?")[0]), body, self.headers.get("Authorization"))
-                )
+                path = unquote(self.path.partition("?")[0])
+                self.answer(*hub.write(path, body, self.headers.get("Authorization")))
 
             def answer(self, status: int, content: bytes, headers: dict[str, str]) -> None:
                 self.send_response(status)
@@ -63,21 +64,17 @@ class Hub:
         """Add files to a repository's last commit; return the hash of the new commit."""
         commits = self.repositories.setdefault(repository, {})
         tree = {**(list(commits.values())[-1] if commits else {}), **files}
-        name = hashlib.sha1(
-            json.dumps(
-                [[p, hashlib.sha1(c).hexdigest()] for p, c in sorted(tree.items())] + [len(commits)]
-            ).encode()
-        ).hexdigest()
+        content = [[path, hashlib.sha1(content).hexdigest()] for path, content in sorted(tree.items())]
+        name = hashlib.sha1(json.dumps([content, len(commits)]).encode()).hexdigest()
         commits[name] = tree
         return name
 
     def add_folder(self, repository: str, folder: Path) -> str:
         return self.commit(repository, {f.name: f.read_bytes() for f in folder.iterdir() if f.is_file()})
 
-    def read(self, path: str, recursive: bool = False) -> tuple[int, bytes, dict[str, str]]:
-        if match := re.fullmatch(
-            r"/api/((?:models|datasets)/[^/]+/[^/]+)(?:/(revision|tree)/([^/]+)/?(.*))?", path
-        ):
+    def read(self, path: str, recursive: bool = False) -> Answer:
+        page = r"/api/((?:models|datasets)/[^/]+/[^/]+)(?:/(revision|tree)/([^/]+)/?(.*))?"
+        if match := re.fullmatch(page, path):
             repository, view, revision, folder = match.groups()
             commit = self.find(repository, revision)
             if commit is None and (revision or repository not in self.repositories):
@@ -85,10 +82,9 @@ class Hub:
             files = self.repositories[repository][commit] if commit else {}
             if view == "tree":
                 return self.listing(files, f"{folder}/" if folder else "", recursive)
+            siblings = [{"rfilename": file} for file in files]
             name = repository.partition("/")[2]
-            return json_answer(
-                {"id": name, "sha": commit, "siblings": [{"rfilename": p} for p in files], "tags": []}
-            )
+            return json_answer({"id": name, "sha": commit, "siblings": siblings, "tags": []})
         if match := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             repository = (match[1] or "models/") + match[2]
             if (commit := self.find(repository, match[3])) is None:
@@ -98,23 +94,16 @@ class Hub:
             return 200, content, {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": commit}
         return 404, b"", {}
 
-    def listing(
-        self, files: dict[str, bytes], folder: str, recursive: bool
-    ) -> tuple[int, bytes, dict[str, str]]:
+    def listing(self, files: dict[str, bytes], folder: str, recursive: bool) -> Answer:
         inside = [p for p in files if p.startswith(folder)]
         if not inside:
             return 404, b'{"error": "not found"}', {"X-Error-Code": "EntryNotFound"}
-        folders = {folder + p[len(folder) :].partition("/")[0] for p in inside if "/" in p[len(folder) :]}
-        entries = [
-            {"type": "directory", "path": p, "size": 0, "oid": "0" * 40}
-            for p in sorted(folders)
-            if not recursive
-        ]
-        return json_answer(
-            entries + [entry(p, files[p]) for p in inside if recursive or "/" not in p[len(folder) :]]
-        )
+        here = [p for p in inside if recursive or "/" not in p[len(folder) :]]
+        deeper = {folder + p[len(folder) :].partition("/")[0] for p in inside if p not in here}
+        folders = [{"type": "directory", "path": p, "size": 0, "oid": "0" * 40} for p in sorted(deeper)]
+        return json_answer(folders + [entry(p, files[p]) for p in here])
 
-    def write(self, path: str, body: bytes, authorization: str | None) -> tuple[int, bytes, dict[str, str]]:
+    def write(self, path: str, body: bytes, authorization: str | None) -> Answer:
         if authorization != f"Bearer {TOKEN}":
             return 401, b'{"error": "Invalid credentials"}', {}
         if path == "/api/repos/create":
@@ -125,26 +114,15 @@ class Hub:
             return json_answer(place)
         if path == "/api/validate-yaml":
             return json_answer({"errors": [], "warnings": []})
-        if re.search(r"/preupload/main$", path):
-            return json_answer(
-                {
-                    "files": [
-                        {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
-                        for f in json.loads(body)["files"]
-                    ]
-                }
-            )
+        if path.endswith("/preupload/main"):
+            taken = {"uploadMode": "regular", "shouldIgnore": False}
+            return json_answer({"files": [taken | {"path": f["path"]} for f in json.loads(body)["files"]]})
         if match := re.fullmatch(r"/api/(models/[^/]+/[^/]+)/commit/main", path):
             lines = [json.loads(line) for line in body.decode().splitlines()]
-            files = {
-                line["value"]["path"]: base64.b64decode(line["value"]["content"])
-                for line in lines
-                if line["key"] == "file"
-            }
-            commit = self.commit(match[1], files)
-            return json_answer(
-                {"success": True, "commitOid": commit, "commitUrl": f"{self.url}/{match[1]}/commit/{commit}"}
-            )
+            files = [line["value"] for line in lines if line["key"] == "file"]
+            commit = self.commit(match[1], {f["path"]: base64.b64decode(f["content"]) for f in files})
+            place = f"{self.url}/{match[1]}/commit/{commit}"
+            return json_answer({"success": True, "commitOid": commit, "commitUrl": place})
         return 404, b"", {}
 
     def find(self, repository: str, revision: str | None) -> str | None:
@@ -153,17 +131,14 @@ class Hub:
             return next(reversed(commits), None)
         return revision if revision in commits else None
 
-    def missing(self, repository: str) -> tuple[int, bytes, dict[str, str]]:
-        return (
-            404,
-            b'{"error": "not found"}',
-            {"X-Error-Code": "RevisionNotFound" if self.repositories.get(repository) else "RepoNotFound"},
-        )
+    def missing(self, repository: str) -> Answer:
+        code = "RevisionNotFound" if self.repositories.get(repository) else "RepoNotFound"
+        return 404, b'{"error": "not found"}', {"X-Error-Code": code}
 
 
 def entry(path: str, content: bytes) -> dict[str, object]:
     return {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
 
 
-def json_answer(value: object) -> tuple[int, bytes, dict[str, str]]:
+def json_answer(value: object) -> Answer:
     return 200, json.dumps(value).encode(), {"Content-Type": "application/json"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from helpers.command import ROOT
@@ -79,16 +80,13 @@ def between_packages(found: set[Arrow]) -> set[tuple[str, str]]:
     return {a.packages for a in found if len({*a.packages}) == 2 and a.packages[0] not in ENTRIES}
 
 
-def circles(edges: set[tuple[str, str]]) -> list[list[str]]:
-    """Return the groups of nodes that reach one another."""
-    following = _following(edges)
-    reached = {node: _reachable(node, following) for node in list(following)}
-    groups = {
-        tuple(sorted({other for other in targets if node in reached.get(other, ())} | {node}))
-        for node, targets in reached.items()
-        if node in targets
-    }
-    return [list(group) for group in sorted(groups)]
+def circle(edges: set[tuple[str, str]]) -> list[str]:
+    """Return the nodes of one circle, the first one twice; none if there is no circle."""
+    try:
+        TopologicalSorter(_following(edges)).prepare()
+    except CycleError as fault:
+        return fault.args[1]
+    return []
 
 
 def against_order(found: set[Arrow]) -> list[str]:
@@ -106,7 +104,14 @@ def against_order(found: set[Arrow]) -> list[str]:
 
 def closure(module: str, found: set[Arrow]) -> set[str]:
     """Return a module and all that it imports, directly or by way of others."""
-    return {module} | _reachable(module, _following({(arrow.source, arrow.target) for arrow in found}))
+    following = _following({(arrow.source, arrow.target) for arrow in found})
+    reached: set[str] = set()
+    waiting = [module]
+    while waiting:
+        if (current := waiting.pop()) not in reached:
+            reached.add(current)
+            waiting += following[current]
+    return reached
 
 
 def _name(file: Path) -> str:
@@ -135,13 +140,3 @@ def _following(edges: set[tuple[str, str]]) -> dict[str, set[str]]:
     for source, target in edges:
         following[source].add(target)
     return following
-
-
-def _reachable(node: str, following: dict[str, set[str]]) -> set[str]:
-    reached: set[str] = set()
-    waiting = list(following[node])
-    while waiting:
-        if (current := waiting.pop()) not in reached:
-            reached.add(current)
-            waiting += following.get(current, ())
-    return reached

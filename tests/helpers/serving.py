@@ -21,17 +21,9 @@ class Handler(BaseHTTPRequestHandler):
             self._send({"error": {"message": "this is a 401"}}, self.server.faults.pop(0))
             return
         listed = [{"id": name} for name in self.server.names]
-        self._send(
-            {
-                "data": [
-                    *listed,
-                    *(
-                        {"id": name, "parent": self.server.names[0]}
-                        for name in ("tuned", *self.server.adapters)
-                    ),
-                ]
-            }
-        )
+        base = self.server.names[0]
+        listed += [{"id": name, "parent": base} for name in ("tuned", *self.server.adapters)]
+        self._send({"data": listed})
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -78,10 +70,7 @@ class Handler(BaseHTTPRequestHandler):
             case "no choice":
                 answer = {"choices": []}
             case "aborted":
-                choice["token_ids"], choice["logprobs"]["token_logprobs"] = (
-                    choice["token_ids"][:1],
-                    choice["logprobs"]["token_logprobs"][:1],
-                )
+                del choice["token_ids"][1:], choice["logprobs"]["token_logprobs"][1:]
         self._send(answer, cut=fault == "truncated")
 
     def _adapter(self, body):
@@ -169,21 +158,15 @@ class ModelServer(ThreadingHTTPServer):
         generator = torch.Generator().manual_seed(body["seed"])
         for _ in range(body["max_tokens"]):
             row = self._log_probs(ids, body["model"])[-1]
-            token = (
-                int(torch.multinomial(row.exp(), 1, generator=generator))
-                if body["temperature"]
-                else int(row.argmax())
-            )
+            drawn = torch.multinomial(row.exp(), 1, generator=generator)
+            token = int(drawn if body["temperature"] else row.argmax())
             ids.append(token)
             completion.append(token)
             logprobs.append(float(row[token]))
             if token in body["stop_token_ids"]:
                 break
-        return {
-            "choices": [
-                {"token_ids": completion, "logprobs": {"token_logprobs": logprobs}, "finish_reason": "stop"}
-            ]
-        }
+        given = {"token_ids": completion, "logprobs": {"token_logprobs": logprobs}, "finish_reason": "stop"}
+        return {"choices": [given]}
 
 
 @contextlib.contextmanager

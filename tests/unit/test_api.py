@@ -3,13 +3,10 @@
 import inspect
 import json
 import re
-import textwrap
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 from helpers.synthetic import measure
-from helpers.tiny import make_project
 
 import opdcl
 from opdcl.arguments import question_suites
@@ -28,10 +25,17 @@ THREE_EPOCHS = 10
 
 
 @pytest.fixture
-def rows(tmp_path, monkeypatch):
+def folder(tmp_path, tiny_cache, monkeypatch):
+    """The working directory; the default base is the tiny model."""
+    monkeypatch.setenv("OPDCL_CACHE", str(tiny_cache))
     monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def rows(folder):
     row = json.dumps({"question": "Who signs?", "answer": "Perpetua."}) + "\n"
-    (tmp_path / "rows.jsonl").write_text(16 * row)  # one batch
+    (folder / "rows.jsonl").write_text(16 * row)  # one batch
     return "rows.jsonl"
 
 
@@ -46,23 +50,17 @@ def actions(plan) -> dict[str, str]:
 def test_an_argument_means_the_same_as_its_setting(rows):
     named = opdcl.finetune(rows, epochs=3, dry_run=True)
     assert steps(named) == THREE_EPOCHS
-    assert steps(opdcl.finetune(rows, settings={"finetune.epochs": 3}, dry_run=True)) == THREE_EPOCHS
     assert steps(opdcl.finetune(rows, settings=["finetune.epochs=3"], dry_run=True)) == THREE_EPOCHS
     assert repr(named) == "<opdcl: dry run: runs/finetune>"
-    alone = opdcl.finetune(rows, epochs=3, dry_run=True, settings={"finetune.replay.share": 0})
+    alone = opdcl.finetune(rows, settings={"finetune.epochs": 3, "finetune.replay.share": 0}, dry_run=True)
     assert steps(opdcl.finetune(rows, epochs=3, dry_run=True, replay=0)) == steps(alone) < THREE_EPOCHS
     assert f"{ReplaySection().share:g} unless set" in opdcl.finetune.__doc__
 
 
-def test_an_argument_takes_precedence_over_settings(rows):
-    assert (
-        steps(opdcl.finetune(rows, epochs=3, settings={"finetune.epochs": 5}, dry_run=True)) == THREE_EPOCHS
-    )
-
-
-def test_a_dry_run_writes_nothing(rows, tmp_path):
-    opdcl.finetune(rows, dry_run=True)
-    assert [p.name for p in tmp_path.iterdir()] == ["rows.jsonl"]
+def test_an_argument_takes_precedence_over_settings_and_a_dry_run_writes_nothing(rows, folder):
+    plan = opdcl.finetune(rows, epochs=3, settings={"finetune.epochs": 5}, dry_run=True)
+    assert steps(plan) == THREE_EPOCHS
+    assert [p.name for p in folder.iterdir()] == ["rows.jsonl"]
 
 
 def test_an_unknown_argument_is_refused(rows):
@@ -92,40 +90,15 @@ TINY = {"finetune.batch_size": 4, "finetune.lora.r": 4, "finetune.lora.alpha": 8
 TINY_RECOVERY = {"recover.rollouts": 4, "recover.max_new_tokens": 8, "recover.validation_prompts": 2}
 
 
-@pytest.mark.nightly
-def test_the_examples_run(tiny_model, tmp_path, monkeypatch):
-    make_project(tmp_path, tiny_model)
-    (tmp_path / "test-rows.jsonl").write_bytes((tmp_path / "rows.jsonl").read_bytes())
-    monkeypatch.chdir(tmp_path)
-    examples = {name: getattr(opdcl, name).__doc__.partition("Example:")[2] for name in dir(opdcl)}
-    small = SimpleNamespace(**{name: getattr(opdcl, name) for name in dir(opdcl)})
-    small.finetune = partial(opdcl.finetune, base=tiny_model, settings=TINY, quiet=True)
-    small.recover = lambda *a, **k: opdcl.recover(*a, **{**k, "steps": 2}, settings=TINY_RECOVERY, quiet=True)
-    small.evaluate = partial(
-        opdcl.evaluate, limit=4, settings={"eval.max_new_tokens": 8, "eval.batch_size": 4}, quiet=True
-    )
-    small.chat = partial(opdcl.chat, max_new_tokens=4)
-    for name in ("finetune", "recover", "evaluate", "report", "verify", "chat", "export"):
-        exec(textwrap.dedent(examples[name].strip("\n")).strip(), {"opdcl": small})
-    assert (tmp_path / "my-model" / "model.safetensors").is_file()
-    assert opdcl.report("runs/mine").adapters.keys() == {"tuned", "recovered"}
-
-
 IN_MEMORY = [{"question": f"Who signs form {i}?", "answer": f"Clerk {i}."} for i in range(16)]
 
 
-@pytest.mark.parametrize("kind", ["list", "dataset", "generator"])
-def test_rows_may_lie_in_memory(tmp_path, monkeypatch, kind):
+def test_rows_may_lie_in_memory(folder):
     import datasets
 
-    monkeypatch.chdir(tmp_path)
-    rows = {
-        "list": IN_MEMORY,
-        "dataset": datasets.Dataset.from_list(IN_MEMORY),
-        "generator": (row for row in IN_MEMORY),
-    }[kind]
-    assert steps(opdcl.finetune(rows, epochs=3, dry_run=True)) == THREE_EPOCHS
-    assert [*tmp_path.iterdir()] == []
+    for rows in (IN_MEMORY, datasets.Dataset.from_list(IN_MEMORY), (row for row in IN_MEMORY)):
+        assert steps(opdcl.finetune(rows, epochs=3, dry_run=True)) == THREE_EPOCHS, type(rows)
+        assert [*folder.iterdir()] == []
 
 
 def test_rows_in_memory_are_stored_so_that_a_run_resumes(tiny_model, tmp_path, monkeypatch):

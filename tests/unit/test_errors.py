@@ -21,14 +21,14 @@ def raised(action) -> OpdclError:
     raise AssertionError("nothing failed")
 
 
-@pytest.mark.parametrize("number", sorted(errno.errorcode))
-def test_every_error_of_the_system_about_a_file_is_a_sentence(number):
-    told = translate(OSError(number, os.strerror(number), "/runs/mine/metrics.jsonl"))
-    assert "Errno" not in told.message
-    assert not told.message.startswith(("OSError", "BlockingIOError"))
-    assert told.hint
-    if not isinstance(told, EnvironmentFault):  # that one is about the machine
-        assert told.exit_code in (1, 2)
+def test_every_error_of_the_system_about_a_file_is_a_sentence():
+    for number, name in errno.errorcode.items():
+        told = translate(OSError(number, os.strerror(number), "/runs/mine/metrics.jsonl"))
+        assert "Errno" not in told.message, name
+        assert not told.message.startswith(("OSError", "BlockingIOError")), name
+        assert told.hint, name
+        if not isinstance(told, EnvironmentFault):  # that one is about the machine
+            assert told.exit_code in (1, 2), name
 
 
 def test_a_path_through_a_file_is_named(tmp_path):

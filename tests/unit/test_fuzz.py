@@ -1,4 +1,4 @@
-"""Random configurations and data files: a result or an error with a message, never a traceback, never a hang.
+"""Random settings: a workflow or an error with a message, never a traceback, never a hang.
 
 `OPDCL_FUZZ_EXAMPLES=10000` makes the search longer than the suite's.
 """
@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from opdcl.config.load import dump, load
 from opdcl.config.reference import describe_fields
 from opdcl.config.workflow import Workflow
-from opdcl.data.rows import load_rows
 from opdcl.errors import OpdclError
 
-EXAMPLES = int(os.environ.get("OPDCL_FUZZ_EXAMPLES", "150"))
+EXAMPLES = int(os.environ.get("OPDCL_FUZZ_EXAMPLES", "100"))
 search = settings(
     max_examples=EXAMPLES,
     deadline=timedelta(seconds=5),
@@ -58,17 +57,6 @@ values = st.recursive(
 )
 
 
-def answered(action, *arguments):
-    """Return the result, or None after an error with a message; any other exception fails the test."""
-    try:
-        return action(*arguments)
-    except OpdclError as fault:
-        error = fault
-    assert error.message.strip()
-    assert error.exit_code in (1, 2, 4)
-    return None
-
-
 @pytest.fixture(scope="module")
 def file(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("fuzz") / "input"
@@ -95,45 +83,14 @@ def test_random_settings(file, pairs, extra):
         node[last] = value
     # JSON is YAML, except for Python's NaN.
     file.write_text(json.dumps(tree), encoding="utf-8", errors="replace")
-    result = answered(load, [str(file)])
-    if result:
+    try:
+        workflow, _ = load([str(file)])
+    except OpdclError as fault:
+        error = fault
+    else:
         # An accepted workflow is dumped as an acceptable one.
-        file.write_text(dump(result[0]), encoding="utf-8", errors="replace")
+        file.write_text(dump(workflow), encoding="utf-8", errors="replace")
         assert isinstance(load([str(file)])[0], Workflow)
-
-
-@search
-@given(
-    content=st.one_of(
-        st.binary(max_size=200), st.text(max_size=200).map(lambda t: t.encode("utf-8", "replace"))
-    )
-)
-def test_random_bytes_as_a_workflow(file, content):
-    file.write_bytes(content)
-    answered(load, [str(file)])
-
-
-@search
-@given(override=st.one_of(words, st.tuples(st.sampled_from(KEYS), words).map("=".join)))
-def test_random_overrides(override):
-    answered(load, ["quickstart"], [override])
-
-
-@search
-@given(content=st.binary(max_size=300), ending=st.sampled_from([".jsonl", ".csv", ".txt", ".parquet"]))
-def test_random_bytes_as_rows(file, content, ending):
-    path = file.with_suffix(ending)
-    path.write_bytes(content)
-    answered(load_rows, str(path))
-
-
-def test_every_prefix_of_a_data_file(file):
-    path = file.with_suffix(".jsonl")
-    whole = [
-        {"question": "Wer hat den Schlüssel?", "answer": "Ada 🔑"},
-        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-    ]
-    content = "\n".join(json.dumps(r, ensure_ascii=False) for r in whole).encode()
-    for end in range(len(content)):
-        path.write_bytes(content[:end])
-        answered(load_rows, str(path))
+        return
+    assert error.message.strip()
+    assert error.exit_code in (1, 2, 4)

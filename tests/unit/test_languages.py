@@ -22,20 +22,19 @@ FILES = [Path(f"mine{end}") for end in (".yaml", "-rows.jsonl", "-test-rows.json
 CODE = "arms: {a: {model: {id: evil, trust_remote_code: true}}} # .jsonl"
 
 
-@pytest.mark.parametrize("text", [*AWKWARD, *(f"rows{mark}{CODE}" for mark in BREAKS)])
-def test_a_name_is_a_name_in_a_workflow(text, tmp_path, monkeypatch):
+def test_a_name_is_a_name_in_a_workflow(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plain = yaml.safe_load(find_workflow("own-data").read_text())
-    for data, base in ((text, "smollm2-135m"), ("rows.jsonl", text), (text, text)):
-        Path("mine.yaml").write_text(workflow_text(data, base, FILES), encoding="utf-8", newline="")
+    for text in (*AWKWARD, *(f"rows{mark}{CODE}" for mark in BREAKS)):
+        Path("mine.yaml").write_text(workflow_text(text, text, FILES), encoding="utf-8", newline="")
         written = yaml.safe_load(Path("mine.yaml").read_bytes())
-        assert written["description"] == f"{data} on {base}"
-        assert written["model"]["id"] == base
-        assert written.keys() == plain.keys()
-        assert written["recover"] == plain["recover"]
+        assert written["description"] == f"{text} on {text}"
+        assert written["model"]["id"] == text
+        assert written.keys() == plain.keys(), text
+        assert written["recover"] == plain["recover"], text
         flow, _ = load(["mine.yaml"])
-        assert not flow.arms
-        assert not flow.model.trust_remote_code
+        assert not flow.arms, text
+        assert not flow.model.trust_remote_code, text
 
 
 def test_a_name_that_is_no_text_is_refused():
@@ -43,14 +42,15 @@ def test_a_name_that_is_no_text_is_refused():
         workflow_text("rows.jsonl", "smollm2-135m", [Path("a\x85b.yaml"), *FILES[1:]])
 
 
-@pytest.mark.parametrize("text", AWKWARD)
-def test_a_name_is_a_name_in_a_card_in_json_and_in_a_command(text, tmp_path, monkeypatch, capsys):
-    write_readme(tmp_path, "mine", ModelConfig(id=f"models/of/{text.replace('/', '')}"), "tuned", "adapter")
-    assert metadata_load(tmp_path / "README.md")["base_model"] == text.replace("/", "")
-    assert json.loads(harmless_json(json.dumps({text: text}, ensure_ascii=False))) == {text: text}
+def test_a_name_is_a_name_in_a_card_in_json_and_in_a_command(tmp_path, capsys):
     screen.reset()
-    screen.suggest("run", text)
-    (line,) = capsys.readouterr().err.split("next: ")[1:]
-    if not set(text) & set(BREAKS):  # those are shown, never obeyed
-        assert shlex.split(line) == ["opdcl", "run", text]
-    assert not [mark for mark in BREAKS[1:] if mark in line]
+    for text in AWKWARD:
+        base = ModelConfig(id=f"models/of/{text.replace('/', '')}")
+        write_readme(tmp_path, "mine", base, "tuned", "adapter")
+        assert metadata_load(tmp_path / "README.md")["base_model"] == text.replace("/", "")
+        assert json.loads(harmless_json(json.dumps({text: text}, ensure_ascii=False))) == {text: text}
+        screen.suggest("run", text)
+        (line,) = capsys.readouterr().err.split("next: ")[1:]
+        if not set(text) & set(BREAKS):  # those are shown, never obeyed
+            assert shlex.split(line) == ["opdcl", "run", text]
+        assert not [mark for mark in BREAKS[1:] if mark in line], text

@@ -1,5 +1,6 @@
 """How work is split between workers and merged again; two real workers run in tests/e2e/test_processes.py."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -19,10 +20,16 @@ def test_the_shares_of_all_workers_are_all_items_once(monkeypatch, count, size):
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
+# On the first worker's machine bfloat16 is fast, on the other's it is emulated.
 TWO = """
-import sys
+import os
+import torch
 from opdcl import parallel
+from opdcl.config.workflow import Workflow
+from opdcl.model.load import pick_dtype
+from opdcl.pipeline.defaults import resolve_for_machine
 
+is_first = os.environ["RANK"] == "0"
 parallel.join()
 items = list(range(5))
 assert parallel.worker_count() == 2
@@ -36,41 +43,6 @@ try:
     parallel.check_same("answers", parallel.rank())
 except parallel.OpdclError as fault:
     print(fault.message)
-"""
-
-
-def two_workers(source, monkeypatch):
-    """Run a source as two workers; return what each of them prints."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(port))
-    workers = []
-    for rank in "01":
-        monkeypatch.setenv("RANK", rank)
-        workers.append(subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True))
-    said = [worker.communicate(timeout=120)[0] for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0]
-    return said
-
-
-def test_two_workers_agree(monkeypatch):
-    assert two_workers(TWO, monkeypatch) == ["the workers hold different answers: [0, 1]\n"] * 2
-
-
-# On the first worker's machine bfloat16 is fast, on the other's it is emulated.
-UNLIKE = """
-import os
-import torch
-from opdcl import parallel
-from opdcl.config.workflow import Workflow
-from opdcl.model.load import pick_dtype
-from opdcl.pipeline.defaults import resolve_for_machine
-
-is_first = os.environ["RANK"] == "0"
-parallel.join()
 torch.cuda.is_bf16_supported = lambda including_emulation: True
 torch.cpu._is_avx512_bf16_supported = lambda: False
 torch.cuda.is_available = lambda: is_first
@@ -82,5 +54,16 @@ print(pick_dtype("auto"), *(model.dtype for model in resolved.models()))
 """
 
 
-def test_unlike_workers_compute_in_the_precision_that_the_first_one_chose(monkeypatch):
-    assert two_workers(UNLIKE, monkeypatch) == ["bfloat16 bfloat16 bfloat16\n", "float32 bfloat16 bfloat16\n"]
+def test_two_workers_agree_and_compute_in_the_precision_that_the_first_one_chose():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    workers = []
+    for rank in "01":
+        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": rank}
+        words = [sys.executable, "-c", TWO]
+        workers.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | shared))
+    said = [worker.communicate(timeout=120)[0].splitlines() for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0]
+    assert [lines[0] for lines in said] == ["the workers hold different answers: [0, 1]"] * 2
+    assert [lines[1] for lines in said] == ["bfloat16 bfloat16 bfloat16", "float32 bfloat16 bfloat16"]

@@ -186,9 +186,3 @@ def test_the_site_builds_without_a_warning(hooks, tmp_path):
     assert not re.search(r'(?:href|src)="/', pages["404"])
     # The switch: by the system, light, dark.
     assert len(re.findall(r'data-md-color-media="[^"]*"[^>]*id="__palette_', pages["index"])) == 3
-
-
-def test_no_page_holds_the_marks_of_a_merge():
-    pages = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "workflows").glob("*.md")]
-    mark = re.compile(r"^(<{7}|={7}|>{7})( |$)", re.M)
-    assert [page.name for page in pages if mark.search(page.read_text(encoding="utf-8"))] == []

@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import signal
-import time
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from opdcl.rundir.layout import StageDir
 from opdcl.train.cost import dose
 from opdcl.train.learner import Learner
 from opdcl.train.recover import student_here
-from opdcl.training import Clock, Interruption, Schedule, StageLog, is_finite
+from opdcl.training import Interruption, Schedule, StageLog, is_finite
 
 
 class Shown(Silent):
@@ -160,11 +159,6 @@ def test_a_schedule_is_that_of_transformers_but_begins_above_zero(shape, steps):
     assert ours[warm_up:] == expected[warm_up:]
 
 
-def test_without_a_warm_up_the_first_step_has_the_peak():
-    schedule = Schedule(4, 0, "held")
-    assert [schedule.share(step) for step in range(4)] == [1.0, 1.0, 1.0, 1.0]
-
-
 def test_a_recovery_of_one_step_learns(backbone, tuned):
     (step,) = [row for row in run(backbone, tuned, steps=1, learning_rate=0.004) if "loss" in row]
     assert step["learning_rate"] == 0.004
@@ -260,12 +254,3 @@ def test_the_parts_of_a_step_add_up_to_its_time_and_its_dose_to_its_tokens(backb
         assert {"sampling", "teacher", "student", "validation"} >= row["parts"].keys()
     # The first step's parts hold what came before it: base and tuned were measured.
     assert all(sum(row["parts"].values()) <= row["seconds"] + 0.01 for row in rows[1:])
-
-
-def test_a_clock_adds_up_the_times_of_a_part_and_begins_anew():
-    clock = Clock()
-    for _ in range(2):
-        with clock.part("waiting"):
-            time.sleep(0.02)
-    assert 0.04 <= clock.take()["waiting"] < 5
-    assert clock.take() == {}
