@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from opdcl.errors import UsageError
-from opdcl.results import closeness, response_stats, stats
+from opdcl.results import intervals, ratios
 from opdcl.results.board import Board, Column, cells, compared, pool, said_by, scores_of, seed_notes
-from opdcl.results.closeness import Closeness
 from opdcl.results.format import CHANGE, NATS, SHARE, cell, interval, metric_words
 from opdcl.results.intervals import Estimate
+from opdcl.results.measurements import MeasuredSuite, Row, pooled, section, states_of
 from opdcl.results.origins import START, as_key, count_learned, learned_by, line_of, without_seed
 from opdcl.results.page import Page
+from opdcl.results.ratios import Closeness
 from opdcl.results.samples import Group, answers_by_run
-from opdcl.results.scores import MeasuredSuite, Row, section, states_of, values_of
 from opdcl.results.status import HEADLINE_ROLES, STATES
 from opdcl.results.summary import Results
 from opdcl.results.tables import IN_DOMAIN_STYLE, MISSING, Table, by_state, distance_cells, with_rows
@@ -74,9 +74,9 @@ class Arms(Board):
         for state in STATES:
             found = scores_of(arm.pooled, suite.name, state)
             if found is not None:
-                scores[state] = stats.mean(found, suite.clusters).rounded()
+                scores[state] = intervals.mean(found, suite.clusters).rounded()
         states = states_of([run.named[suite.name] for run in arm.pooled])
-        kept = stats.domain_retention(states) if states and suite.role == "domain" else None
+        kept = ratios.domain_retention(states) if states and suite.role == "domain" else None
         return scores, kept and kept.rounded()
 
     @property
@@ -193,12 +193,12 @@ def _arm(name: str, members: list[Results], suites: Mapping[str, MeasuredSuite])
     runs = [member for member in members if not member.missing] or members
     own = {role: [run.headline[role] for run in runs] for role in suites}
     for role, measured in own.items():
-        ends = values_of([suite for suite in measured if first.end in suite.rows], first.end)
+        ends = pooled([suite for suite in measured if first.end in suite.rows], first.end)
         if ends is not None:
             scores[role] = ends
     retention, domain = (own.get(role, []) for role in HEADLINE_ROLES)
-    tests = response_stats.compared_with_base(retention)
-    findings = stats.findings(states_of(retention), states_of(domain), response_stats.alike(tests))
+    tests = ratios.compared_with_base(retention)
+    findings = ratios.findings(states_of(retention), states_of(domain), ratios.alike(tests))
     return Column(
         name=name,
         state=first.end,
@@ -215,7 +215,7 @@ def _closeness(arm: Column, near: MeasuredSuite | None) -> Closeness | None:
     """Return an arm's closeness; None unless all its runs measured it, on the prompts of the other arms."""
     found = [run.near for run in arm.pooled]
     is_whole = near is not None and all(suite.rows and suite.prompts == near.prompts for suite in found)
-    return closeness.closeness_of(found) if is_whole else None
+    return ratios.closeness_of(found) if is_whole else None
 
 
 def _references(state: str, arms: list[Column], suites: Mapping[str, MeasuredSuite]) -> list[Column]:

@@ -8,17 +8,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from opdcl.results import stats
-from opdcl.results.closeness import Closeness
+from opdcl.results import intervals, ratios
 from opdcl.results.format import SCORE, Unit, cell
 from opdcl.results.intervals import Estimate
-from opdcl.results.response_stats import ResponseTests
-from opdcl.results.scores import MeasuredSuite, stacked
-from opdcl.results.stats import Findings
+from opdcl.results.measurements import MeasuredSuite, stacked
+from opdcl.results.ratios import Closeness, Findings, ResponseTests
 from opdcl.results.summary import Results
 
 # The findings of a model that has no R and no D of its own.
-NOTHING_FOUND = stats.findings(None, None)
+NOTHING_FOUND = ratios.findings(None, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +58,7 @@ class Board:
         """Return a model's score on each suite that it is measured on."""
         found = {}
         for name, scores in column.scores.items():
-            found[name] = stats.mean(scores, self.suites[name].clusters).rounded()
+            found[name] = intervals.mean(scores, self.suites[name].clusters).rounded()
         return found
 
     def changes(self, one: Column, other: Column) -> dict[str, Estimate]:
@@ -68,7 +66,7 @@ class Board:
         found = {}
         for name, suite in self.suites.items():
             if name in one.scores and name in other.scores:
-                change = stats.difference(one.scores[name], other.scores[name], suite.clusters)
+                change = intervals.difference(one.scores[name], other.scores[name], suite.clusters)
                 found[name] = change.rounded()
         return found
 

@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from opdcl.results import closeness, stats
+from opdcl.results import intervals, measurements, ratios
 from opdcl.results.board import Board, Column, cells, compared, pool, said_by, scores_of, seed_notes
 from opdcl.results.format import CHANGE, NATS, SCORE, cell, points
 from opdcl.results.intervals import Estimate
+from opdcl.results.measurements import MeasuredSuite, section
 from opdcl.results.origins import count_learned, holder, learned_by, places_of, rows_set_aside, without_seed
 from opdcl.results.page import Page
-from opdcl.results.scores import MeasuredSuite, section
 from opdcl.results.summary import Results
 from opdcl.results.tables import Table, with_rows
 from opdcl.rundir.layout import RunDir
@@ -85,7 +85,7 @@ class Chains(Board):
         """Return the figures of a chain, by name; None where one is not measured."""
         average, changes = _figures(chain, list(chain.lines), self.suites)
         clusters = [self.suites[name].clusters for name in average]
-        mean = stats.mean_over([*average.values()], clusters).rounded() if average else None
+        mean = intervals.mean_over([*average.values()], clusters).rounded() if average else None
         return {"average": mean} | {name: self._change(change) for name, change in changes.items()}
 
     def differences(self, one: Chain, other: Chain) -> dict[str, Estimate | None]:
@@ -106,7 +106,7 @@ class Chains(Board):
     def _change(self, figure: Figure) -> Estimate | None:
         """Estimate the mean over suites of a difference of scores; None if it is not measured."""
         changes = [(above, below, self.suites[name].clusters) for name, (above, below) in figure.items()]
-        return stats.change_over(changes).rounded() if changes else None
+        return intervals.change_over(changes).rounded() if changes else None
 
 
 def build_on_one_another(runs: Sequence[RunDir]) -> bool:
@@ -202,7 +202,7 @@ def _step(name: str, members: list[Results], suites: dict[str, MeasuredSuite]) -
         if found is not None:
             scores[suite] = found
     is_near = all(end in suite.rows and suite.prompts == near[0].prompts for suite in near)
-    distance = closeness.closeness_of(near) if is_near else None
+    distance = ratios.closeness_of(near) if is_near else None
     return Column(name, end, len(members), scores, members, members, closeness=distance)
 
 
@@ -303,7 +303,7 @@ def _kept(
             taught = scores_of([member for _, member in found], suite)
             if base is not None and taught is not None and student is not None:
                 floor, clusters = suites[suite].floor_values(), suites[suite].clusters
-                share = stats.domain_retention(stats.States(base, taught, student, floor, clusters))
+                share = ratios.domain_retention(measurements.States(base, taught, student, floor, clusters))
                 rows.append(TeacherRetention(step.name, teacher, suite, share and share.rounded()))
     return rows
 

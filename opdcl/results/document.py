@@ -13,11 +13,9 @@ if TYPE_CHECKING:
     from opdcl.results.arms import Arms
     from opdcl.results.board import Column
     from opdcl.results.chains import Chains
-    from opdcl.results.closeness import Closeness
+    from opdcl.results.estimates import Scores, Summary
     from opdcl.results.intervals import Estimate
-    from opdcl.results.response_stats import ResponseTests
-    from opdcl.results.result_types import Scores, Summary
-    from opdcl.results.stats import Findings
+    from opdcl.results.ratios import Closeness, Findings, ResponseTests
 
 Document = dict[str, Any]
 

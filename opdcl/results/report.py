@@ -11,11 +11,11 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from opdcl.hub import HUB_IDS
 from opdcl.results import format, report_tables
+from opdcl.results.estimates import Summary
+from opdcl.results.measurements import MeasuredSuite, section
 from opdcl.results.notes import validations_of
 from opdcl.results.page import Page, render_page
-from opdcl.results.result_types import Summary
 from opdcl.results.samples import pick_examples, sort_samples
-from opdcl.results.scores import MeasuredSuite, section
 from opdcl.results.status import STATES
 from opdcl.results.summary import Results
 from opdcl.results.verdict import next_command, severity, why_no_domain_retention, why_no_ratio

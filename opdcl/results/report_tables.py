@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from opdcl.config.shipped import SHIPPED_DATA
 from opdcl.results import format
 from opdcl.results.format import CHANGE, Unit, cell, metric_words
+from opdcl.results.measurements import section
 from opdcl.results.origins import as_named
-from opdcl.results.response_stats import MARGINS
-from opdcl.results.scores import section
+from opdcl.results.ratios import MARGINS
 from opdcl.results.status import HEADLINE_ROLES, NON_INFERIORITY_MARGIN, STATES
 from opdcl.results.tables import (
     WRITING,
@@ -25,9 +25,9 @@ from opdcl.results.tables import (
 from opdcl.rundir.layout import RunDir
 
 if TYPE_CHECKING:
-    from opdcl.results.closeness import Closeness
+    from opdcl.results.estimates import Scores, Summary
     from opdcl.results.intervals import Estimate
-    from opdcl.results.result_types import Scores, Summary
+    from opdcl.results.ratios import Closeness
 
 RELATIVE = Unit("{:+.0f}", 100, " %")
 MARGIN = f"{100 * NON_INFERIORITY_MARGIN:g}"

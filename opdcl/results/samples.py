@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from opdcl.repetition import WORD
-from opdcl.results import format, response_stats
-from opdcl.results.scores import MeasuredSuite
+from opdcl.results import format, measurements
+from opdcl.results.measurements import MeasuredSuite
 from opdcl.results.status import STATES
 
 LONGEST_PROMPT, LONGEST_ANSWER = 900, 700
@@ -222,7 +222,7 @@ def _readability(suite: MeasuredSuite) -> list[tuple[bool, bool, int, int]]:
     # Whether an answer of any state was truncated or repeats itself, where that is recorded.
     unclean = np.zeros(len(suite.measured), bool)
     for state in suite.rows:
-        written = response_stats.response_values(suite, state)
+        written = measurements.response_values(suite, state)
         if "ended" in written:
             unclean |= written["ended"] < 1
         if "repetition" in written:

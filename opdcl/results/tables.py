@@ -9,8 +9,8 @@ from opdcl.results.format import LENGTH, NATS, SCORE, SHARE, Unit, cell
 from opdcl.results.status import DOMAIN_STYLE, STATES
 
 if TYPE_CHECKING:
-    from opdcl.results.closeness import Closeness
     from opdcl.results.intervals import Estimate
+    from opdcl.results.ratios import Closeness
 
 # How a share of requests is named, with its definition.
 IN_DOMAIN_STYLE = f"answered in domain style\nabove {DOMAIN_STYLE:g} nat per token"

@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from opdcl.config.recover import RecoverConfig
-from opdcl.results import response_stats
+from opdcl.results import ratios
+from opdcl.results.estimates import Summary, Verdict
 from opdcl.results.format import POINTS, SCORE, SHARE, interval, is_few, percent, points
+from opdcl.results.measurements import PLAIN_WORDS
 from opdcl.results.notes import learned_note
 from opdcl.results.origins import rows_set_aside
-from opdcl.results.result_types import Summary, Verdict
-from opdcl.results.scores import PLAIN_WORDS
 from opdcl.results.status import (
     ALONE,
     FAULT,
@@ -29,11 +29,9 @@ from opdcl.results.status import (
 )
 
 if TYPE_CHECKING:
-    from opdcl.results.closeness import Closeness
     from opdcl.results.intervals import Estimate
-    from opdcl.results.response_stats import ResponseTests
-    from opdcl.results.scores import MeasuredSuite
-    from opdcl.results.stats import Findings
+    from opdcl.results.measurements import MeasuredSuite
+    from opdcl.results.ratios import Closeness, Findings, ResponseTests
     from opdcl.rundir.layout import RunDir
 
 # Fewer prompts hardly ever show that a model as good as base has recovered; the estimate says more.
@@ -86,7 +84,7 @@ def _settled(summary: Summary, faults: Sequence[str]) -> Findings:
     findings, near = summary.findings, summary.closeness
     if findings.retention_status is Retention.NO_HEADROOM and near and near.status:
         found = near.status
-        if found is Retention.RECOVERED and not response_stats.alike(summary.writing_tests):
+        if found is Retention.RECOVERED and not ratios.alike(summary.writing_tests):
             found = Retention.PARTLY
         status = both_halves(found, findings.domain_status)
         findings = replace(findings, retention_status=found, status=status)
@@ -264,9 +262,7 @@ def _advice(summary: Summary, settings: Mapping[str, Any]) -> str:
         command = f"opdcl recover RUN --set recover.domain_rollouts={rows} -o RUN-2"
         return f"To keep more of the domain, learn from more of its rows in each step: {command}"
     advice = found.advice
-    almost_all = (
-        recovery and recovery.value >= MOST_OF_THE_GAIN and response_stats.alike(summary.writing_tests)
-    )
+    almost_all = recovery and recovery.value >= MOST_OF_THE_GAIN and ratios.alike(summary.writing_tests)
     if found is Retention.PARTLY and (almost_all or _first_look(summary)):
         advice = "To show more, {prompts}"
     return advice.format(prompts=_more_prompts(summary, settings), steps=more_steps) if advice else ""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from helpers.synthetic import TUNED, N, alter, change, compared, measure
 
-from opdcl.results import stats
+from opdcl.results import intervals
 from opdcl.results.compare import compare_runs, comparison_page
 from opdcl.results.document import summarise
 
@@ -115,8 +115,8 @@ def test_runs_that_differ_only_in_seeds_form_one_arm_with_their_mean(make):
         (2, 0.75),
     ]
     passed = [(np.arange(N) < k).astype(float) for k in (20, 28, 30)]
-    assert row["retention"] == vars(stats.mean(np.stack(passed)).rounded())
-    alone = vars(stats.mean(passed[1]).rounded())
+    assert row["retention"] == vars(intervals.mean(np.stack(passed)).rounded())
+    alone = vars(intervals.mean(passed[1]).rounded())
     assert row["retention"]["high"] - row["retention"]["low"] > alone["high"] - alone["low"]
 
 

@@ -5,7 +5,7 @@ import pytest
 from helpers.synthetic import N, change, compared, held, measure, workflow, write
 
 from opdcl.errors import UsageError
-from opdcl.results import chains, stats
+from opdcl.results import chains, intervals
 from opdcl.results.compare import compare_runs, comparison_page, write_comparison
 from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
@@ -176,11 +176,11 @@ def test_independent_runs_are_compared_as_arms(step):
 def test_the_mean_over_suites_has_a_narrower_interval_than_one_suite():
     rng = np.random.default_rng(0)
     suites = [(rng.random(n) < 0.5).astype(float) for n in (200, 100, 300)]
-    comparison = stats.mean_over(suites)
+    comparison = intervals.mean_over(suites)
     assert comparison.value == pytest.approx(np.mean([s.mean() for s in suites]))
-    assert stats.mean_over([suites[0]]) == stats.mean(suites[0])
+    assert intervals.mean_over([suites[0]]) == intervals.mean(suites[0])
     clusters = np.repeat(np.arange(50), 4)
-    assert stats.mean_over([suites[0]], [clusters]) == stats.mean(suites[0], clusters)
+    assert intervals.mean_over([suites[0]], [clusters]) == intervals.mean(suites[0], clusters)
     # Independent prompts: variances add up, each divided by the number of suites squared.
     width = np.sqrt(sum((s.std() / np.sqrt(len(s)) / 3) ** 2 for s in suites)) * 2 * 1.96
     assert comparison.high - comparison.low == pytest.approx(width, rel=0.1)
@@ -198,7 +198,10 @@ def test_one_prompt_of_a_hundred_is_no_forgetting_that_is_shown(step):
                 run.eval_result(state, suite).unlink()
     comparison = chains.compare_chains([first, second])
     before, after = ((np.arange(100) < passed).astype(float) for passed in (99, 98))
-    assert comparison.figures(comparison.chains[0])["forgetting"] == stats.difference(before, after).rounded()
+    assert (
+        comparison.figures(comparison.chains[0])["forgetting"]
+        == intervals.difference(before, after).rounded()
+    )
     assert comparison_page(comparison).heading.endswith("no forgetting is shown")
 
 
@@ -211,7 +214,7 @@ def test_a_change_over_suites_is_claimed_seldom_where_there_is_none():
             before = (rng.random(n) < 0.7).astype(float)
             again = np.where(rng.random(n) < 0.03, rng.random(n) < 0.7, before).astype(float)
             changes.append(([before], [again], None))
-        found = stats.change_over(changes)
+        found = intervals.change_over(changes)
         claimed += found.low > 0 or found.high < 0
     assert claimed < 0.05 * 400
 
@@ -219,10 +222,10 @@ def test_a_change_over_suites_is_claimed_seldom_where_there_is_none():
 def test_a_change_over_one_suite_is_the_difference_and_two_that_stood_still_prove_nothing():
     rng = np.random.default_rng(1)
     a, b = (rng.random((3, 60)) < 0.5).astype(float), (rng.random((3, 60)) < 0.7).astype(float)
-    one, other = stats.change_over([([a], [b], None)]), stats.difference(a, b)
+    one, other = intervals.change_over([([a], [b], None)]), intervals.difference(a, b)
     assert (one.value, one.low, one.high) == pytest.approx((other.value, other.low, other.high))
     same = (np.ones(8),) * 2
-    still = stats.change_over([([same[0]], [same[1]], None)] * 2)
+    still = intervals.change_over([([same[0]], [same[1]], None)] * 2)
     assert still.low < -0.1 < 0.1 < still.high
 
 

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 from helpers.synthetic import STRICT, compared, measure_fully, pages, write
 
-from opdcl.results import stats
-from opdcl.results.closeness import Closeness
+from opdcl.results import ratios
 from opdcl.results.document import run_document, summarise
 from opdcl.results.intervals import Estimate
+from opdcl.results.measurements import States
+from opdcl.results.ratios import Closeness, ResponseTest
 from opdcl.results.report_tables import terminal_rows
-from opdcl.results.response_stats import ResponseTest
-from opdcl.results.stats import States
 from opdcl.results.status import STATES
 from opdcl.results.summary import Results
 from opdcl.results.verdict import conclude
@@ -242,9 +241,9 @@ def answers(passed, n=300):
     [(250, "kept"), (240, "kept"), (225, "partly kept"), (60, "partly kept"), (0, "lost")],
 )
 def test_kept_means_nine_tenths_are_shown_and_lost_that_nothing_is(recovered, status):
-    assert stats.domain_status_of(States(answers(0), answers(250), answers(recovered))) == status
+    assert ratios.domain_status_of(States(answers(0), answers(250), answers(recovered))) == status
 
 
 def test_a_wide_interval_shows_neither_that_the_domain_is_kept_nor_that_it_is_lost():
     base, tuned, recovered = answers(2, 12), answers(10, 12), answers(4, 12)
-    assert stats.domain_status_of(States(base, tuned, recovered)) == "not shown"
+    assert ratios.domain_status_of(States(base, tuned, recovered)) == "not shown"

@@ -22,8 +22,9 @@ from opdcl.errors import UsageError
 from opdcl.results import plots, report
 from opdcl.results.document import summarise
 from opdcl.results.format import markdown, unbroken
+from opdcl.results.measurements import load_suites
 from opdcl.results.samples import MOST_PROMPTS, RULE, regained_prompts, sort_samples
-from opdcl.results.scores import STATES, load_suites
+from opdcl.results.status import STATES
 from opdcl.results.summary import Results
 from opdcl.results.tables import MISSING
 from opdcl.rundir.records import read_samples
