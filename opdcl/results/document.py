@@ -10,8 +10,7 @@ from opdcl.results.summary import Results
 from opdcl.rundir.layout import RunDir
 
 if TYPE_CHECKING:
-    from opdcl.results.arms import Arms
-    from opdcl.results.board import Column
+    from opdcl.results.arms import Arms, Column
     from opdcl.results.chains import Chains
     from opdcl.results.estimates import Scores, Summary
     from opdcl.results.intervals import Estimate

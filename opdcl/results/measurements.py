@@ -70,28 +70,23 @@ class MeasuredSuite:
     @property
     def latest(self) -> str | None:
         """The state that a user would ship: recovered, or tuned if nothing is recovered."""
-        for state in ("recovered", "tuned"):
-            if state in self.rows:
-                return state
-        return None
+        return next((state for state in ("recovered", "tuned") if state in self.rows), None)
 
     @property
     def floor(self) -> float | None:
         """The best headline score of a content-free answer, or None if it was not measured."""
-        scores = []
-        for result in self.results.values():
-            for answer in (result.get("floor") or {}).values():
-                if self.metric in answer:
-                    scores.append(answer[self.metric])
-        return max(scores, default=None)
+        answers = [answer for found in self._floors for answer in found.values()]
+        return max((answer[self.metric] for answer in answers if self.metric in answer), default=None)
 
     @property
     def floor_is(self) -> str:
         """What reaches the floor, as texts name it: a content-free answer, or in multiple choice a guess."""
-        for result in self.results.values():
-            if "chance" in (result.get("floor") or {}):
-                return "a guess"
-        return "a content-free answer"
+        return "a guess" if any("chance" in found for found in self._floors) else "a content-free answer"
+
+    @property
+    def _floors(self) -> list[dict[str, dict[str, float]]]:
+        """Of each result, content-free answer -> metric -> score."""
+        return [result.get("floor") or {} for result in self.results.values()]
 
     @property
     def measured(self) -> list[Row]:
@@ -102,6 +97,11 @@ class MeasuredSuite:
     def prompts(self) -> list[tuple]:
         """The number and text of each prompt, and the answer to it, in the order of the rows."""
         return [(row["doc_id"], row["prompt"], row.get("target")) for row in self.measured]
+
+    @property
+    def asked(self) -> tuple[str | None, list[tuple]]:
+        """The metric and the prompts: where they are equal, two runs were asked the same."""
+        return self.metric, self.prompts
 
     @property
     def description(self) -> dict[str, Any]:
@@ -133,9 +133,7 @@ class MeasuredSuite:
 
     def only(self, group: str) -> MeasuredSuite:
         """Return the suite on the prompts of one group, without results that hold for all prompts."""
-        chosen = {}
-        for state, rows in self.rows.items():
-            chosen[state] = [row for row in rows if row.get("group") == group]
+        chosen = {s: [row for row in rows if row.get("group") == group] for s, rows in self.rows.items()}
         return replace(self, rows=chosen, results={})
 
     def parts(self, state: str) -> list[list[float]]:
@@ -175,14 +173,9 @@ class MeasuredSuite:
 
     def floor_values(self) -> np.ndarray | None:
         """Return the `(N,)` scores of the best content-free answer, or None if they were not stored."""
-        best = None
-        for rows in self.rows.values():
-            if any("floor" not in row for row in rows):
-                continue
-            scores = _weighted(_parts(row["floor"] for row in rows))
-            if best is None or scores.mean() > best.mean():
-                best = scores
-        return best
+        stored = [rows for rows in self.rows.values() if all("floor" in row for row in rows)]
+        floors = [_weighted(_parts(row["floor"] for row in rows)) for rows in stored]
+        return max(floors, key=lambda scores: scores.mean(), default=None)
 
 
 class States(NamedTuple):
