@@ -151,27 +151,16 @@ def compare_arms(runs: Sequence[RunDir]) -> Arms:
     """
     groups = load_arms(runs)
     members = [member for group in groups.values() for member in group]
-    suites: dict[str, MeasuredSuite] = {}
-    for role in HEADLINE_ROLES:
-        suite = _first_measured(members, role).headline.get(role)
-        if suite:
-            suites[role] = suite
+    headline = {role: _first_measured(members, role).headline.get(role) for role in HEADLINE_ROLES}
+    suites = {role: suite for role, suite in headline.items() if suite}
     measured = (run.near for group in groups.values() for run in finished_of(group) if run.near.rows)
     near = next(measured, None)
     arms = [_arm(name, group, [*suites], near) for name, group in groups.items()]
     references = [*_references("base", arms, suites), *_references("tuned", arms, suites)]
     differences = _differences(arms)
     faults, of_runs = said_by(members)
-    notes = [
-        *faults,
-        *_reference_notes(references),
-        *[f"{arm.name}: {said}" for arm in arms if (said := writing_sentence(arm.writing))],
-        *_setting_notes(arms, differences),
-        *_measuring_notes(arms, near),
-        *of_runs,
-        *seed_notes({arm.seeds for arm in arms}),
-    ]
-    return Arms(suites, arms, faults, notes, references, differences)
+    notes = _notes(arms, references, differences, near) + of_runs + seed_notes({arm.seeds for arm in arms})
+    return Arms(suites, arms, faults, faults + notes, references, differences)
 
 
 def load_arms(runs: Sequence[RunDir]) -> dict[str, list[Results]]:
@@ -329,17 +318,19 @@ def _differences(arms: list[Column]) -> dict[str, dict[str, Any]]:
     return differences
 
 
-def _reference_notes(references: list[Column]) -> list[str]:
+def _notes(
+    arms: list[Column],
+    references: list[Column],
+    differences: dict[str, dict[str, Any]],
+    near: MeasuredSuite | None,
+) -> list[str]:
+    """Say what sets arms apart besides their scores, and what is not measured yet, or on other prompts."""
     notes = []
     for state, count in Counter(reference.state for reference in references).items():
         if count > 1:
             different = f"The arms have {count} different results of {state}"
             notes.append(f"{different}: each arm's R and D refer to its own.")
-    return notes
-
-
-def _setting_notes(arms: list[Column], differences: dict[str, dict]) -> list[str]:
-    notes = []
+    notes += [f"{arm.name}: {said}" for arm in arms if (said := writing_sentence(arm.writing))]
     evaluation = [key for key in differences if key.startswith("eval.")]
     if measuring := [key for key in evaluation if ".".join(key.split(".")[:2]) not in HARMLESS]:
         notes.append(f"The arms were measured with different settings ({', '.join(measuring)}).")
@@ -347,12 +338,6 @@ def _setting_notes(arms: list[Column], differences: dict[str, dict]) -> list[str
     if repeated := [arm.name for arm, key in zip(arms, settings, strict=True) if settings.count(key) > 1]:
         names, reason = ", ".join(repeated), "the settings are equal and some seeds occur twice"
         notes.append(f"{names}: {reason}, so the runs are not pooled.")
-    return notes
-
-
-def _measuring_notes(arms: list[Column], near: MeasuredSuite | None) -> list[str]:
-    """Say what is not measured yet, and whose closeness was measured on other prompts."""
-    notes = []
     for arm in arms:
         for member in arm.members:
             if member.missing:

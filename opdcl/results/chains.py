@@ -159,8 +159,11 @@ def compare_chains(runs: Sequence[RunDir]) -> Chains:
     faults, of_runs = said_by(members)
     suites, left_out = _shared_suites(members)
     groups = pool(members, [_seed_key(member) for member in members])
-    steps = [_step(name, group, suites) for name, group in groups.items()]
-    unsure = [note for step in steps if (note := _unknown_domain(step))]
+    steps, unsure = [], []
+    for name, group in groups.items():
+        learned, note = _domain_suite(name, group[0])
+        steps.append(_step(name, group, suites, learned))
+        unsure += [note] if note else []
     chains = _chains(steps)
     base: dict[str, np.ndarray] = {}
     for name in suites:
@@ -211,44 +214,29 @@ def _shared_name(suite: MeasuredSuite, suites: dict[str, MeasuredSuite], member:
     return suite.name
 
 
-def _step(name: str, members: list[Results], suites: dict[str, MeasuredSuite]) -> Column:
+def _step(name: str, members: list[Results], suites: dict[str, MeasuredSuite], learned: str | None) -> Column:
     """Return a step; its closeness only if every run measured its end, on the same prompts."""
     near, end = [member.near for member in members], members[0].end
     scores = {suite: found for suite in suites if (found := scores_of(members, suite)) is not None}
     is_near = all(end in suite.rows and suite.asked == near[0].asked for suite in near)
-    asked = _domains_asked(members[0])
-    return Column(
-        name=name,
-        state=end,
-        seeds=len(members),
-        scores=scores,
-        members=members,
-        pooled=members,
-        closeness=closeness_of(near) if is_near else None,
-        learned=asked[0] if len(asked) == 1 else None,
-    )
+    distance = closeness_of(near) if is_near else None
+    return Column(name, end, len(members), scores, members, members, closeness=distance, learned=learned)
 
 
-def _domains(made: Results) -> list[str]:
-    """Return the domain suites of a run that has a fine-tune; the order of suites says nothing."""
-    if not section(made.run, "finetune"):
-        return []
-    return [name for name, suite in made.named.items() if suite.role == "domain"]
+def _domain_suite(name: str, first: Results) -> tuple[str | None, str]:
+    """Return the suite of the domain that a step learned, and a note where its rows do not decide.
 
-
-def _domains_asked(made: Results) -> list[str]:
-    """Return the domain suites that may be what a run learned: the only one, or those that ask its rows."""
-    domains = _domains(made)
-    return domains if len(domains) == 1 else [name for name in domains if _asks_rows_of(made, name)]
-
-
-def _unknown_domain(step: Column) -> str:
-    """Say that the rows do not decide which domain suite a step learned, by content, file or name."""
-    if step.learned or not _domains(step.members[0]):
-        return ""
+    They do if they are those of one suite, by content, file or name; the order of suites says nothing.
+    """
+    domains = [suite for suite, found in first.named.items() if found.role == "domain"]
+    if not section(first.run, "finetune") or not domains:
+        return None, ""
+    named = [suite for suite in domains if len(domains) == 1 or _asks_rows_of(first, suite)]
+    if len(named) == 1:
+        return named[0], ""
     reason = "its rows are those of none of them, or of several"
     remedy = "give one suite the name of the file of rows, without its ending"
-    return f"{step.name}: which of its domain suites it learned is unknown: {reason}; {remedy}."
+    return None, f"{name}: which of its domain suites it learned is unknown: {reason}; {remedy}."
 
 
 def _asks_rows_of(made: Results, shared: str) -> bool:

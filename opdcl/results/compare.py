@@ -137,12 +137,9 @@ def _difference_of(board: Arms) -> str:
 
 def _alone(arm: Column) -> str:
     """Sum up the only arm: the same run with several seeds."""
-    sentence = f"{arm.seeds} seeds: {arm.findings.status}"
-    if arm.findings.recovery:
-        sentence += f", R = {interval(arm.findings.recovery)}"
-    if arm.findings.domain_retention:
-        sentence += f", D = {interval(arm.findings.domain_retention)}"
-    return sentence
+    ratios = {"R": arm.findings.recovery, "D": arm.findings.domain_retention}
+    known = [f", {name} = {interval(ratio)}" for name, ratio in ratios.items() if ratio]
+    return f"{arm.seeds} seeds: {arm.findings.status}{''.join(known)}"
 
 
 def _count(changes: list[Estimate]) -> str:
@@ -206,14 +203,11 @@ def _rivals_table(board: Arms) -> Table:
 
 
 def _further_table(board: Arms, suite: MeasuredSuite) -> Table:
-    columns, rows = ["arm", *STATES], []
+    is_domain, rows = suite.role == "domain", []
     for arm in board.finished:
         scores, kept = board.on_further(arm, suite)
-        rows.append([arm.name, *by_state(scores)])
-        if suite.role == "domain":
-            rows[-1].append(cell(kept))
-    if suite.role == "domain":
-        columns.append("D")
+        rows.append([arm.name, *by_state(scores), *([cell(kept)] if is_domain else [])])
+    columns = ["arm", *STATES, *(["D"] if is_domain else [])]
     words, n = metric_words(suite.metric or ""), len(suite.measured)
     caption = f"Score: {words}, on {n} prompts. This suite does not affect the status."
     return Table(f"{suite.name}, {suite.role}", columns, rows, caption)
@@ -275,12 +269,8 @@ def _steps_table(board: Chains) -> Table:
         "The model's scores after each step, and its distance to base in nats per token. Brackets are 95 % "
         "intervals over prompts, and over seeds if there are several."
     )
-    columns = [
-        "step",
-        *[f"{name}\n{suite.role}" for name, suite in board.suites.items()],
-        "distance\nto base",
-    ]
-    return Table("After each step", columns, rows, caption)
+    named = [f"{name}\n{suite.role}" for name, suite in board.suites.items()]
+    return Table("After each step", ["step", *named, "distance\nto base"], rows, caption)
 
 
 def _chains_table(board: Chains) -> Table:
@@ -293,9 +283,9 @@ def _chains_table(board: Chains) -> Table:
         rows.append([name, *[cell(change, CHANGE) for change in changes], ""])
     caption = (
         "Average: the mean at the end of all retention suites and learned domains. Forgetting: how far they "
-        "lie below their best score "
-        "before the last step, including base's retention. Backward transfer: how far earlier domains have "
-        "moved since they were learned. Differences are in points, paired by prompt and seed."
+        "lie below their best score before the last step, including base's retention. Backward transfer: how "
+        "far earlier domains have moved since they were learned. Differences are in points, paired by prompt "
+        "and seed."
     )
     return Table("Chains", ["chain", "average", "forgetting", "backward transfer"], rows, caption)
 

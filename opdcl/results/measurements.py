@@ -308,16 +308,13 @@ def load_measured(run: RunDir, name: str, role: str) -> MeasuredSuite:
         problem = f"{' and '.join(results)} have no prompt in common, so they cannot be compared"
         raise UsageError(f"suite {name}: {problem}", f"opdcl eval {run.path} --force")
     order = sorted(shared, key=lambda key: (str(type(key[0])), *key))
-    paired = {}
-    for state, by_prompt in answers.items():
-        paired[state] = [by_prompt[key] for key in order]
     first = next(iter(results.values()))
     return MeasuredSuite(
         name=name,
         role=str(first.get("role", role)),
         metric=first["metric"],
         results=results,
-        rows=paired,
+        rows={state: [by_prompt[key] for key in order] for state, by_prompt in answers.items()},
         unpaired=len(set.union(*asked)) - len(shared),
         faults=faults,
     )
@@ -348,9 +345,7 @@ def _mismatch(rows: list[Row], result: Row) -> str:
         scores = [row["scores"].get(metric) for row in rows]
         if metric != result["metric"] and scores.count(None) == n:
             continue  # its samples do not keep it
-        parts: list[Any] = []
-        for score in scores:
-            parts += _as_list(score)
+        parts = [part for score in scores for part in _as_list(score)]
         if not parts or not all(isinstance(part, int | float) for part in parts):
             return f"its answers give {metric} as no number, and its result says {recorded}"
         found = float(sum(parts)) / len(parts)

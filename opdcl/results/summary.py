@@ -56,8 +56,34 @@ class Results:
 
     @cached_property
     def measured(self) -> Summary:
-        with _damage_is_named(self.run):
-            return _measured(self)
+        """What was measured, and what follows by statistics: a summary without a verdict."""
+        run, suites, near = self.run, self.suites, self.near
+        headline = {role: self.headline.get(role) for role in HEADLINE_ROLES}
+        retention, domain = headline["retention"], headline["domain"]
+        of_retention, of_domain = ([suite] if suite else [] for suite in (retention, domain))
+        changes, tests = changes_of(retention), compared_with_base(of_retention)
+        detectable = None
+        if retention and changes["tuned_minus_base"]:
+            base, tuned = retention.values("base"), retention.values("tuned")
+            detectable = detectable_difference(tuned, base, retention.clusters)
+        faults = notes.inert(suites) + notes.faults_of(run, [*suites, near])
+        remarks = [note for suite in suites for note in notes.suite_notes(suite)] + notes.recovery_notes(run)
+        return Summary(
+            name=run.settings().get("name") or run.path.name,
+            alone=self.alone,
+            headline={role: suite.name if suite else None for role, suite in headline.items()},
+            suites={suite.name: suite_scores(suite) for suite in suites},
+            findings=findings(states_of(of_retention), states_of(of_domain), alike(tests)),
+            closeness=closeness_of([near]),
+            groups=groups_of(retention),
+            changes=changes | {f"domain_{pair}": change for pair, change in changes_of(domain).items()},
+            detectable_drop=detectable,
+            writing=tests,
+            cost=_cost(run, [*suites, near]),
+            faults=faults,
+            notes=faults + remarks,
+            trained=None if suites else _trained(run),
+        )
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -122,38 +148,6 @@ def _damage_is_named(run: RunDir) -> Iterator[None]:
             message = f"{run.path / name} {problem} since opdcl wrote it, and no report can be made from it"
             raise UsageError(message, RESTORE) from fault
         raise
-
-
-def _measured(results: Results) -> Summary:
-    """Return what was measured, and what follows by statistics: a summary without a verdict."""
-    run, suites, near = results.run, results.suites, results.near
-    headline = {role: results.headline.get(role) for role in HEADLINE_ROLES}
-    retention, domain = headline["retention"], headline["domain"]
-    measured, learned = ([suite] if suite else [] for suite in (retention, domain))
-    changes, tests = changes_of(retention), compared_with_base(measured)
-    detectable = None
-    if retention and changes["tuned_minus_base"]:
-        detectable = detectable_difference(
-            retention.values("tuned"), retention.values("base"), retention.clusters
-        )
-    faults = notes.inert(suites) + notes.faults_of(run, [*suites, near])
-    remarks = [note for suite in suites for note in notes.suite_notes(suite)] + notes.recovery_notes(run)
-    return Summary(
-        name=run.settings().get("name") or run.path.name,
-        alone=results.alone,
-        headline={role: suite.name if suite else None for role, suite in headline.items()},
-        suites={suite.name: suite_scores(suite) for suite in suites},
-        findings=findings(states_of(measured), states_of(learned), alike(tests)),
-        closeness=closeness_of([near]),
-        groups=groups_of(retention),
-        changes=changes | {f"domain_{pair}": change for pair, change in changes_of(domain).items()},
-        detectable_drop=detectable,
-        writing=tests,
-        cost=_cost(run, [*suites, near]),
-        faults=faults,
-        notes=faults + remarks,
-        trained=None if suites else _trained(run),
-    )
 
 
 def _trained(run: RunDir) -> tuple[str, str] | None:

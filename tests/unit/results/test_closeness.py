@@ -147,9 +147,8 @@ def test_c_counts_from_the_floor_where_that_is_nearer_than_tuned(tmp_path):
     store(near, "base", [0.0] * N, floor=lambda i: 1.0)
     found = summarise(near)["closeness"]
     assert found["value"] == found["raw"]["value"]
-    assert {row[0]: row for row in terminal_rows(Results(near).summary)}[
-        "distance to base, mean\nnats per token"
-    ][2] == "1.000"
+    rows = {row[0]: row for row in terminal_rows(Results(near).summary)}
+    assert rows["distance to base, mean\nnats per token"][2] == "1.000"
 
 
 def test_the_share_in_the_domains_manner_is_that_of_answers_over_one_nat(tmp_path):
@@ -158,11 +157,7 @@ def test_the_share_in_the_domains_manner_is_that_of_answers_over_one_nat(tmp_pat
     store(run, "recovered", [1.01] * 2 + [0.1] * (N - 2))
     summary = summarise(run)
     shares = {state: summary["closeness"][state]["domain_manner"] for state in ("base", "tuned", "recovered")}
-    assert {state: share["value"] for state, share in shares.items()} == {
-        "base": 0.0,
-        "tuned": 0.9,
-        "recovered": 0.05,
-    }
+    assert [share["value"] for share in shares.values()] == [0.0, 0.9, 0.05]
     assert shares["recovered"]["low"] < 0.05 < shares["recovered"]["high"]
     sentence = f"Unrelated requests answered in domain style: 90 % before, 5 % after ({N} requests)."
     assert summary["further"][0].startswith(sentence)
@@ -183,14 +178,10 @@ def test_a_distance_is_told_by_its_mean_and_its_median_everywhere(tmp_path):
     other = make(tmp_path / "other", steps=9)
     arm = compared([run, other])["arms"][0]
     assert arm["closeness"]["recovered"]["median"] == found["median"]
-    table = next(
-        t for t in comparison_page(compare_runs([run, other])).sections if t.title == "Closeness to base"
-    )
-    assert [column.split("\n")[0] for column in table.columns[4:]] == [
-        "median",
-        "answered in domain style",
-        "C",
-    ]
+    page = comparison_page(compare_runs([run, other]))
+    table = next(table for table in page.sections if table.title == "Closeness to base")
+    named = [column.split("\n")[0] for column in table.columns[4:]]
+    assert named == ["median", "answered in domain style", "C"]
     assert table.rows[0][4].startswith("0.100")
     assert table.rows[0][5].startswith("10 %")
 

@@ -5,8 +5,8 @@ import pytest
 from scipy.stats import t as student
 
 from opdcl.repetition import repetition
-from opdcl.results import estimates, measurements, ratios
-from opdcl.results.measurements import MeasuredSuite, script_of
+from opdcl.results import estimates, ratios
+from opdcl.results.measurements import WRITTEN, MeasuredSuite, States, response_values, script_of
 from opdcl.results.ratios import MARGINS, ResponseTest
 
 ENGLISH, GERMAN, RUSSIAN, CHINESE = "Keep it short.", "Fasse dich kurz.", "Пиши коротко.", "请简短回答。"
@@ -25,21 +25,20 @@ def suite_of(**answers):
     return MeasuredSuite("instructions", "retention", "strict", {}, rows, 0)
 
 
-def test_repetition_is_that_of_the_recovery_s_health_on_words():
+def column(name: str, *answers, state: str = "base", **more):
+    """Return a column of base's answers, or of those of another state beside it."""
+    found = suite_of(base=answers, **more).column(state, name)
+    return None if found is None else found.tolist()
+
+
+def test_repetition_is_that_of_the_recovery_s_health_on_words_or_characters():
     looping = "we met and we talked " * 5
-    share = measurements.response_values(suite_of(base=[looping, "one two three four five"]), "base")[
-        "repetition"
-    ]
     # 25 words have 22 4-grams, of which only the first 5 are new.
-    assert share == pytest.approx([17 / 22, 0])
-    assert share[0] == pytest.approx(repetition([looping.split()]))
-
-
-def test_a_script_without_spaces_is_read_by_character():
-    (share,) = measurements.response_values(suite_of(base=["一二三四五六七八" * 2]), "base")["repetition"]
-    assert share == pytest.approx(5 / 13)
-    (none,) = measurements.response_values(suite_of(base=["一二三四五六七八"]), "base")["repetition"]
-    assert none == 0
+    shares = column("repetition", looping, "one two three four five")
+    assert shares == pytest.approx([17 / 22, 0])
+    assert shares[0] == pytest.approx(repetition([looping.split()]))
+    # A script without spaces is read by character.
+    assert column("repetition", "一二三四五六七八" * 2, "一二三四五六七八") == pytest.approx([5 / 13, 0])
 
 
 @pytest.mark.parametrize(
@@ -60,25 +59,20 @@ def test_the_script_is_that_of_most_letters(text, script):
 
 
 def test_an_answer_may_be_in_the_script_of_the_prompt_or_of_base_s_answer():
-    suite = suite_of(
-        base=[ENGLISH, CHINESE, ENGLISH, ENGLISH], recovered=[RUSSIAN, CHINESE, GERMAN, "1, 2, 3"]
-    )
-    assert measurements.response_values(suite, "base")["script"].tolist() == [1, 1, 1, 1]
-    assert measurements.response_values(suite, "recovered")["script"].tolist() == [0, 1, 1, 1]
+    base, recovered = [ENGLISH, CHINESE, ENGLISH, ENGLISH], [RUSSIAN, CHINESE, GERMAN, "1, 2, 3"]
+    assert column("script", *base) == [1, 1, 1, 1]
+    assert column("script", *base, state="recovered", recovered=recovered) == [0, 1, 1, 1]
 
 
-def test_what_old_rows_do_not_tell_is_left_out():
-    row = {"response": ENGLISH, "tokens": 4}
-    whole, old = row | {"ended": True}, row
-    assert set(measurements.response_values(suite_of(base=[whole, whole]), "base")) == {
-        "ended",
-        "tokens",
-        "repetition",
-        "script",
-    }
-    assert "ended" not in measurements.response_values(suite_of(base=[whole, old]), "base")
-    assert measurements.response_values(suite_of(base=[{}]), "base") == {}
-    assert measurements.response_values(suite_of(base=[whole]), "tuned") == {}
+def test_what_rows_do_not_tell_is_left_out():
+    old = {"response": ENGLISH, "tokens": 4}
+    whole = old | {"ended": True}
+    assert set(response_values(suite_of(base=[whole, whole]), "base")) == {*WRITTEN}
+    assert column("ended", whole, old) is None
+    # Where likelihoods were compared, the response is a choice.
+    assert column("distinct", whole | {"likelihoods": [0.0, -1.0]}) is None
+    assert response_values(suite_of(base=[{}]), "base") == {}
+    assert response_values(suite_of(base=[whole]), "tuned") == {}
 
 
 def test_every_measure_has_its_mean_with_an_interval():
@@ -92,14 +86,9 @@ def test_every_measure_has_its_mean_with_an_interval():
 
 def pair(base, recovered):
     """Return a suite whose answers of the two states end as listed, each in English."""
-    rows = {
-        state: [
-            {"doc_id": i, "prompt": f"{ENGLISH} {i}", "scores": {}, "response": ENGLISH, "ended": bool(e)}
-            for i, e in enumerate(ended)
-        ]
-        for state, ended in (("base", base), ("recovered", recovered))
-    }
-    return MeasuredSuite("instructions", "retention", "strict", {}, rows, 0)
+    states = {"base": base, "recovered": recovered}
+    rows = {s: [{"response": ENGLISH, "ended": bool(e)} for e in ended] for s, ended in states.items()}
+    return suite_of(**rows)
 
 
 def share(passed, n=2000):
@@ -208,7 +197,7 @@ def test_only_what_is_shown_to_write_alike_is_recovered(shown):
     assert ratios.alike({"ended": written(shown), "repetition": None, "tokens": written(True)}) == shown
     passed = (np.arange(1000) < 800).astype(float)
     tuned = np.zeros(1000)
-    states = measurements.States(passed, tuned, passed)
+    states = States(passed, tuned, passed)
     expected = "recovered" if shown else "partly recovered"
     assert ratios.findings(states, None, shown).retention_status == expected
     assert ratios.findings(states._replace(recovered=tuned), None, shown).retention_status == "not shown"

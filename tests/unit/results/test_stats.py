@@ -258,6 +258,16 @@ def test_no_domain_retention_without_a_domain_gain():
     assert ratios.domain_retention(states) is None
 
 
+def test_there_is_no_ratio_to_a_gain_that_may_be_zero():
+    """Its interval would be unbounded, however certain the numerator is."""
+    part = np.tile([2.9, 3.1], 10)
+    uncertain, certain = np.tile([5, -4], 10), np.tile([0.6, 0.4], 10)
+    assert intervals.difference(part, np.zeros(20)).low > 0 > intervals.difference(uncertain, 0 * part).low
+    assert intervals.ratio(part, uncertain) is None
+    bounded = intervals.ratio(part, certain)
+    assert bounded.low < 6 < bounded.high
+
+
 # Verdicts.
 
 

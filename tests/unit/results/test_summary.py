@@ -4,12 +4,25 @@ import json
 import shutil
 
 import pytest
-from helpers.synthetic import STRICT, N, change, measure_fully, measure_states, pages, rewrite_samples, write
+from helpers.synthetic import (
+    STRICT,
+    N,
+    change,
+    measure,
+    measure_fully,
+    measure_states,
+    pages,
+    rewrite_samples,
+    workflow,
+    write,
+)
 
 from opdcl.errors import UsageError
+from opdcl.results import intervals
 from opdcl.results.document import summarise
 from opdcl.results.status import STATES
-from opdcl.rundir.files import read_json
+from opdcl.rundir.files import read_json, read_jsonl
+from opdcl.rundir.layout import RunDir
 
 
 def test_scores_ratios_and_cost_equal_those_worked_out_by_hand(run):
@@ -61,6 +74,21 @@ def test_an_instruction_level_headline_counts_instructions(run):
     summary = summarise(run)
     assert summary["suites"]["instructions"]["tuned"]["value"] == pytest.approx(0.6)
     assert summary["recovery"]["value"] == pytest.approx(20 / 24, abs=1e-5)
+
+
+def test_a_prompt_with_more_parts_weighs_more_and_its_parts_stay_together(tmp_path):
+    run, metric = RunDir(tmp_path), "inst_level_strict_acc"
+    write(run.config, {"workflow": workflow(), "origins": {}})
+    measure(run, "base", {"instructions": range(8)}, n=12, metric=metric)
+    parts = [[True, True, True] if i % 2 else [i % 3 > 0] for i in range(12)]
+    rows = read_jsonl(run.eval_samples("base", "instructions"))
+    for row, scores in zip(rows, parts, strict=True):
+        row["scores"][metric] = scores
+    rewrite_samples(run, "base", "instructions", rows)
+    base = summarise(run)["suites"]["instructions"]["base"]
+    assert base == vars(intervals.clustered_mean(parts).rounded())
+    assert base["value"] == round((18 + 4) / (18 + 6), 6)
+    assert base["value"] > sum(map(all, parts)) / 12
 
 
 def test_a_fractional_score_is_averaged(run):
