@@ -18,7 +18,7 @@ import numpy as np
 
 from opdcl.errors import UsageError
 from opdcl.results.intervals import Estimate, difference, mean
-from opdcl.results.measurements import MeasuredSuite, pooled, section, stacked, states_of
+from opdcl.results.measurements import MeasuredSuite, pooled, section, states_of
 from opdcl.results.origins import START, as_key, count_learned, learned_by, line_of, without_seed
 from opdcl.results.ratios import (
     Closeness,
@@ -153,7 +153,7 @@ def compare_arms(runs: Sequence[RunDir]) -> Arms:
     members = [member for group in groups.values() for member in group]
     headline = {role: _first_measured(members, role).headline.get(role) for role in HEADLINE_ROLES}
     suites = {role: suite for role, suite in headline.items() if suite}
-    measured = (run.near for group in groups.values() for run in finished_of(group) if run.near.rows)
+    measured = (run.near for group in groups.values() for run in _finished(group) if run.near.rows)
     near = next(measured, None)
     arms = [_arm(name, group, [*suites], near) for name, group in groups.items()]
     references = [*_references("base", arms, suites), *_references("tuned", arms, suites)]
@@ -174,7 +174,7 @@ def load_arms(runs: Sequence[RunDir]) -> dict[str, list[Results]]:
     for role in HEADLINE_ROLES:
         model = _first_measured(members, role)
         for other in members:
-            if reason := mismatch(role, other.headline.get(role), model.headline.get(role)):
+            if reason := _mismatch(role, other.headline.get(role), model.headline.get(role)):
                 pair = f"{other.path} and {model.path}"
                 raise UsageError(f"{pair} cannot be compared: {reason}", _remedy(model, other))
     return pool(members, [as_key(member.seeds) for member in members])
@@ -198,7 +198,7 @@ def _first_measured(members: list[Results], role: str) -> Results:
     return next((m for m in members if role in m.headline and m.headline[role].rows), members[0])
 
 
-def mismatch(role: str, one: MeasuredSuite | None, other: MeasuredSuite | None) -> str:
+def _mismatch(role: str, one: MeasuredSuite | None, other: MeasuredSuite | None) -> str:
     """Say why two suites of a role cannot be compared; empty if they can, or if one is not measured yet."""
     name, other_name = (suite.name if suite else "none" for suite in (one, other))
     if name != other_name:
@@ -234,7 +234,7 @@ def _arm(name: str, members: list[Results], roles: Sequence[str], near: Measured
 
     It has a closeness if all its runs measured it on the prompts of `near`, those of the other arms.
     """
-    end, scores, runs = members[0].end, {}, finished_of(members)
+    end, scores, runs = members[0].end, {}, _finished(members)
     own = {role: [run.headline[role] for run in runs] for role in roles}
     for role, measured in own.items():
         ends = pooled([suite for suite in measured if end in suite.rows], end)
@@ -257,7 +257,7 @@ def _arm(name: str, members: list[Results], roles: Sequence[str], near: Measured
     )
 
 
-def finished_of(members: list[Results]) -> list[Results]:
+def _finished(members: list[Results]) -> list[Results]:
     """Return the runs of an arm that its numbers are made of: the finished ones, or all if none is."""
     return [member for member in members if not member.missing] or members
 
@@ -297,7 +297,7 @@ def _index(results: list[dict[str, np.ndarray]], scores: dict[str, np.ndarray]) 
 def _answered(member: Results, suite: MeasuredSuite) -> bool:
     """Return whether a run's last model answered the prompts of another run's suite."""
     own = member.named.get(suite.name)
-    return own is not None and member.end in own.rows and not mismatch(suite.role, own, suite)
+    return own is not None and member.end in own.rows and not _mismatch(suite.role, own, suite)
 
 
 def _differences(arms: list[Column]) -> dict[str, dict[str, Any]]:
@@ -348,15 +348,6 @@ def _notes(
         if near and any(run.near.rows and run.near.asked != near.asked for run in arm.pooled):
             notes.append(f"{arm.name}: its closeness to base was measured on other prompts.")
     return notes
-
-
-def scores_of(runs: Sequence[Results], suite: str, state: str = "") -> np.ndarray | None:
-    """Return the scores of a state, by default the last of each run; None unless all are measured."""
-    columns = []
-    for run in runs:
-        found = run.named.get(suite)
-        columns.append(found.column(state or run.end) if found else None)
-    return stacked(columns)
 
 
 def said_by(members: Sequence[Results]) -> tuple[list[str], list[str]]:

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from opdcl.results.arms import Board, Column, pool, said_by, scores_of, seed_notes
+from opdcl.results.arms import Board, Column, pool, said_by, seed_notes
 from opdcl.results.intervals import Estimate, change_over, mean_over
-from opdcl.results.measurements import MeasuredSuite, States, section
+from opdcl.results.measurements import MeasuredSuite, States, section, stacked
 from opdcl.results.origins import count_learned, holder, learned_by, places_of, rows_set_aside, without_seed
 from opdcl.results.ratios import closeness_of, domain_retention
 from opdcl.results.summary import Results
@@ -69,10 +69,10 @@ class Chain:
         forgetting: Figure = {}
         transfer: Figure = {}
         for name in counted:
-            end, is_domain = scores_of(runs_of[-1], name), name in learned_at
+            end, is_domain = _scores_of(runs_of[-1], name), name in learned_at
             # What it was before the last step: since it was learned, or from base on.
-            before = [] if is_domain else [scores_of(runs_of[-1], name, "base")]
-            before += [scores_of(runs, name) for runs in runs_of[learned_at.get(name, 0) : -1]]
+            before = [] if is_domain else [_scores_of(runs_of[-1], name, "base")]
+            before += [_scores_of(runs, name) for runs in runs_of[learned_at.get(name, 0) : -1]]
             measured = [scores for scores in before if scores is not None]
             if end is not None:
                 average[name] = [end], []
@@ -167,7 +167,7 @@ def compare_chains(runs: Sequence[RunDir]) -> Chains:
     chains = _chains(steps)
     base: dict[str, np.ndarray] = {}
     for name in suites:
-        measured = (scores_of([member], name, "base") for member in members)
+        measured = (_scores_of([member], name, "base") for member in members)
         if (first := next((scores for scores in measured if scores is not None), None)) is not None:
             base[name] = first
     return Chains(
@@ -217,7 +217,7 @@ def _shared_name(suite: MeasuredSuite, suites: dict[str, MeasuredSuite], member:
 def _step(name: str, members: list[Results], suites: dict[str, MeasuredSuite], learned: str | None) -> Column:
     """Return a step; its closeness only if every run measured its end, on the same prompts."""
     near, end = [member.near for member in members], members[0].end
-    scores = {suite: found for suite in suites if (found := scores_of(members, suite)) is not None}
+    scores = {suite: found for suite in suites if (found := _scores_of(members, suite)) is not None}
     is_near = all(end in suite.rows and suite.asked == near[0].asked for suite in near)
     distance = closeness_of(near) if is_near else None
     return Column(name, end, len(members), scores, members, members, closeness=distance, learned=learned)
@@ -237,6 +237,15 @@ def _domain_suite(name: str, first: Results) -> tuple[str | None, str]:
     reason = "its rows are those of none of them, or of several"
     remedy = "give one suite the name of the file of rows, without its ending"
     return None, f"{name}: which of its domain suites it learned is unknown: {reason}; {remedy}."
+
+
+def _scores_of(runs: Sequence[Results], suite: str, state: str = "") -> np.ndarray | None:
+    """Return the scores of a state, by default the last of each run; None unless all are measured."""
+    columns = []
+    for run in runs:
+        found = run.named.get(suite)
+        columns.append(found.column(state or run.end) if found else None)
+    return stacked(columns)
 
 
 def _asks_rows_of(made: Results, shared: str) -> bool:
@@ -285,8 +294,8 @@ def _kept(steps: list[Column], suites: dict[str, MeasuredSuite]) -> list[Teacher
             suite = found[0][0].learned if len(found) == len(places) else None
             if teacher == START or suite is None:
                 continue
-            base, student = scores_of(step.members, suite, "base"), step.scores.get(suite)
-            taught = scores_of([member for _, member in found], suite)
+            base, student = _scores_of(step.members, suite, "base"), step.scores.get(suite)
+            taught = _scores_of([member for _, member in found], suite)
             if base is not None and taught is not None and student is not None:
                 floor, clusters = suites[suite].floor_values(), suites[suite].clusters
                 share = domain_retention(States(base, taught, student, floor, clusters))

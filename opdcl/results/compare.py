@@ -125,7 +125,7 @@ def _difference_of(board: Arms) -> str:
     for role in HEADLINE_ROLES:
         changes = [found[role] for found in board.against_first.values() if role in found]
         if changes:
-            clause = compared(changes[0]) if len(others) == 1 else _count(changes)
+            clause = _compared(changes[0]) if len(others) == 1 else _count(changes)
             clauses.append(clause.format("it" if clauses else others[0].name) + WHERE[role])
     if not clauses:
         return "Not measured yet"
@@ -160,11 +160,11 @@ def _scores_table(board: Arms) -> Table:
     rows = []
     for reference in board.references:
         mean_of = f"\nmean of {reference.seeds}" if reference.seeds > 1 else ""
-        scores = cells(board.means(reference), HEADLINE_ROLES)
+        scores = _cells(board.means(reference), HEADLINE_ROLES)
         rows.append([reference.name + mean_of, *scores, "", "", ""])
     for arm in board.columns:
         ratios = [cell(arm.findings.recovery), cell(arm.findings.domain_retention)]
-        rows.append([arm.label, *cells(board.means(arm), HEADLINE_ROLES), *ratios, arm.findings.status])
+        rows.append([arm.label, *_cells(board.means(arm), HEADLINE_ROLES), *ratios, arm.findings.status])
     caption = (
         "Brackets are 95 % intervals over prompts, and over seeds if an arm has several. R is "
         "the share of the lost score that came back, D the share of the domain gain that was kept. A "
@@ -193,7 +193,7 @@ def _closeness_table(board: Arms) -> Table:
 
 def _rivals_table(board: Arms) -> Table:
     rivals = board.against_first.items()
-    rows = [[name, *cells(changes, HEADLINE_ROLES, CHANGE)] for name, changes in rivals if changes]
+    rows = [[name, *_cells(changes, HEADLINE_ROLES, CHANGE)] for name, changes in rivals if changes]
     caption = (
         "Differences on the same prompts, in points. If an interval contains zero, the difference may be "
         "chance. Each interval stands for itself: of twenty, one may exclude zero by chance."
@@ -228,7 +228,7 @@ def _runs_table(board: Arms) -> Table:
             seeds = ", ".join(f"{key} {_setting(value)}" for key, value in run.seeds.items())
             found = run.summary.findings
             shown = [cell(found.recovery), cell(found.domain_retention), run.status(found)]
-            rows.append([f"{run.path}\n{seeds}", arm.name, *cells(run.ends, HEADLINE_ROLES), *shown])
+            rows.append([f"{run.path}\n{seeds}", arm.name, *_cells(run.ends, HEADLINE_ROLES), *shown])
     columns = ["run", "arm", *HEADLINE_ROLES, "R", "D", "status"]
     return Table("Runs", columns, rows, "Each run by itself, with the numbers of its own report.")
 
@@ -250,7 +250,7 @@ def _end_of(board: Chains) -> str:
     """Name the difference of the first two chains at the end, or what one chain has forgotten."""
     for one, other in board.pairs:
         if average := board.differences(one, other)["average"]:
-            size = compared(average).format(other.name)
+            size = _compared(average).format(other.name)
             return f"{one.name} is {size} at the end, on average over all suites"
     for chain in board.chains:
         if forgetting := board.figures(chain)["forgetting"]:
@@ -262,9 +262,9 @@ def _end_of(board: Chains) -> str:
 
 def _steps_table(board: Chains) -> Table:
     suites = [*board.suites]
-    rows = [["base", *cells(board.means(board.base), suites), ""]]
+    rows = [["base", *_cells(board.means(board.base), suites), ""]]
     for step in board.columns:
-        rows.append([step.label, *cells(board.means(step), suites), cell(board.distance(step), NATS)])
+        rows.append([step.label, *_cells(board.means(step), suites), cell(board.distance(step), NATS)])
     caption = (
         "The model's scores after each step, and its distance to base in nats per token. Brackets are 95 % "
         "intervals over prompts, and over seeds if there are several."
@@ -321,11 +321,11 @@ def _answers(board: Arms) -> dict[str, list[Group]]:
     return found
 
 
-def cells(estimates: Mapping[str, Estimate], names: Sequence[str], unit: Unit = SCORE) -> list[str]:
+def _cells(estimates: Mapping[str, Estimate], names: Sequence[str], unit: Unit = SCORE) -> list[str]:
     return [cell(estimates.get(name), unit) for name in names]
 
 
-def compared(change: Estimate) -> str:
+def _compared(change: Estimate) -> str:
     """Say how far apart two models are; `{}` stands for the second one."""
     size = f"{abs(100 * change.value):.1f} points"
     if change.low > 0:

@@ -264,7 +264,7 @@ def load_suites(run: RunDir) -> list[MeasuredSuite]:
     for path in sorted(run.evals.glob("*/*.json")):
         if path.parent.name in STATES and path.stem != CLOSENESS:
             roles.setdefault(path.stem, str(read_result(path).get("role", "control")))
-    suites = [load_measured(run, name, role) for name, role in roles.items()]
+    suites = [_load(run, name, role) for name, role in roles.items()]
     learned = learned_by(*line_of(run))
     return [replace(suite, learned=count_learned(suite.measured, learned)) for suite in suites]
 
@@ -280,10 +280,10 @@ def headline_of(suites: Sequence[MeasuredSuite]) -> dict[str, MeasuredSuite]:
 
 def load_closeness(run: RunDir) -> MeasuredSuite:
     """Return the states' answers and distances, paired by prompt, as a suite of the metric `distance`."""
-    return load_measured(run, CLOSENESS, CLOSENESS)
+    return _load(run, CLOSENESS, CLOSENESS)
 
 
-def load_measured(run: RunDir, name: str, role: str) -> MeasuredSuite:
+def _load(run: RunDir, name: str, role: str) -> MeasuredSuite:
     """Load one suite's results; without any, a suite without rows."""
     results: dict[str, Row] = {}
     answers: dict[str, dict[tuple, Row]] = {}
