@@ -4,7 +4,7 @@
 
 A spoilt model is base whose next-token distribution is changed by a rule: the rule acts on the real model's
 log-probabilities, where it samples and where it is graded. All numbers come from `opdcl.stages.closeness` and
-`opdcl.results.closeness`, as in a run. `C` counts from TUNED or the floor, whichever is nearer to base.
+`opdcl.results.ratios`, as in a run. `C` counts from TUNED or the floor, whichever is nearer to base.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from opdcl.data.chat import encode_prompt
 from opdcl.data.rows import Row, load_rows
 from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
-from opdcl.results import closeness as results
 from opdcl.results.intervals import ratio
+from opdcl.results.measurements import load_closeness, pooled
+from opdcl.results.ratios import closeness_of
 from opdcl.rundir.layout import RunDir
 from opdcl.stages import closeness
 from opdcl.train import teachers
@@ -278,19 +279,19 @@ def copy_of_base(base: RunDir, run: RunDir) -> None:
 def numbers(run: RunDir, tuned: RunDir) -> dict:
     """Return the distance of a state with both directions, its writing, and C counted from tuned."""
     state = "base" if run is tuned else "recovered"
-    suite, reference = results.load_closeness(run), results.load_closeness(tuned)
-    summary = results.closeness_of([suite])
+    suite, reference = load_closeness(run), load_closeness(tuned)
+    summary = closeness_of([suite])
     row = {name: vars(estimate) for name, estimate in summary.states[state].items()}
     if state == "base":
         return row | {"floor": summary.floor}
-    near, far = (results.distances_of([s], state) for s in (suite, reference))
+    near, far = (pooled([s], state, "distance") for s in (suite, reference))
     floor = suite.floor_values()
     starts = {"C": far if floor is None or floor.mean() >= far.mean() else floor, "C from tuned": far}
     for name, start in starts.items():
         c = ratio(start - near, start, suite.clusters)
         row[name] = c and vars(c.rounded())
     for name in ("forward_own", "reverse_base"):
-        row[name] = {"value": float(results.distances_of([suite], state, name).mean())}
+        row[name] = {"value": float(pooled([suite], state, name).mean())}
     return row
 
 

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from scipy.special import ndtr
 
-from opdcl.results import stats
+from opdcl.results import intervals, measurements, ratios
 from opdcl.rundir.environment import machine
 
 NORMAL = NormalDist()
@@ -104,7 +104,7 @@ class Fractions:
     share: float
     clustered: bool = False
 
-    def draw(self, random: np.random.Generator) -> stats.States:
+    def draw(self, random: np.random.Generator) -> measurements.States:
         """Return the scores of the three models on the same prompts, and the clusters of three prompts."""
         ids = np.arange(self.prompts) // 3 if self.clustered else None
         right, left, kept = (self._chances(random, ids) for _ in range(3))
@@ -116,8 +116,8 @@ class Fractions:
         # What the worse model keeps is there in any case, and of the rest the share that is true.
         recovered = np.where(kept < self.truth, better, worse)
         if self.kind == "R":
-            return stats.States(better, worse, recovered, clusters=ids)
-        return stats.States(worse, better, recovered, clusters=ids)
+            return measurements.States(better, worse, recovered, clusters=ids)
+        return measurements.States(worse, better, recovered, clusters=ids)
 
     def _chances(self, random: np.random.Generator, ids: np.ndarray | None) -> np.ndarray:
         """Return a number between 0 and 1 per prompt; those of one cluster are alike."""
@@ -136,11 +136,11 @@ def try_fractions(world: Fractions, draws: int, seed: int = 0) -> dict[str, Any]
     for _ in range(draws):
         states = world.draw(random)
         if world.kind == "score":
-            estimate, status = stats.mean(states.tuned, states.clusters), ""
+            estimate, status = intervals.mean(states.tuned, states.clusters), ""
         elif world.kind == "R":
-            estimate, status = stats.recovery(states), stats.status_of(states)
+            estimate, status = ratios.recovery(states), ratios.status_of(states)
         else:
-            estimate, status = stats.domain_retention(states), stats.domain_status_of(states)
+            estimate, status = ratios.domain_retention(states), ratios.domain_status_of(states)
         good += status in ("recovered", "kept")
         if estimate is not None:
             found += 1
@@ -169,15 +169,15 @@ def fraction_cells() -> Iterator[Fractions]:
 def estimates(kind: str, scores: list[np.ndarray], rates: list[float], clusters: Any) -> Any:
     """Return the estimate of one kind, and the truth that it should cover."""
     if kind == "score":
-        return stats.mean(scores[0], clusters), rates[0]
+        return intervals.mean(scores[0], clusters), rates[0]
     if kind == "difference":
-        return stats.difference(scores[1], scores[0], clusters), rates[1] - rates[0]
-    states = stats.States(*scores, clusters=clusters)
+        return intervals.difference(scores[1], scores[0], clusters), rates[1] - rates[0]
+    states = measurements.States(*scores, clusters=clusters)
     base, tuned, recovered, *floor = rates
     if kind == "R":
         start = max(tuned, *floor, 0)
-        return stats.recovery(states), (recovered - start) / (base - start)
-    return stats.domain_retention(states), (recovered - base) / (tuned - base)
+        return ratios.recovery(states), (recovered - start) / (base - start)
+    return ratios.domain_retention(states), (recovered - base) / (tuned - base)
 
 
 def cover(kind: str, world: World, draws: int, seed: int = 0) -> dict[str, Any]:
@@ -209,8 +209,8 @@ def judge(world: World, draws: int, seed: int = 0) -> dict[str, Any]:
     counts: dict[str, int] = {}
     for _ in range(draws):
         scores, _, clusters = world.draw(random)
-        states = stats.States(*scores, clusters=clusters)
-        status = stats.status_of(states)
+        states = measurements.States(*scores, clusters=clusters)
+        status = ratios.status_of(states)
         counts[status] = counts.get(status, 0) + 1
     return {"statuses": {status: round(count / draws, 4) for status, count in sorted(counts.items())}}
 
@@ -235,8 +235,8 @@ def coverage_cells() -> Iterator[tuple[str, World]]:
 def verdict_cells() -> Iterator[tuple[str, World]]:
     """Yield the truths at which a verdict must be rare, and those at which it should be frequent."""
     base, tuned = Model(0.41), Model(0.05)
-    margin = Model(base.rate - stats.NON_INFERIORITY_MARGIN)
-    drop = Model(base.rate - stats.SMALLEST_DROP)
+    margin = Model(base.rate - ratios.NON_INFERIORITY_MARGIN)
+    drop = Model(base.rate - ratios.SMALLEST_DROP)
     truths = {
         "recovered at the margin": (base, tuned, margin),
         "recovered equals base": (base, tuned, base),

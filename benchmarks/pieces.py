@@ -22,12 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from opdcl.results.closeness import load_closeness
 from opdcl.results.format import Unit, interval
 from opdcl.results.intervals import difference
+from opdcl.results.measurements import MeasuredSuite, load_closeness, load_suites, response_values
 from opdcl.results.render import summarise
-from opdcl.results.response_stats import response_values
-from opdcl.results.scores import MeasuredSuite, load_suites
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import RunDir
 

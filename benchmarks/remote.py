@@ -46,7 +46,7 @@ from opdcl.data.prompts import encode_prompts, encode_stream, read_recovery_sour
 from opdcl.data.suites import load_suite
 from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
-from opdcl.results.stats import mean
+from opdcl.results.intervals import mean
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import RunDir, StageDir
 from opdcl.sampling.sample import sample

@@ -348,9 +348,9 @@ def chat_page(
     output = _output(False)
     states = _chat_states(source, temperature, trust_remote_code)(output)
     from opdcl.deploy.browser import ChatServer
+    from opdcl.results.measurements import load_suites
     from opdcl.results.origins import system_prompt
     from opdcl.results.samples import regained_prompts
-    from opdcl.results.scores import load_suites
     from opdcl.rundir.layout import RunDir
 
     run, prompts = RunDir(Path(source)), []

@@ -16,7 +16,7 @@ from opdcl.sanitize import readable
 
 if TYPE_CHECKING:
     from opdcl.results.compare import Compared
-    from opdcl.results.result_types import Summary
+    from opdcl.results.estimates import Summary
 
 
 @dataclass(repr=False)

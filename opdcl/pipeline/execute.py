@@ -49,7 +49,7 @@ from opdcl.version import __version__
 
 if TYPE_CHECKING:
     from opdcl.model.backbone import Backbone
-    from opdcl.results.result_types import Summary
+    from opdcl.results.estimates import Summary
 
 COST_OF_DETERMINISM = {
     "cpu": "deterministic: costs nothing here; on a CPU, runs repeat bit for bit anyway",

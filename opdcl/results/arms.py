@@ -1,29 +1,35 @@
-"""Compare arms: runs that do not build on one another, pooled over their seeds.
+"""Measured models side by side, such as arms: runs that do not build on one another, pooled over seeds.
 
-Each arm is a column of the board, with the scores of its runs' last models; base and tuned are references.
+Each arm is a column of a board, with the scores of its runs' last models; base and tuned are references. The
+steps of `opdcl.results.chains` are columns too.
 """
 
 from __future__ import annotations
 
-import json
+import re
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from opdcl.errors import UsageError
-from opdcl.results import closeness, format, response_stats, stats
-from opdcl.results.board import Board, Column, cells, compared, pool, said_by, scores_of, seed_notes
-from opdcl.results.closeness import Closeness
-from opdcl.results.format import CHANGE, NATS, SHARE, Table, by_state, cell, distance_cells, interval
-from opdcl.results.intervals import Estimate
+from opdcl.results.intervals import Estimate, difference, mean
+from opdcl.results.measurements import MeasuredSuite, pooled, section, states_of
 from opdcl.results.origins import START, as_key, count_learned, learned_by, line_of, without_seed
-from opdcl.results.samples import Group, answers_by_run
-from opdcl.results.scores import MeasuredSuite, Row, section, states_of, values_of
-from opdcl.results.sections import Page
+from opdcl.results.ratios import (
+    Closeness,
+    Findings,
+    ResponseTests,
+    alike,
+    closeness_of,
+    compared_with_base,
+    domain_retention,
+    findings,
+)
 from opdcl.results.status import HEADLINE_ROLES, STATES
 from opdcl.results.summary import Results
 from opdcl.results.verdict import writing_sentence
@@ -33,10 +39,66 @@ from opdcl.rundir.layout import RunDir
 # Settings of the evaluation that do not change how a suite is measured.
 HARMLESS = {f"eval.{option}" for option in (*HEADLINE_ROLES, "control", "limit")}
 
-WHERE = {"retention": " in retention", "domain": " on the domain"}
+# The findings of a model that has no R and no D of its own.
+NOTHING_FOUND = findings(None, None)
 
-# Of how many runs the page has answers: more have no room beside one another.
-MOST_RUNS = 6
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """A measured model: the last of an arm or of a step, or base or tuned beside them."""
+
+    name: str
+    state: str
+    """Base, tuned or recovered; of an arm or step, the last state of its runs."""
+    seeds: int
+    """Of how many results its scores are the mean."""
+    scores: dict[str, np.ndarray]
+    """Suite -> `(S, N)` scores, for the suites that are measured."""
+    members: list[Results] = field(default_factory=list)
+    """Its runs, which differ only in their seeds. A reference, base or tuned, has none of its own."""
+    pooled: list[Results] = field(default_factory=list)
+    """Those behind its numbers: the finished ones, or all if none is finished."""
+    findings: Findings = NOTHING_FOUND
+    writing: ResponseTests = field(default_factory=dict)
+    closeness: Closeness | None = None
+    learned: str | None = None
+    """Of a step: the domain suite that it learned, where that is known."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}\n{self.seeds} seed{'s' if self.seeds > 1 else ''}"
+
+
+@dataclass(frozen=True)
+class Board:
+    """Suites, and the models that were measured on them, each in one column."""
+
+    suites: dict[str, MeasuredSuite]
+    """By name; the headline suites of arms by role."""
+    columns: list[Column]
+    faults: list[str]
+    notes: list[str]
+    """They begin with the faults."""
+
+    def means(self, column: Column) -> dict[str, Estimate]:
+        """Return a model's score on each suite that it is measured on."""
+        scores = column.scores.items()
+        return {name: mean(numbers, self.suites[name].clusters).rounded() for name, numbers in scores}
+
+    def changes(self, one: Column, other: Column) -> dict[str, Estimate]:
+        """Return the paired difference of two models on each suite that both are measured on."""
+        found = {}
+        for name, suite in self.suites.items():
+            if name in one.scores and name in other.scores:
+                change = difference(one.scores[name], other.scores[name], suite.clusters)
+                found[name] = change.rounded()
+        return found
+
+    @property
+    def measured(self) -> str:
+        """The suites with results, as `a (40 prompts), b (9 prompts) and c (40 prompts)`."""
+        named = [f"{s.name} ({len(s.measured)} prompts)" for s in self.suites.values() if s.rows]
+        return " and ".join(filter(None, [", ".join(named[:-1]), *named[-1:]]))
 
 
 @dataclass(frozen=True)
@@ -60,22 +122,18 @@ class Arms(Board):
     def further(self) -> list[MeasuredSuite]:
         """Every further suite that all finished arms answered on the same prompts."""
         members = [run for arm in self.finished for run in arm.pooled]
-        found = []
-        for suite in members[0].suites if members else ():
-            is_headline = members[0].headline.get(suite.role) is suite
-            if not is_headline and all(_answered(run, suite) for run in members):
-                found.append(suite)
-        return found
+        suites = members[0].suites if members else []
+        headline = members[0].headline.values() if members else []
+        return [s for s in suites if s not in headline and all(_answered(run, s) for run in members)]
 
     def on_further(self, arm: Column, suite: MeasuredSuite) -> tuple[dict[str, Estimate], Estimate | None]:
         """Return state -> an arm's score on a further suite, and D if it is one of the domain."""
-        scores: dict[str, Estimate] = {}
+        own, scores = [run.named[suite.name] for run in arm.pooled], {}
         for state in STATES:
-            found = scores_of(arm.pooled, suite.name, state)
-            if found is not None:
-                scores[state] = stats.mean(found, suite.clusters).rounded()
-        states = states_of([run.named[suite.name] for run in arm.pooled])
-        kept = stats.domain_retention(states) if states and suite.role == "domain" else None
+            if (found := pooled(own, state)) is not None:
+                scores[state] = mean(found, suite.clusters).rounded()
+        states = states_of(own)
+        kept = domain_retention(states) if states and suite.role == "domain" else None
         return scores, kept and kept.rounded()
 
     @property
@@ -93,27 +151,16 @@ def compare_arms(runs: Sequence[RunDir]) -> Arms:
     """
     groups = load_arms(runs)
     members = [member for group in groups.values() for member in group]
-    suites: dict[str, MeasuredSuite] = {}
-    for role in HEADLINE_ROLES:
-        suite = _first_measured(members, role).headline.get(role)
-        if suite:
-            suites[role] = suite
-    arms = [_arm(name, group, suites) for name, group in groups.items()]
-    near = next((run.near for arm in arms for run in arm.pooled if run.near.rows), None)
-    arms = [replace(arm, closeness=_closeness(arm, near)) for arm in arms]
+    headline = {role: _first_measured(members, role).headline.get(role) for role in HEADLINE_ROLES}
+    suites = {role: suite for role, suite in headline.items() if suite}
+    measured = (run.near for group in groups.values() for run in _finished(group) if run.near.rows)
+    near = next(measured, None)
+    arms = [_arm(name, group, [*suites], near) for name, group in groups.items()]
     references = [*_references("base", arms, suites), *_references("tuned", arms, suites)]
     differences = _differences(arms)
     faults, of_runs = said_by(members)
-    notes = [
-        *faults,
-        *_reference_notes(references),
-        *[f"{arm.name}: {said}" for arm in arms if (said := writing_sentence(arm.writing))],
-        *_setting_notes(arms, differences),
-        *_measuring_notes(arms, near),
-        *of_runs,
-        *seed_notes({arm.seeds for arm in arms}),
-    ]
-    return Arms(suites, arms, faults, notes, references, differences)
+    notes = _notes(arms, references, differences, near) + of_runs + seed_notes({arm.seeds for arm in arms})
+    return Arms(suites, arms, faults, faults + notes, references, differences)
 
 
 def load_arms(runs: Sequence[RunDir]) -> dict[str, list[Results]]:
@@ -127,7 +174,7 @@ def load_arms(runs: Sequence[RunDir]) -> dict[str, list[Results]]:
     for role in HEADLINE_ROLES:
         model = _first_measured(members, role)
         for other in members:
-            if reason := mismatch(role, other.headline.get(role), model.headline.get(role)):
+            if reason := _mismatch(role, other.headline.get(role), model.headline.get(role)):
                 pair = f"{other.path} and {model.path}"
                 raise UsageError(f"{pair} cannot be compared: {reason}", _remedy(model, other))
     return pool(members, [as_key(member.seeds) for member in members])
@@ -151,22 +198,18 @@ def _first_measured(members: list[Results], role: str) -> Results:
     return next((m for m in members if role in m.headline and m.headline[role].rows), members[0])
 
 
-def mismatch(role: str, one: MeasuredSuite | None, other: MeasuredSuite | None) -> str:
+def _mismatch(role: str, one: MeasuredSuite | None, other: MeasuredSuite | None) -> str:
     """Say why two suites of a role cannot be compared; empty if they can, or if one is not measured yet."""
     name, other_name = (suite.name if suite else "none" for suite in (one, other))
     if name != other_name:
         return f"their {role} suites are {name} and {other_name}"
-    if not (one and other and one.rows and other.rows):
+    if not (one and other and one.rows and other.rows) or one.asked == other.asked:
         return ""
     if one.metric != other.metric:
         return f"{name} is scored by {one.metric} and by {other.metric}"
-    if len(one.prompts) != len(other.prompts):
-        return f"{name} was answered on {len(one.prompts)} and on {len(other.prompts)} prompts"
-    return (
-        ""
-        if one.prompts == other.prompts
-        else f"{name} has other prompts, or answers to them, in the two runs"
-    )
+    if len(one.measured) != len(other.measured):
+        return f"{name} was answered on {len(one.measured)} and on {len(other.measured)} prompts"
+    return f"{name} has other prompts, or answers to them, in the two runs"
 
 
 def _remedy(model: Results, other: Results) -> str:
@@ -186,35 +229,37 @@ def _remedy(model: Results, other: Results) -> str:
     return shlex.join(words)
 
 
-def _arm(name: str, members: list[Results], suites: Mapping[str, MeasuredSuite]) -> Column:
-    """Return an arm: the scores of its runs' last models, and what follows from them."""
-    first, scores = members[0], {}
-    runs = [member for member in members if not member.missing] or members
-    own = {role: [run.headline[role] for run in runs] for role in suites}
+def _arm(name: str, members: list[Results], roles: Sequence[str], near: MeasuredSuite | None) -> Column:
+    """Return an arm: the scores of its runs' last models, and what follows from them.
+
+    It has a closeness if all its runs measured it on the prompts of `near`, those of the other arms.
+    """
+    end, scores, runs = members[0].end, {}, _finished(members)
+    own = {role: [run.headline[role] for run in runs] for role in roles}
     for role, measured in own.items():
-        ends = values_of([suite for suite in measured if first.end in suite.rows], first.end)
+        ends = pooled([suite for suite in measured if end in suite.rows], end)
         if ends is not None:
             scores[role] = ends
     retention, domain = (own.get(role, []) for role in HEADLINE_ROLES)
-    tests = response_stats.compared_with_base(retention)
-    findings = stats.findings(states_of(retention), states_of(domain), response_stats.alike(tests))
+    tests, distances = compared_with_base(retention), [run.near for run in runs]
+    found = findings(states_of(retention), states_of(domain), alike(tests))
+    is_near = near is not None and all(suite.rows and suite.asked == near.asked for suite in distances)
     return Column(
         name=name,
-        state=first.end,
+        state=end,
         seeds=len(runs),
         scores=scores,
         members=members,
         pooled=runs,
-        findings=replace(findings, status=first.status(findings)),
+        findings=replace(found, status=members[0].status(found)),
         writing=tests,
+        closeness=closeness_of(distances) if is_near else None,
     )
 
 
-def _closeness(arm: Column, near: MeasuredSuite | None) -> Closeness | None:
-    """Return an arm's closeness; None unless all its runs measured it, on the prompts of the other arms."""
-    found = [run.near for run in arm.pooled]
-    is_whole = near is not None and all(suite.rows and suite.prompts == near.prompts for suite in found)
-    return closeness.closeness_of(found) if is_whole else None
+def _finished(members: list[Results]) -> list[Results]:
+    """Return the runs of an arm that its numbers are made of: the finished ones, or all if none is."""
+    return [member for member in members if not member.missing] or members
 
 
 def _references(state: str, arms: list[Column], suites: Mapping[str, MeasuredSuite]) -> list[Column]:
@@ -223,21 +268,16 @@ def _references(state: str, arms: list[Column], suites: Mapping[str, MeasuredSui
     # The results that the runs of an arm have, by their numbers -> the names of the arms.
     arms_of: dict[tuple[int, ...], list[str]] = {}
     for arm in arms:
-        found = set()
-        for run in arm.pooled:
-            own = run.headline.items()
-            scores = {role: suite.values(state) for role, suite in own if state in suite.rows}
-            # The end of a run is its arm's own column.
-            if scores and state != run.end:
-                found.add(_index(results, scores))
-        if found:
+        # The end of a run is its arm's own column.
+        runs = [run for run in arm.pooled if state != run.end]
+        own = ({r: s.values(state) for r, s in run.headline.items() if state in s.rows} for run in runs)
+        if found := {_index(results, scores) for scores in own if scores}:
             arms_of.setdefault(tuple(sorted(found)), []).append(arm.name)
     references = []
     for indices, names in arms_of.items():
         means = {}
         for role in suites:
-            measured = [results[i][role] for i in indices if role in results[i]]
-            if measured:
+            if measured := [results[i][role] for i in indices if role in results[i]]:
                 means[role] = np.stack(measured)
         name = state if len(names) == len(arms) else f"{state} of {', '.join(names)}"
         references.append(Column(name, state, len(indices), means))
@@ -257,7 +297,7 @@ def _index(results: list[dict[str, np.ndarray]], scores: dict[str, np.ndarray]) 
 def _answered(member: Results, suite: MeasuredSuite) -> bool:
     """Return whether a run's last model answered the prompts of another run's suite."""
     own = member.named.get(suite.name)
-    return own is not None and member.end in own.rows and not mismatch(suite.role, own, suite)
+    return own is not None and member.end in own.rows and not _mismatch(suite.role, own, suite)
 
 
 def _differences(arms: list[Column]) -> dict[str, dict[str, Any]]:
@@ -278,35 +318,26 @@ def _differences(arms: list[Column]) -> dict[str, dict[str, Any]]:
     return differences
 
 
-def _reference_notes(references: list[Column]) -> list[str]:
+def _notes(
+    arms: list[Column],
+    references: list[Column],
+    differences: dict[str, dict[str, Any]],
+    near: MeasuredSuite | None,
+) -> list[str]:
+    """Say what sets arms apart besides their scores, and what is not measured yet, or on other prompts."""
     notes = []
-    for state in ("base", "tuned"):
-        count = sum(reference.state == state for reference in references)
+    for state, count in Counter(reference.state for reference in references).items():
         if count > 1:
             different = f"The arms have {count} different results of {state}"
             notes.append(f"{different}: each arm's R and D refer to its own.")
-    return notes
-
-
-def _setting_notes(arms: list[Column], differences: dict[str, dict]) -> list[str]:
-    notes = []
-    measuring = []
-    for key in differences:
-        if key.startswith("eval.") and ".".join(key.split(".")[:2]) not in HARMLESS:
-            measuring.append(key)
-    if measuring:
+    notes += [f"{arm.name}: {said}" for arm in arms if (said := writing_sentence(arm.writing))]
+    evaluation = [key for key in differences if key.startswith("eval.")]
+    if measuring := [key for key in evaluation if ".".join(key.split(".")[:2]) not in HARMLESS]:
         notes.append(f"The arms were measured with different settings ({', '.join(measuring)}).")
     settings = [as_key(arm.members[0].settings) for arm in arms]
-    repeated = [arm.name for arm, key in zip(arms, settings, strict=True) if settings.count(key) > 1]
-    if repeated:
+    if repeated := [arm.name for arm, key in zip(arms, settings, strict=True) if settings.count(key) > 1]:
         names, reason = ", ".join(repeated), "the settings are equal and some seeds occur twice"
         notes.append(f"{names}: {reason}, so the runs are not pooled.")
-    return notes
-
-
-def _measuring_notes(arms: list[Column], near: MeasuredSuite | None) -> list[str]:
-    """Say what is not measured yet, and whose closeness was measured on other prompts."""
-    notes = []
     for arm in arms:
         for member in arm.members:
             if member.missing:
@@ -314,186 +345,67 @@ def _measuring_notes(arms: list[Column], near: MeasuredSuite | None) -> list[str
                 left_out = "" if member in arm.pooled else f", and is left out of {arm.name}"
                 notes.append(f"{what}{left_out}.")
     for arm in arms:
-        measured = [run.near for run in arm.pooled if run.near.rows]
-        if near and any(suite.prompts != near.prompts for suite in measured):
+        if near and any(run.near.rows and run.near.asked != near.asked for run in arm.pooled):
             notes.append(f"{arm.name}: its closeness to base was measured on other prompts.")
     return notes
 
 
-def arms_page(board: Arms) -> Page:
-    """Lay out a comparison of arms."""
-    names = ", ".join(arm.name for arm in board.columns)
-    tables = [
-        _scores_table(board),
-        _closeness_table(board),
-        _rivals_table(board),
-        *[_further_table(board, suite) for suite in board.further],
-        _settings_table(board),
-    ]
-    return Page(
-        name="Comparison",
-        heading=_finding(board),
-        sentence=f"{names}: compared on {board.measured}.",
-        sections=format.with_rows(tables),
-        details=[_runs_table(board)],
-        faults=board.faults,
-        notes=board.notes,
-    )
+def said_by(members: Sequence[Results]) -> tuple[list[str], list[str]]:
+    """Return faults and notes of several runs; a note that all of them have appears once, without paths."""
+    faults: list[str] = []
+    runs_of: dict[str, list[str]] = {}
+    for member in members:
+        summary = member.summary
+        faults += [f"{member.path}: {fault}" for fault in summary.faults]
+        for note in summary.notes:
+            if note not in summary.faults:
+                runs_of.setdefault(note, []).append(member.path)
+    notes = []
+    for note, runs in runs_of.items():
+        notes.append(note if len(runs) == len(members) else f"{', '.join(sorted(runs))}: {note}")
+    return faults, notes
 
 
-def _finding(board: Arms) -> str:
-    """Compare the first arm with every other one, in retention and on the domain, in one sentence."""
-    first, *others = board.columns
-    if not others:
-        return _alone(first)
-    clauses: list[str] = []
-    for role in HEADLINE_ROLES:
-        changes = [found[role] for found in board.against_first.values() if role in found]
-        if changes:
-            clause = compared(changes[0]) if len(others) == 1 else _count(changes)
-            clauses.append(clause.format("it" if clauses else others[0].name) + WHERE[role])
-    if not clauses:
-        return "Not measured yet"
-    if all(clause.startswith("not shown") for clause in clauses):
-        rest = others[0].name if len(others) == 1 else f"the {len(others)} other arms"
-        return f"No difference between {first.name} and {rest} is shown"
-    return f"{first.name} is " + "; ".join(clauses)
+def seed_notes(counts: set[int]) -> list[str]:
+    """Return the caveats of intervals over these numbers of seeds."""
+    notes = []
+    if 1 in counts:
+        notes.append("With one seed an interval covers the choice of prompts, not the training seed.")
+    if 2 in counts:
+        reason = "two values say little about their spread; three seeds are enough"
+        notes.append(f"Intervals over two seeds cover the truth in less than 95 % of cases: {reason}.")
+    return notes
 
 
-def _alone(arm: Column) -> str:
-    """Sum up the only arm: the same run with several seeds."""
-    sentence = f"{arm.seeds} seeds: {arm.findings.status}"
-    if arm.findings.recovery:
-        sentence += f", R = {interval(arm.findings.recovery)}"
-    if arm.findings.domain_retention:
-        sentence += f", D = {interval(arm.findings.domain_retention)}"
-    return sentence
+def pool(members: list[Results], seeds: list[str]) -> dict[str, list[Results]]:
+    """Group runs with the same settings, in the order of their seeds; return name -> group.
 
-
-def _count(changes: list[Estimate]) -> str:
-    above = sum(change.low > 0 for change in changes)
-    below = sum(change.high < 0 for change in changes)
-    if not above and not below:
-        return f"not shown to differ from any of {len(changes)} other arms"
-    return f"above {above or 'none'} and below {below or 'none'} of {len(changes)} other arms"
-
-
-def _setting(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    return "none" if value is None else json.dumps(value, ensure_ascii=False)
-
-
-def _scores_table(board: Arms) -> Table:
-    rows = []
-    for reference in board.references:
-        mean_of = f"\nmean of {reference.seeds}" if reference.seeds > 1 else ""
-        scores = cells(board.means(reference), HEADLINE_ROLES)
-        rows.append([reference.name + mean_of, *scores, "", "", ""])
-    for arm in board.columns:
-        ratios = [cell(arm.findings.recovery), cell(arm.findings.domain_retention)]
-        rows.append([arm.label, *cells(board.means(arm), HEADLINE_ROLES), *ratios, arm.findings.status])
-    caption = (
-        "Brackets are 95 % intervals over prompts, and over seeds if an arm has several. R is "
-        "the share of the lost score that came back, D the share of the domain gain that was kept. A "
-        "missing R or D is not measured, the run has no recovery, or the loss or gain in its denominator is "
-        "too small. Both count from the floor, where that is higher than the start."
-    )
-    names = [f"{role}\n{name or 'no suite'}" for role, name in board.headline.items()]
-    return Table("Scores", ["arm", *names, "R", "D", "status"], rows, caption)
-
-
-def _closeness_table(board: Arms) -> Table:
-    rows = []
-    for arm in board.columns:
-        if near := arm.closeness:
-            last = next(near.states[state] for state in reversed(STATES) if near.states.get(state))
-            shown = [cell(last["median"], NATS), cell(last["domain_manner"], SHARE), cell(near.c)]
-            rows.append([arm.label, *distance_cells(near), *shown])
-    caption = (
-        "The mean distance of each state from base, in nats per token, on answers at temperature 1; that of "
-        "base is noise. Median and share in domain style are the last model's. C is the share of the "
-        "distance that is gone, counted from tuned or from base's answers to unrelated prompts, whichever is "
-        "nearer."
-    )
-    return Table("Closeness to base", ["arm", *STATES, "median", format.IN_DOMAIN_STYLE, "C"], rows, caption)
-
-
-def _rivals_table(board: Arms) -> Table:
-    rivals = board.against_first.items()
-    rows = [[name, *cells(changes, HEADLINE_ROLES, CHANGE)] for name, changes in rivals if changes]
-    caption = (
-        "Differences on the same prompts, in points. If an interval contains zero, the difference may be "
-        "chance. Each interval stands for itself: of twenty, one may exclude zero by chance."
-    )
-    title = f"{board.columns[0].name} minus each other arm"
-    return Table(title, ["arm", *HEADLINE_ROLES], rows, caption)
-
-
-def _further_table(board: Arms, suite: MeasuredSuite) -> Table:
-    columns, rows = ["arm", *STATES], []
-    for arm in board.finished:
-        scores, kept = board.on_further(arm, suite)
-        rows.append([arm.name, *by_state(scores)])
-        if suite.role == "domain":
-            rows[-1].append(cell(kept))
-    if suite.role == "domain":
-        columns.append("D")
-    words, n = format.metric_words(suite.metric or ""), len(suite.measured)
-    caption = f"Score: {words}, on {n} prompts. This suite does not affect the status."
-    return Table(f"{suite.name}, {suite.role}", columns, rows, caption)
-
-
-def _settings_table(board: Arms) -> Table:
-    names = [arm.name for arm in board.columns]
-    rows = []
-    for key, values in board.differences.items():
-        rows.append([key, *[_setting(values[name]) if name in values else format.MISSING for name in names]])
-    return Table("Settings that differ", ["setting", *names], rows, "Seeds, names and gates are left out.")
-
-
-def _runs_table(board: Arms) -> Table:
-    rows = []
-    for arm in board.columns:
-        for run in arm.members:
-            seeds = ", ".join(f"{key} {_setting(value)}" for key, value in run.seeds.items())
-            found = run.summary.findings
-            shown = [cell(found.recovery), cell(found.domain_retention), run.status(found)]
-            rows.append([f"{run.path}\n{seeds}", arm.name, *cells(run.ends, HEADLINE_ROLES), *shown])
-    columns = ["run", "arm", *HEADLINE_ROLES, "R", "D", "status"]
-    return Table("Runs", columns, rows, "Each run by itself, with the numbers of its own report.")
-
-
-def figure(board: Arms) -> str | None:
-    """Return a figure of references and arms, retention against domain."""
-    from opdcl.results import plots
-
-    styles, marks = plots.arm_styles(), []
-    for column in (*board.references, *board.columns):
-        if len(column.scores) == len(HEADLINE_ROLES):
-            is_arm, at = column in board.columns, board.means(column)
-            shape, colour = next(styles) if is_arm else (plots.SHAPES[column.state], column.state)
-            marks.append(plots.Mark(column.name, at["domain"], at["retention"], shape, colour))
-    return plots.frontier(board.headline, marks)
-
-
-def answers(board: Arms) -> dict[str, list[Group]]:
-    """Return each headline suite's prompts with the answers of base and of the runs' last models.
-
-    Of each arm the first run is shown; of one arm alone, all runs.
+    If a seed occurs twice, the group stays apart: one result counted twice makes the interval too narrow.
     """
-    runs = {arm.name: arm.members[0] for arm in board.columns}
-    if len(runs) == 1:
-        runs = {Path(run.path).name: run for run in board.columns[0].members}
-    found = {}
-    for role, suite in board.suites.items():
-        rows: dict[str, list[Row]] = {}
-        for name, run in [*runs.items()][:MOST_RUNS]:
-            own = run.headline[role].rows
-            if {"base", run.end} <= own.keys() and run.end != "base":
-                rows.setdefault("base", own["base"])
-                # A run may be called like a model.
-                rows[f"{name} (run)" if name in STATES else name] = own[run.end]
-        if len(rows) > 2 and (groups := answers_by_run(replace(suite, results={}, rows=rows))):
-            found[suite.name] = groups
-    return found
+    groups: dict[str, list[tuple[str, Results]]] = {}
+    for member, seed in zip(members, seeds, strict=True):
+        groups.setdefault(member.identity, []).append((seed, member))
+    pooled: list[list[Results]] = []
+    for group in groups.values():
+        if len({seed for seed, _ in group}) == len(group):
+            group.sort(key=lambda pair: pair[0])
+            pooled.append([member for _, member in group])
+        else:
+            pooled += [[member] for _, member in group]
+    names = [_common_name(group) for group in pooled]
+    named = {}
+    for name, runs in zip(names, pooled, strict=True):
+        is_unique = name and names.count(name) == 1
+        named[name if is_unique else runs[0].path] = runs
+    return named
+
+
+def _common_name(members: list[Results]) -> str:
+    """Return the common start of the run directories' names, up to a hyphen, underscore or dot."""
+    parts = [re.split(r"([-_.])", member.place.name) for member in members]
+    shared = ""
+    for column in zip(*parts, strict=False):
+        if len(set(column)) > 1:
+            break
+        shared += column[0]
+    return " ".join(shared.rstrip("-_.").split())

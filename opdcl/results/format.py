@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from opdcl.results.status import DOMAIN_STYLE, STATES
 
 if TYPE_CHECKING:
-    from opdcl.results.closeness import Closeness
     from opdcl.results.intervals import Estimate
+    from opdcl.results.ratios import Closeness
 
 MISSING = "\N{EN DASH}"
 

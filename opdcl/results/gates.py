@@ -15,12 +15,12 @@ from typing import Any
 from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.load import load
 from opdcl.errors import GateError, InconclusiveError, OpdclError, UsageError
-from opdcl.results import stats
-from opdcl.results.closeness import Closeness
+from opdcl.results import intervals
+from opdcl.results.estimates import Summary
 from opdcl.results.format import DISTANCE, POINTS, interval
 from opdcl.results.intervals import Estimate
-from opdcl.results.result_types import Summary
-from opdcl.results.scores import MeasuredSuite
+from opdcl.results.measurements import MeasuredSuite
+from opdcl.results.ratios import Closeness
 from opdcl.results.status import FAULT, NoRatio, Retention
 from opdcl.results.summary import Results
 from opdcl.results.verdict import why_no_domain_retention, why_no_ratio
@@ -124,7 +124,7 @@ def judge_drop(suite: MeasuredSuite, limit: float) -> Record:
     if "base" not in suite.rows or state is None:
         fault = suite.faults[0] if suite.faults else "base and tuned are not both measured"
         return _record(gate, f"{suite.name}: {fault}")
-    change = stats.difference(suite.values(state), suite.values("base"), suite.clusters)
+    change = intervals.difference(suite.values(state), suite.values("base"), suite.clusters)
     excess = Estimate(100 * change.value + limit, 100 * change.low + limit, 100 * change.high + limit)
     prompts = len(suite.measured)
     said = f"{suite.name}: {state} - base is {interval(change, POINTS)}, n = {prompts}, allowed -{limit:g}"

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from opdcl.config.recover import NO_WORSE
 from opdcl.errors import UsageError
 from opdcl.results.format import percent
-from opdcl.results.scores import MeasuredSuite, section, states_of
-from opdcl.results.stats import difference, headroom_fault, mean
+from opdcl.results.intervals import difference, mean
+from opdcl.results.measurements import MeasuredSuite, section, states_of
+from opdcl.results.ratios import headroom_fault
 from opdcl.results.status import HEADLINE_ROLES, Retention
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.records import read_metrics

@@ -20,10 +20,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+from opdcl.results.estimates import Summary
 from opdcl.results.intervals import Estimate
+from opdcl.results.measurements import PLAIN_WORDS
 from opdcl.results.notes import validations_of
-from opdcl.results.result_types import Summary
-from opdcl.results.scores import PLAIN_WORDS
 
 STYLE = Path(__file__).parent / "templates" / "figure.mplstyle"
 

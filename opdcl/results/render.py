@@ -19,8 +19,8 @@ from huggingface_hub import EvalResult, ModelCardData
 from markupsafe import Markup
 
 from opdcl.results import format
+from opdcl.results.estimates import Summary
 from opdcl.results.notes import validations_of
-from opdcl.results.result_types import Summary
 from opdcl.results.samples import RULE
 from opdcl.results.sections import Page, run_page
 from opdcl.results.status import HEADLINE_ROLES, STATES
@@ -33,8 +33,8 @@ from opdcl.sanitize import harmless
 if TYPE_CHECKING:
     from opdcl.results.arms import Arms
     from opdcl.results.chains import Chains
-    from opdcl.results.closeness import Closeness
     from opdcl.results.intervals import Estimate
+    from opdcl.results.ratios import Closeness
 
 Document = dict[str, Any]
 

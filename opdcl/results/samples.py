@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from opdcl.repetition import WORD
-from opdcl.results import format, response_stats
-from opdcl.results.scores import MeasuredSuite
+from opdcl.results import format, measurements
+from opdcl.results.measurements import MeasuredSuite
 from opdcl.results.status import STATES
 
 LONGEST_PROMPT, LONGEST_ANSWER = 900, 700
@@ -202,7 +202,7 @@ def _by_readability(suite: MeasuredSuite) -> list[int]:
     # Whether an answer of any state was truncated or repeats itself, where that is recorded.
     unclean = np.zeros(len(suite.measured), bool)
     for state in suite.rows:
-        written = response_stats.response_values(suite, state)
+        written = measurements.response_values(suite, state)
         unclean |= written.get("ended", 1) < 1
         unclean |= written.get("repetition", 0) > 0
     keys = []

@@ -11,14 +11,13 @@ from typing import Any
 from opdcl.config.shipped import SHIPPED_DATA
 from opdcl.hub import HUB_IDS
 from opdcl.results import format
-from opdcl.results.closeness import Closeness
+from opdcl.results.estimates import Scores, Summary
 from opdcl.results.format import CHANGE, NATS, SCORE, SHARE, Table, Unit, by_state, cell, distance_cells
 from opdcl.results.intervals import Estimate
+from opdcl.results.measurements import section
 from opdcl.results.origins import as_named
-from opdcl.results.response_stats import MARGINS
-from opdcl.results.result_types import Scores, Summary
+from opdcl.results.ratios import MARGINS, Closeness
 from opdcl.results.samples import Group, PickedExample, pick_examples, sort_samples
-from opdcl.results.scores import section
 from opdcl.results.status import HEADLINE_ROLES, NON_INFERIORITY_MARGIN, STATES
 from opdcl.results.summary import Results
 from opdcl.results.verdict import next_command, severity, why_no_domain_retention, why_no_ratio

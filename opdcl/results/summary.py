@@ -7,14 +7,20 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from opdcl.errors import UsageError
-from opdcl.results import closeness, notes, response_stats, stats, verdict
-from opdcl.results.intervals import Clusters, Estimate
+from opdcl.results import notes, verdict
+from opdcl.results.estimates import Summary, changes_of, groups_of, suite_scores
+from opdcl.results.intervals import Estimate
+from opdcl.results.measurements import MeasuredSuite, headline_of, load_closeness, load_suites, states_of
 from opdcl.results.origins import is_adapter, origins_of, split_seeds
-from opdcl.results.result_types import Scores, Summary
-from opdcl.results.scores import MeasuredSuite, headline_of, load_suites, states_of
+from opdcl.results.ratios import (
+    Findings,
+    alike,
+    closeness_of,
+    compared_with_base,
+    detectable_difference,
+    findings,
+)
 from opdcl.results.status import ALONE, HEADLINE_ROLES, NO_RECOVERY, STATES, Retention
 from opdcl.rundir.files import RESTORE
 from opdcl.rundir.identity import Identity
@@ -25,8 +31,6 @@ from opdcl.rundir.seals import changes
 # Steps over whose losses a mean is shown: that of one step depends on its rows.
 LAST_STEPS = 5
 
-PAIRS = (("tuned", "base"), ("recovered", "tuned"), ("recovered", "base"))
-
 
 class Results:
     """The results that a run left on disk, read once."""
@@ -35,7 +39,7 @@ class Results:
         with _damage_is_named(run):
             self.run = run
             self.suites = load_suites(run)
-            self.near = closeness.load_closeness(run)
+            self.near = load_closeness(run)
         self.headline = headline_of(self.suites)
         self.named = {suite.name: suite for suite in self.suites}
         planned = any(run.settings().get(key) for key in ("start", "finetune", "recover"))
@@ -52,8 +56,34 @@ class Results:
 
     @cached_property
     def measured(self) -> Summary:
-        with _damage_is_named(self.run):
-            return _measured(self)
+        """What was measured, and what follows by statistics: a summary without a verdict."""
+        run, suites, near = self.run, self.suites, self.near
+        headline = {role: self.headline.get(role) for role in HEADLINE_ROLES}
+        retention, domain = headline["retention"], headline["domain"]
+        of_retention, of_domain = ([suite] if suite else [] for suite in (retention, domain))
+        changes, tests = changes_of(retention), compared_with_base(of_retention)
+        detectable = None
+        if retention and changes["tuned_minus_base"]:
+            base, tuned = retention.values("base"), retention.values("tuned")
+            detectable = detectable_difference(tuned, base, retention.clusters)
+        faults = notes.inert(suites) + notes.faults_of(run, [*suites, near])
+        remarks = [note for suite in suites for note in notes.suite_notes(suite)] + notes.recovery_notes(run)
+        return Summary(
+            name=run.settings().get("name") or run.path.name,
+            alone=self.alone,
+            headline={role: suite.name if suite else None for role, suite in headline.items()},
+            suites={suite.name: suite_scores(suite) for suite in suites},
+            findings=findings(states_of(of_retention), states_of(of_domain), alike(tests)),
+            closeness=closeness_of([near]),
+            groups=groups_of(retention),
+            changes=changes | {f"domain_{pair}": change for pair, change in changes_of(domain).items()},
+            detectable_drop=detectable,
+            writing=tests,
+            cost=_cost(run, [*suites, near]),
+            faults=faults,
+            notes=faults + remarks,
+            trained=None if suites else _trained(run),
+        )
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -101,7 +131,7 @@ class Results:
                 found[role] = self.summary.suites[suite.name].states[self.end]
         return found
 
-    def status(self, findings: stats.Findings) -> str:
+    def status(self, findings: Findings) -> str:
         """Return a status, or why there can be none: the run has no recovery, or not even a fine-tune."""
         if findings.status != Retention.NOT_MEASURED:
             return findings.status
@@ -120,40 +150,6 @@ def _damage_is_named(run: RunDir) -> Iterator[None]:
         raise
 
 
-def _measured(results: Results) -> Summary:
-    """Return what was measured, and what follows by statistics: a summary without a verdict."""
-    run, suites, near = results.run, results.suites, results.near
-    headline = {role: results.headline.get(role) for role in HEADLINE_ROLES}
-    retention, domain = headline["retention"], headline["domain"]
-    pair = _pair(retention, "tuned", "base")
-    tests = response_stats.compared_with_base([retention] if retention else [])
-    distance = closeness.closeness_of([near])
-    faults = notes.inert(suites) + notes.faults_of(run, [*suites, near])
-    remarks = list(faults)
-    for suite in suites:
-        remarks += notes.suite_notes(suite)
-    return Summary(
-        name=run.settings().get("name") or run.path.name,
-        alone=results.alone,
-        headline={role: suite.name if suite else None for role, suite in headline.items()},
-        suites={suite.name: _scores(suite) for suite in suites},
-        findings=stats.findings(
-            states_of([retention]) if retention else None,
-            states_of([domain]) if domain else None,
-            response_stats.alike(tests),
-        ),
-        closeness=distance,
-        groups=_groups(retention),
-        changes=_changes(retention, domain),
-        detectable_drop=stats.detectable_difference(*pair) if pair else None,
-        writing=tests,
-        cost=_cost(run, [*suites, near]),
-        faults=faults,
-        notes=remarks + notes.recovery_notes(run),
-        trained=None if suites else _trained(run),
-    )
-
-
 def _trained(run: RunDir) -> tuple[str, str] | None:
     """Return what the last training stage did, and its steps and loss; None if none has trained here.
 
@@ -169,68 +165,6 @@ def _trained(run: RunDir) -> tuple[str, str] | None:
     losses = [row["loss"] for row in rows if row.get("stream", stream) == stream][-LAST_STEPS:]
     loss = f", loss on {of} {sum(losses) / len(losses):.2g}" if losses else ""
     return did, f"{len(rows)} step{'s' * (len(rows) > 1)}{loss}"
-
-
-def _scores(suite: MeasuredSuite) -> Scores:
-    """Return the number of prompts, the floor, and the estimated score of each measured state."""
-    floor = suite.floor_values()
-    states: dict[str, Estimate] = {}
-    for state in STATES:
-        if state in suite.rows:
-            states[state] = _estimate(suite, state).rounded()
-    metrics: dict[str, dict[str, float]] = {}
-    for state, result in suite.results.items():
-        for metric, value in result["metrics"].items():
-            if metric != suite.metric:
-                metrics.setdefault(metric, {})[state] = value
-    return Scores(
-        n=len(suite.measured),
-        floor=suite.floor if floor is None else float(floor.mean()),
-        states=states,
-        role=suite.role,
-        metric=suite.metric,
-        metrics=metrics,
-        writing=response_stats.estimates(suite),
-        # Of a suite that is sampled, base answers a second time.
-        decoding="sampled" if any("again" in row for row in suite.rows.get("base", [])) else "greedy",
-    )
-
-
-def _estimate(suite: MeasuredSuite, state: str) -> Estimate:
-    parts = suite.parts(state)
-    if any(len(of_prompt) != 1 for of_prompt in parts):
-        return stats.clustered_mean(parts, suite.clusters)
-    return stats.mean(suite.values(state), suite.clusters)
-
-
-def _groups(retention: MeasuredSuite | None) -> dict[str, tuple[Scores, stats.Findings]]:
-    """Return what the headline shows on each group of its prompts; empty unless there are several groups."""
-    if retention is None or len(retention.groups) < 2:
-        return {}
-    groups = {}
-    for name in retention.groups:
-        suite = retention.only(name)
-        groups[name] = _scores(suite), stats.findings(states_of([suite]), None)
-    return groups
-
-
-def _changes(retention: MeasuredSuite | None, domain: MeasuredSuite | None) -> dict[str, Estimate | None]:
-    changes = {}
-    for prefix, suite in (("", retention), ("domain_", domain)):
-        for later, earlier in PAIRS:
-            pair = _pair(suite, later, earlier)
-            change = stats.difference(*pair).rounded() if pair else None
-            changes[f"{prefix}{later}_minus_{earlier}"] = change
-    return changes
-
-
-def _pair(
-    suite: MeasuredSuite | None, later: str, earlier: str
-) -> tuple[np.ndarray, np.ndarray, Clusters] | None:
-    """Return the scores of two states and the clusters of their prompts, or None if one is not measured."""
-    if suite is None or not {later, earlier} <= suite.rows.keys():
-        return None
-    return suite.values(later), suite.values(earlier), suite.clusters
 
 
 def _cost(run: RunDir, suites: list[MeasuredSuite]) -> dict[str, dict[str, Any]]:

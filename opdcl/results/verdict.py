@@ -10,16 +10,14 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from opdcl.config.recover import RecoverConfig
-from opdcl.results import response_stats
-from opdcl.results.closeness import Closeness
+from opdcl.results import ratios
+from opdcl.results.estimates import Summary, Verdict
 from opdcl.results.format import POINTS, SCORE, SHARE, interval, is_few, percent, points
 from opdcl.results.intervals import Estimate
+from opdcl.results.measurements import PLAIN_WORDS, MeasuredSuite
 from opdcl.results.notes import learned_note
 from opdcl.results.origins import rows_set_aside
-from opdcl.results.response_stats import ResponseTests
-from opdcl.results.result_types import Summary, Verdict
-from opdcl.results.scores import PLAIN_WORDS, MeasuredSuite
-from opdcl.results.stats import Findings
+from opdcl.results.ratios import Closeness, Findings, ResponseTests
 from opdcl.results.status import (
     ALONE,
     FAULT,
@@ -138,7 +136,7 @@ def _settled(summary: Summary, faults: Sequence[str]) -> Findings:
     findings, near = summary.findings, summary.closeness
     if findings.retention_status is Retention.NO_HEADROOM and near and near.status:
         found = near.status
-        if found is Retention.RECOVERED and not response_stats.alike(summary.writing_tests):
+        if found is Retention.RECOVERED and not ratios.alike(summary.writing_tests):
             found = Retention.PARTLY
         status = both_halves(found, findings.domain_status)
         findings = replace(findings, retention_status=found, status=status)
@@ -303,7 +301,7 @@ def _advice(summary: Summary, settings: Mapping[str, Any]) -> str:
         rows = RecoverConfig.model_construct(**recover).completions("domain") if is_known else None
         command = f"opdcl recover RUN --set recover.domain_rollouts={_twice(rows)} -o RUN-2"
         return f"To keep more of the domain, learn from more of its rows in each step: {command}"
-    is_alike = response_stats.alike(summary.writing_tests)
+    is_alike = ratios.alike(summary.writing_tests)
     almost_all = recovery and recovery.value >= MOST_OF_THE_GAIN and is_alike
     advice = OUTCOMES[found].advice
     if found is Retention.PARTLY and (almost_all or _first_look(summary)):

@@ -17,8 +17,8 @@ from opdcl.data.rows import check_lines, load_records
 from opdcl.data.split import split_rows
 from opdcl.errors import UsageError
 from opdcl.results.intervals import difference
+from opdcl.results.measurements import MeasuredSuite
 from opdcl.results.origins import rows_set_aside
-from opdcl.results.scores import MeasuredSuite
 from opdcl.rundir.layout import RunDir
 
 FIRST = ("Ola", "Bri", "Cor", "Dun", "Fen", "Gal", "Hor", "Ist", "Jor", "Kel")

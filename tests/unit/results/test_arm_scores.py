@@ -4,20 +4,19 @@ import numpy as np
 import pytest
 from helpers.synthetic import TUNED, N, alter, change, compared, measure
 
-from opdcl.results import stats
+from opdcl.results import intervals
 from opdcl.results.compare import compare_runs, comparison_page
 from opdcl.results.render import summarise
 
 
 def test_an_arm_of_one_run_has_the_numbers_of_its_report(three):
     comparison = compared(three)
+    same = ("recovery", "domain_retention", "status")
     for row, run in zip(comparison["arms"], three, strict=True):
         alone = summarise(run)
         assert row["retention"] == alone["suites"]["instructions"]["recovered"]
         assert row["domain"] == alone["suites"]["handbook"]["recovered"]
-        assert [row[k] for k in ("recovery", "domain_retention", "status")] == [
-            alone[k] for k in ("recovery", "domain_retention", "status")
-        ]
+        assert [row[key] for key in same] == [alone[key] for key in same]
     assert [row["name"] for row in comparison["arms"]] == ["ours", "general", "scaled"]
     assert [row["recovery"]["value"] for row in comparison["arms"]] == pytest.approx(
         [20 / 24, 20 / 24, 12 / 24], abs=1e-5
@@ -34,25 +33,15 @@ def test_a_second_domain_suite_that_all_runs_have_gets_its_own_table(three):
         for state, k in (("base", 4), ("tuned", 36), ("recovered", passed[run.path.name])):
             measure(run, state, {"manual": range(k)})
     (apart,) = compared(three)["further"]
-    assert {k: v for k, v in apart.items() if k != "arms"} == {
-        "name": "manual",
-        "role": "domain",
-        "metric": "accuracy",
-        "n": N,
-    }
+    assert [apart[key] for key in ("name", "role", "metric", "n")] == ["manual", "domain", "accuracy", N]
     assert [(a["name"], a["recovered"]["value"], a["domain_retention"]["value"]) for a in apart["arms"]] == [
         ("ours", pytest.approx(28 / N), pytest.approx(24 / 32)),
         ("general", pytest.approx(4 / N), pytest.approx(0)),
         ("scaled", pytest.approx(20 / N), pytest.approx(16 / 32)),
     ]
     tables = {table.title: table.rows for table in comparison_page(compare_runs(three)).sections}
-    assert [cell.split("\n")[0] for cell in tables["manual, domain"][0]] == [
-        "ours",
-        "10.0 %",
-        "90.0 %",
-        "70.0 %",
-        "0.75",
-    ]
+    row = [cell.split("\n")[0] for cell in tables["manual, domain"][0]]
+    assert row == ["ours", "10.0 %", "90.0 %", "70.0 %", "0.75"]
     for state in ("base", "tuned", "recovered"):
         measure(three[1], state, {"manual": range(36)}, prompt="Other prompt")
     assert compared(three)["further"] == []
@@ -98,9 +87,8 @@ def test_missing_settings_and_missing_sections_are_differences(three):
 
 def test_different_evaluation_settings_get_a_note(three):
     change(three[1], "eval", max_new_tokens=20)
-    assert any(
-        "measured with different settings (eval.max_new_tokens)" in n for n in compared(three)["notes"]
-    )
+    said = "measured with different settings (eval.max_new_tokens)"
+    assert any(said in note for note in compared(three)["notes"])
 
 
 def test_runs_that_differ_only_in_seeds_form_one_arm_with_their_mean(make):
@@ -109,14 +97,11 @@ def test_runs_that_differ_only_in_seeds_form_one_arm_with_their_mean(make):
     assert (row["name"], row["seeds"]) == ("ours", 3)
     assert row["retention"]["value"] == pytest.approx((30 + 20 + 28) / 120)
     assert row["recovery"]["value"] == pytest.approx(((30 + 20 + 28) / 3 - 8) / 24, abs=1e-5)
-    assert [(run["seeds"]["recover.seed"], run["retention"]["value"]) for run in row["runs"]] == [
-        (0, 0.5),
-        (1, 0.7),
-        (2, 0.75),
-    ]
+    of_runs = {run["seeds"]["recover.seed"]: run["retention"]["value"] for run in row["runs"]}
+    assert of_runs == {0: 0.5, 1: 0.7, 2: 0.75}
     passed = [(np.arange(N) < k).astype(float) for k in (20, 28, 30)]
-    assert row["retention"] == vars(stats.mean(np.stack(passed)).rounded())
-    alone = vars(stats.mean(passed[1]).rounded())
+    assert row["retention"] == vars(intervals.mean(np.stack(passed)).rounded())
+    alone = vars(intervals.mean(passed[1]).rounded())
     assert row["retention"]["high"] - row["retention"]["low"] > alone["high"] - alone["low"]
 
 
@@ -124,14 +109,8 @@ def test_arms_over_the_same_fine_tunes_share_the_mean_of_tuned(make):
     runs = []
     for seed, lost in ((0, 8), (1, 10)):
         for name, method, kept in (("ours", "alternating", 28), ("scaled", "interpolate", 20 + seed)):
-            run = make(
-                f"{name}-s{seed}",
-                kept,
-                32,
-                tuned=TUNED | {"instructions": range(lost)},
-                method=method,
-                seed=seed,
-            )
+            tuned = TUNED | {"instructions": range(lost)}
+            run = make(f"{name}-s{seed}", kept, 32, tuned=tuned, method=method, seed=seed)
             change(run, "finetune", seed=seed)
             runs.append(run)
     comparison = compared(runs)
@@ -154,10 +133,8 @@ def test_an_unfinished_run_is_listed_with_the_results_it_has(make):
     assert half["recovery"]["value"] == pytest.approx(0.5)
     assert (none["retention"], none["recovery"], none["status"]) == ({}, None, "not measured")
     comparison = compared(runs)
-    assert any(
-        note.endswith("half is not finished: no result of recovered on handbook.")
-        for note in comparison["notes"]
-    )
+    said = "half is not finished: no result of recovered on handbook."
+    assert any(note.endswith(said) for note in comparison["notes"])
     assert [r["name"] for r in comparison["references"]] == ["base", "tuned"]
 
 

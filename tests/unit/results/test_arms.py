@@ -12,41 +12,40 @@ from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
 
 
-def test_names_gates_and_checkpoints_do_not_make_another_arm(make):
-    runs = [make("a-s0", 28, 32), make("a-s1", 28, 32, seed=1, save_steps=2)]
-    alter(runs[1].config, workflow={"name": "b", "description": "c", "gates": {"recovery": 0.5}})
-    assert [row["seeds"] for row in compared(runs)["arms"]] == [2]
+@pytest.fixture
+def seeds(make) -> list[RunDir]:
+    """Two runs that differ in their seed alone."""
+    return [make("a-s0", 28, 32), make("a-s1", 28, 32, seed=1)]
 
 
-def test_different_rows_under_the_same_path_make_different_arms(make):
-    runs = [make("a-s0", 28, 32), make("a-s1", 28, 32, seed=1)]
-    for run, content in zip(runs, ("1" * 64, "2" * 64), strict=True):
-        write(
-            run.stage(1, "finetune").record,
-            {"status": "done", "inputs": {"content of data": content, "seed": 0}},
-        )
-    comparison = compared(runs)
+def pooled(runs: list[RunDir]) -> list[int]:
+    return [row["seeds"] for row in compared(runs)["arms"]]
+
+
+def test_names_gates_and_checkpoints_do_not_make_another_arm(seeds):
+    change(seeds[1], "recover", save_steps=2)
+    alter(seeds[1].config, workflow={"name": "b", "description": "c", "gates": {"recovery": 0.5}})
+    assert pooled(seeds) == [2]
+
+
+def test_different_rows_under_the_same_path_make_different_arms(seeds):
+    for run, content in zip(seeds, ("1" * 64, "2" * 64), strict=True):
+        inputs = {"content of data": content, "seed": 0}
+        write(run.stage(1, "finetune").record, {"status": "done", "inputs": inputs})
     rows = {name: f"handbook ({digit * 12})" for name, digit in (("a-s0", "1"), ("a-s1", "2"))}
-    assert comparison["differences"] == {"finetune.data": rows}
+    assert compared(seeds)["differences"] == {"finetune.data": rows}
 
 
 def test_the_same_seeds_twice_are_not_two_seeds(make):
     runs = [make("here", 28, 32), make("there", 30, 32), make("third", 30, 32, seed=1)]
     comparison = compared(runs)
-    assert [(row["name"], row["seeds"]) for row in comparison["arms"]] == [
-        ("here", 1),
-        ("there", 1),
-        ("third", 1),
-    ]
+    assert {row["name"]: row["seeds"] for row in comparison["arms"]} == {"here": 1, "there": 1, "third": 1}
     assert any(note.startswith("here, there, third: the settings are equal") for note in comparison["notes"])
 
 
-def test_directories_with_equal_names_are_named_by_their_paths(make, tmp_path):
+def test_directories_with_equal_names_are_named_by_their_paths(make):
     runs = [make("x/run", 28, 32), make("y/run", 28, 32, steps=9)]
-    assert [row["name"] for row in compared(runs)["arms"]] == [
-        str(tmp_path / "x/run"),
-        str(tmp_path / "y/run"),
-    ]
+    assert [row["name"] for row in compared(runs)["arms"]] == [str(run.path) for run in runs]
 
 
 def test_an_unfinished_seed_is_left_out_of_the_mean_with_a_note(make):
@@ -130,35 +129,27 @@ def start_from(run: RunDir, place, content: str) -> None:
     write(run.stage(1, "finetune").record, {"status": "done", "inputs": {"start": content}})
 
 
-def pooled(runs: list[RunDir]) -> list[int]:
-    return [row["seeds"] for row in compared(runs)["arms"]]
-
-
-def test_two_adapters_whose_folders_have_one_name_are_no_seeds_of_one_arm(make, tmp_path):
-    runs = [make("a-s0", 28, 32), make("a-s1", 28, 32, seed=1)]
-    for run, owner in zip(runs, ("mine", "yours"), strict=True):
+def test_two_adapters_whose_folders_have_one_name_are_no_seeds_of_one_arm(seeds, tmp_path):
+    for run, owner in zip(seeds, ("mine", "yours"), strict=True):
         start_from(run, tmp_path / owner / "checkpoint-500", content=owner)
-    assert pooled(runs) == [1, 1]
-    shown = compared(runs)["differences"]["start"]
+    assert pooled(seeds) == [1, 1]
+    shown = compared(seeds)["differences"]["start"]
     assert all(name.startswith("checkpoint-500 (") for name in shown.values())
-    for run in runs:
+    for run in seeds:
         start_from(run, tmp_path / run.path.name / "checkpoint-500", content="the same")
-    assert pooled(runs) == [2]
+    assert pooled(seeds) == [2]
 
 
-def test_seeds_may_start_from_runs_that_differ_in_their_seed_and_in_nothing_else(make, tmp_path):
+def test_seeds_may_start_from_runs_that_differ_in_their_seed_and_in_nothing_else(make, seeds):
     firsts = [make("first-0", 28, 32), make("first-1", 28, 32, seed=1)]
-    runs = [make("a-s0", 28, 32), make("a-s1", 28, 32, seed=1)]
-    for first, run in zip(firsts, runs, strict=True):
-        write(first.config, {**read_json(first.config), "origins": {}})
+    for first, run in zip(firsts, seeds, strict=True):
         start_from(run, first.path, content=first.path.name)
-    assert pooled(runs) == [2]
+    assert pooled(seeds) == [2]
     alter(firsts[1].config, workflow={"recover": {"steps": 9}})
-    assert pooled(runs) == [1, 1]
+    assert pooled(seeds) == [1, 1]
 
 
-def test_runs_on_other_weights_of_one_name_are_no_seeds_of_one_arm(make):
-    runs = [make("a-s0", 28, 32), make("a-s1", 28, 32, seed=1)]
-    for run, weights in zip(runs, ("1" * 64, "2" * 64), strict=True):
+def test_runs_on_other_weights_of_one_name_are_no_seeds_of_one_arm(seeds):
+    for run, weights in zip(seeds, ("1" * 64, "2" * 64), strict=True):
         write(run.manifest, {"base": {"fingerprint_before": weights}})
-    assert pooled(runs) == [1, 1]
+    assert pooled(seeds) == [1, 1]

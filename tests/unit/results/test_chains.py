@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
-from helpers.synthetic import N, change, compared, held, measure, workflow, write
+from helpers.synthetic import N, alter, change, compared, held, measure, workflow, write
 
 from opdcl.errors import UsageError
-from opdcl.results import chains, stats
+from opdcl.results import chains, intervals
 from opdcl.results.compare import compare_runs, comparison_page, write_comparison
-from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
 
 
@@ -18,19 +17,11 @@ def step(tmp_path):
     def made(name, learned, instructions, handbook, manual, start=None, teachers=None) -> RunDir:
         run = RunDir(tmp_path / name)
         domains = ["handbook", "manual"] if learned == "handbook" else ["manual", "handbook"]
-        write(
-            run.config,
-            {
-                "workflow": workflow(
-                    teachers={n: {"adapter": str(p.path)} for n, p in (teachers or {}).items()}
-                )
-            },
-        )
+        named = {name: {"adapter": str(teacher.path)} for name, teacher in (teachers or {}).items()}
+        settings = workflow(teachers=named) | {"start": start and str(start.path)}
+        write(run.config, {"workflow": settings, "origins": {}})
         change(run, "eval", domain=domains)
         change(run, "finetune", data=learned)
-        config = read_json(run.config)
-        workflow_of = config["workflow"] | {"start": start and str(start.path)}
-        write(run.config, {"workflow": workflow_of, "origins": {}})
         write(run.stage(2, "recover").record, {"status": "done"})
         measure(run, "base", {"instructions": range(32), "handbook": range(4), "manual": range(2)})
         passes = {"instructions": instructions, "handbook": handbook, "manual": manual}
@@ -121,10 +112,10 @@ def test_last_steps_alone_are_pooled_over_seeds(step):
         change(run, "finetune", seed=seed)
     other = step("other", "manual", 20, 30, 30, start=firsts[0])
     change(other, "recover", steps=5)
-    assert [(arm["name"], arm["seeds"]) for arm in compared([*seconds, other])["arms"]] == [
-        ("second", 2),
-        ("other", 1),
-    ]
+    assert {arm["name"]: arm["seeds"] for arm in compared([*seconds, other])["arms"]} == {
+        "second": 2,
+        "other": 1,
+    }
 
 
 def test_two_experiments_with_equal_names_stay_apart(step):
@@ -150,8 +141,7 @@ def test_answers_to_other_prompts_are_left_out_with_a_note(step):
 
 def test_a_run_that_builds_on_itself_is_refused(step):
     first = step("first", "handbook", 30, 36, 2)
-    config = read_json(first.config)
-    write(first.config, {**config, "workflow": config["workflow"] | {"start": str(first.path)}})
+    alter(first.config, workflow={"start": str(first.path)})
     with pytest.raises(UsageError, match="builds on itself"):
         compared([first, step("second", "manual", 28, 34, 30)])
 
@@ -176,11 +166,11 @@ def test_independent_runs_are_compared_as_arms(step):
 def test_the_mean_over_suites_has_a_narrower_interval_than_one_suite():
     rng = np.random.default_rng(0)
     suites = [(rng.random(n) < 0.5).astype(float) for n in (200, 100, 300)]
-    comparison = stats.mean_over(suites)
+    comparison = intervals.mean_over(suites)
     assert comparison.value == pytest.approx(np.mean([s.mean() for s in suites]))
-    assert stats.mean_over([suites[0]]) == stats.mean(suites[0])
+    assert intervals.mean_over([suites[0]]) == intervals.mean(suites[0])
     clusters = np.repeat(np.arange(50), 4)
-    assert stats.mean_over([suites[0]], [clusters]) == stats.mean(suites[0], clusters)
+    assert intervals.mean_over([suites[0]], [clusters]) == intervals.mean(suites[0], clusters)
     # Independent prompts: variances add up, each divided by the number of suites squared.
     width = np.sqrt(sum((s.std() / np.sqrt(len(s)) / 3) ** 2 for s in suites)) * 2 * 1.96
     assert comparison.high - comparison.low == pytest.approx(width, rel=0.1)
@@ -198,7 +188,8 @@ def test_one_prompt_of_a_hundred_is_no_forgetting_that_is_shown(step):
                 run.eval_result(state, suite).unlink()
     comparison = chains.compare_chains([first, second])
     before, after = ((np.arange(100) < passed).astype(float) for passed in (99, 98))
-    assert comparison.figures(comparison.chains[0])["forgetting"] == stats.difference(before, after).rounded()
+    forgetting = comparison.figures(comparison.chains[0])["forgetting"]
+    assert forgetting == intervals.difference(before, after).rounded()
     assert comparison_page(comparison).heading.endswith("no forgetting is shown")
 
 
@@ -211,7 +202,7 @@ def test_a_change_over_suites_is_claimed_seldom_where_there_is_none():
             before = (rng.random(n) < 0.7).astype(float)
             again = np.where(rng.random(n) < 0.03, rng.random(n) < 0.7, before).astype(float)
             changes.append(([before], [again], None))
-        found = stats.change_over(changes)
+        found = intervals.change_over(changes)
         claimed += found.low > 0 or found.high < 0
     assert claimed < 0.05 * 400
 
@@ -219,10 +210,10 @@ def test_a_change_over_suites_is_claimed_seldom_where_there_is_none():
 def test_a_change_over_one_suite_is_the_difference_and_two_that_stood_still_prove_nothing():
     rng = np.random.default_rng(1)
     a, b = (rng.random((3, 60)) < 0.5).astype(float), (rng.random((3, 60)) < 0.7).astype(float)
-    one, other = stats.change_over([([a], [b], None)]), stats.difference(a, b)
+    one, other = intervals.change_over([([a], [b], None)]), intervals.difference(a, b)
     assert (one.value, one.low, one.high) == pytest.approx((other.value, other.low, other.high))
     same = (np.ones(8),) * 2
-    still = stats.change_over([([same[0]], [same[1]], None)] * 2)
+    still = intervals.change_over([([same[0]], [same[1]], None)] * 2)
     assert still.low < -0.1 < 0.1 < still.high
 
 
@@ -265,8 +256,7 @@ def test_a_start_that_is_named_inside_its_run_is_a_link_of_the_chain_if_the_run_
     whole = compared([first, second])["chains"]
     for stage in (first.stage(2, "recover"), first.stage(1, "finetune")):
         write(stage.record, {"status": "done"})
-        settings = read_json(second.config)["workflow"] | {"start": str(stage.adapter)}
-        write(second.config, {"workflow": settings, "origins": {}})
+        alter(second.config, workflow={"start": str(stage.adapter)})
         is_end = stage == first.last_stage()
         assert chains.build_on_one_another([first, second]) == is_end
         if is_end:

@@ -12,7 +12,7 @@ from helpers.command import opdcl
 from helpers.page import HOSTILE, PAYLOAD, safe_page
 from helpers.synthetic import METRIC, N, change, held, measure, measure_states
 
-from opdcl.results import arms, compare
+from opdcl.results import compare
 from opdcl.results.compare import compare_runs, write_comparison
 from opdcl.rundir.layout import RunDir
 
@@ -71,9 +71,9 @@ def test_the_page_has_the_answers_of_the_runs_side_by_side(answered, tmp_path):
 
 
 def test_of_many_arms_the_page_says_whose_answers_it_leaves_out(answered, tmp_path):
-    runs = [answered(f"arm_{i}", {*range(i, 30)}, steps=i + 1) for i in range(arms.MOST_RUNS + 1)]
+    runs = [answered(f"arm_{i}", {*range(i, 30)}, steps=i + 1) for i in range(compare.MOST_RUNS + 1)]
     html = write_comparison(compare_runs(runs), tmp_path / "out")[1].read_text()
-    assert f"Left out for want of room: arm_{arms.MOST_RUNS}." in html
+    assert f"Left out for want of room: arm_{compare.MOST_RUNS}." in html
     assert groups_of(html) == {
         "Passed by arm_0, not by every other run": 5,
         "Passed by every run": 25,

@@ -7,9 +7,9 @@ import pytest
 from helpers.command import ROOT
 from helpers.scripts import load_script
 
-from opdcl.results import stats
+from opdcl.results import intervals, ratios
 from opdcl.results.intervals import Estimate, total
-from opdcl.results.stats import States
+from opdcl.results.measurements import States
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +27,10 @@ def test_one_score_that_is_a_fraction_claims_no_more_than_all_passes(n):
     base, passes = np.zeros(n), np.ones(n)
     fractions = passes.copy()
     fractions[-1] = 0.67
-    assert width(stats.difference(fractions, fractions)) >= width(stats.difference(passes, passes))
-    assert width(stats.mean(fractions)) >= width(stats.mean(passes))
-    assert stats.detectable_difference(fractions, fractions) >= stats.detectable_difference(passes, passes)
-    kept, kept_of_passes = (stats.domain_retention(States(base, x, x)) for x in (fractions, passes))
+    assert width(intervals.difference(fractions, fractions)) >= width(intervals.difference(passes, passes))
+    assert width(intervals.mean(fractions)) >= width(intervals.mean(passes))
+    assert ratios.detectable_difference(fractions, fractions) >= ratios.detectable_difference(passes, passes)
+    kept, kept_of_passes = (ratios.domain_retention(States(base, x, x)) for x in (fractions, passes))
     if kept_of_passes is None:
         assert kept is None
     else:
@@ -41,15 +41,15 @@ def test_one_score_that_is_a_fraction_claims_no_more_than_all_passes(n):
 def test_answers_that_score_alike_on_few_questions_are_not_shown_to_be_kept(seeds):
     base, tuned = np.array([0.0, 0.0, 0.1]), np.array([0.8, 0.9, 0.7])
     rows = (base, *(np.tile(x, (seeds, 1)) for x in (tuned, tuned)))
-    assert stats.domain_status_of(States(*rows)) == "gain not shown"
+    assert ratios.domain_status_of(States(*rows)) == "gain not shown"
     states = States(np.tile(tuned, 2), np.tile(base, 2), np.tile(tuned, 2))
-    assert not stats.non_inferiority(states.recovered, states.base).shown
-    assert stats.status_of(states) != "recovered"
+    assert not ratios.non_inferiority(states.recovered, states.base).shown
+    assert ratios.status_of(states) != "recovered"
 
 
 def test_sixty_equal_fractions_do_not_show_that_nothing_was_forgotten():
     passes, fractions = (np.arange(60) < 9).astype(float), np.linspace(0, 1, 60)
-    statuses = {stats.status_of(States(x, x, x)) for x in (passes, fractions)}
+    statuses = {ratios.status_of(States(x, x, x)) for x in (passes, fractions)}
     assert statuses == {"too few prompts"}
 
 
@@ -62,21 +62,21 @@ def test_of_one_cluster_nothing_is_known(kind, seeds):
         a, b = (a > 0.5) * 1.0, (b > 0.5) * 1.0
     size = 400 if kind == "lengths" else 1
     a, b, one = size * a, size * b, np.zeros(600, int)
-    assert stats.ratio(a, a, one) is None
-    change, level = stats.difference(a, b, one), stats.mean(a, one)
+    assert intervals.ratio(a, a, one) is None
+    change, level = intervals.difference(a, b, one), intervals.mean(a, one)
     assert change.low <= -size < size <= change.high
     if kind == "lengths":
         assert level.low < 0 < 2 * size < level.high
     else:
         assert level.low < 0.01 < 0.99 < level.high
-    assert stats.detectable_difference(a, b, one) > size
+    assert ratios.detectable_difference(a, b, one) > size
 
 
 def test_distances_below_one_count_no_imagined_answers():
     """A distance has no upper end that two more answers could lie at."""
     near = np.array([0.2, 0.3, 0.25, 0.4])
-    assert width(stats.ratio(near / 2, near, of_scores=False)) == pytest.approx(0)
-    assert width(stats.ratio(near / 2, near) or Estimate(0, -np.inf, np.inf)) > 1
+    assert width(intervals.ratio(near / 2, near, of_scores=False)) == pytest.approx(0)
+    assert width(intervals.ratio(near / 2, near) or Estimate(0, -np.inf, np.inf)) > 1
     assert width(total([([near, -near], None)])) == 0
 
 

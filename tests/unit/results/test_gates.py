@@ -8,7 +8,7 @@ from opdcl.config.evaluate import Gates
 from opdcl.config.load import validate
 from opdcl.errors import GateError, InconclusiveError, UsageError
 from opdcl.results.gates import judge_again, judge_drop, judge_gates, refuse
-from opdcl.results.scores import MeasuredSuite
+from opdcl.results.measurements import MeasuredSuite
 from opdcl.results.summary import Results
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers.synthetic import STATES, alter, measure_states, rewrite_samples, write
 
-from opdcl.results.stats import difference
+from opdcl.results.intervals import difference
 from opdcl.results.summary import Results
 from opdcl.rundir.files import read_jsonl
 

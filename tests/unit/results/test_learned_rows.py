@@ -6,9 +6,9 @@ from helpers.synthetic import N, change, compared, measure, measure_states, page
 from opdcl.errors import UsageError
 from opdcl.results.compare import compare_runs
 from opdcl.results.listing import list_runs
+from opdcl.results.measurements import load_suites
 from opdcl.results.origins import question_key, sets_asked
 from opdcl.results.samples import regained_prompts
-from opdcl.results.scores import load_suites
 from opdcl.results.summary import Results
 from opdcl.rundir.files import read_json
 from opdcl.rundir.hashes import hash_files

@@ -20,9 +20,10 @@ from markdown_it import MarkdownIt
 from opdcl.errors import UsageError
 from opdcl.results import plots, render
 from opdcl.results.format import MISSING
+from opdcl.results.measurements import load_suites
 from opdcl.results.render import markdown, summarise
 from opdcl.results.samples import MOST_PROMPTS, RULE, regained_prompts, sort_samples
-from opdcl.results.scores import STATES, load_suites
+from opdcl.results.status import STATES
 from opdcl.results.summary import Results
 from opdcl.rundir.records import read_samples
 from opdcl.sanitize import harmless

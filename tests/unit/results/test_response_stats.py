@@ -5,9 +5,9 @@ import pytest
 from scipy.stats import t as student
 
 from opdcl.repetition import repetition
-from opdcl.results import response_stats, stats
-from opdcl.results.response_stats import MARGINS, ResponseTest, script_of
-from opdcl.results.scores import MeasuredSuite
+from opdcl.results import estimates, ratios
+from opdcl.results.measurements import WRITTEN, MeasuredSuite, States, response_values, script_of
+from opdcl.results.ratios import MARGINS, ResponseTest
 
 ENGLISH, GERMAN, RUSSIAN, CHINESE = "Keep it short.", "Fasse dich kurz.", "Пиши коротко.", "请简短回答。"
 
@@ -25,21 +25,20 @@ def suite_of(**answers):
     return MeasuredSuite("instructions", "retention", "strict", {}, rows, 0)
 
 
-def test_repetition_is_that_of_the_recovery_s_health_on_words():
+def column(name: str, *answers, state: str = "base", **more):
+    """Return a column of base's answers, or of those of another state beside it."""
+    found = suite_of(base=answers, **more).column(state, name)
+    return None if found is None else found.tolist()
+
+
+def test_repetition_is_that_of_the_recovery_s_health_on_words_or_characters():
     looping = "we met and we talked " * 5
-    share = response_stats.response_values(suite_of(base=[looping, "one two three four five"]), "base")[
-        "repetition"
-    ]
     # 25 words have 22 4-grams, of which only the first 5 are new.
-    assert share == pytest.approx([17 / 22, 0])
-    assert share[0] == pytest.approx(repetition([looping.split()]))
-
-
-def test_a_script_without_spaces_is_read_by_character():
-    (share,) = response_stats.response_values(suite_of(base=["一二三四五六七八" * 2]), "base")["repetition"]
-    assert share == pytest.approx(5 / 13)
-    (none,) = response_stats.response_values(suite_of(base=["一二三四五六七八"]), "base")["repetition"]
-    assert none == 0
+    shares = column("repetition", looping, "one two three four five")
+    assert shares == pytest.approx([17 / 22, 0])
+    assert shares[0] == pytest.approx(repetition([looping.split()]))
+    # A script without spaces is read by character.
+    assert column("repetition", "一二三四五六七八" * 2, "一二三四五六七八") == pytest.approx([5 / 13, 0])
 
 
 @pytest.mark.parametrize(
@@ -60,30 +59,25 @@ def test_the_script_is_that_of_most_letters(text, script):
 
 
 def test_an_answer_may_be_in_the_script_of_the_prompt_or_of_base_s_answer():
-    suite = suite_of(
-        base=[ENGLISH, CHINESE, ENGLISH, ENGLISH], recovered=[RUSSIAN, CHINESE, GERMAN, "1, 2, 3"]
-    )
-    assert response_stats.response_values(suite, "base")["script"].tolist() == [1, 1, 1, 1]
-    assert response_stats.response_values(suite, "recovered")["script"].tolist() == [0, 1, 1, 1]
+    base, recovered = [ENGLISH, CHINESE, ENGLISH, ENGLISH], [RUSSIAN, CHINESE, GERMAN, "1, 2, 3"]
+    assert column("script", *base) == [1, 1, 1, 1]
+    assert column("script", *base, state="recovered", recovered=recovered) == [0, 1, 1, 1]
 
 
-def test_what_old_rows_do_not_tell_is_left_out():
-    row = {"response": ENGLISH, "tokens": 4}
-    whole, old = row | {"ended": True}, row
-    assert set(response_stats.response_values(suite_of(base=[whole, whole]), "base")) == {
-        "ended",
-        "tokens",
-        "repetition",
-        "script",
-    }
-    assert "ended" not in response_stats.response_values(suite_of(base=[whole, old]), "base")
-    assert response_stats.response_values(suite_of(base=[{}]), "base") == {}
-    assert response_stats.response_values(suite_of(base=[whole]), "tuned") == {}
+def test_what_rows_do_not_tell_is_left_out():
+    old = {"response": ENGLISH, "tokens": 4}
+    whole = old | {"ended": True}
+    assert set(response_values(suite_of(base=[whole, whole]), "base")) == {*WRITTEN}
+    assert column("ended", whole, old) is None
+    # Where likelihoods were compared, the response is a choice.
+    assert column("distinct", whole | {"likelihoods": [0.0, -1.0]}) is None
+    assert response_values(suite_of(base=[{}]), "base") == {}
+    assert response_values(suite_of(base=[whole]), "tuned") == {}
 
 
 def test_every_measure_has_its_mean_with_an_interval():
     rows = [{"response": ENGLISH, "tokens": 10 * i, "ended": i < 3} for i in range(4)]
-    base = response_stats.estimates(suite_of(base=rows))["base"]
+    base = estimates.writing_of(suite_of(base=rows))["base"]
     assert base["ended"].value == 0.75
     assert base["tokens"].value == 15
     assert all(e.low <= e.value <= e.high for e in base.values())
@@ -92,14 +86,9 @@ def test_every_measure_has_its_mean_with_an_interval():
 
 def pair(base, recovered):
     """Return a suite whose answers of the two states end as listed, each in English."""
-    rows = {
-        state: [
-            {"doc_id": i, "prompt": f"{ENGLISH} {i}", "scores": {}, "response": ENGLISH, "ended": bool(e)}
-            for i, e in enumerate(ended)
-        ]
-        for state, ended in (("base", base), ("recovered", recovered))
-    }
-    return MeasuredSuite("instructions", "retention", "strict", {}, rows, 0)
+    states = {"base": base, "recovered": recovered}
+    rows = {s: [{"response": ENGLISH, "ended": bool(e)} for e in ended] for s, ended in states.items()}
+    return suite_of(**rows)
 
 
 def share(passed, n=2000):
@@ -118,7 +107,7 @@ def share(passed, n=2000):
     ],
 )
 def test_like_base_means_within_the_margin_on_both_sides(ended, shown, different):
-    test = response_stats.compared_with_base([pair(share(0.48), share(ended))])["ended"]
+    test = ratios.compared_with_base([pair(share(0.48), share(ended))])["ended"]
     assert (test.shown, test.different) == (shown, different)
     assert (test.base, test.recovered) == (pytest.approx(0.48), pytest.approx(ended))
     assert test.low < ended - 0.48 < test.high
@@ -129,7 +118,7 @@ def test_the_margins_are_five_points_and_a_tenth_of_the_length():
     # Of 2000 pairs, the interval of a gap of 4 points reaches to 4.9, that of 4.4 points to 5.3.
     for sign in (1, -1):
         ends = (0.48 + sign * gap for gap in (0.04, 0.044))
-        tests = [response_stats.compared_with_base([pair(share(0.48), share(e))])["ended"] for e in ends]
+        tests = [ratios.compared_with_base([pair(share(0.48), share(e))])["ended"] for e in ends]
         assert [test.shown for test in tests] == [True, False]
 
 
@@ -137,7 +126,7 @@ def lengths(factor, n=600, noise=0.0):
     """Return per-prompt lengths of base, and of a model whose answers are `factor` times as long."""
     rng = np.random.default_rng(0)
     base = rng.gamma(2, 40, n)
-    return {"tokens": base}, {"tokens": base * factor * np.exp(rng.normal(0, noise, n) - noise**2 / 2)}
+    return base, base * factor * np.exp(rng.normal(0, noise, n) - noise**2 / 2)
 
 
 @pytest.mark.parametrize(
@@ -152,12 +141,12 @@ def lengths(factor, n=600, noise=0.0):
 )
 def test_a_length_is_compared_as_a_share_of_base_s(factor, noise, shown, different):
     base, recovered = lengths(factor, noise=noise)
-    test = response_stats.equivalences(base, recovered)["tokens"]
+    test = ratios.equivalence("tokens", base, recovered)
     assert (test.shown, test.different) == (shown, different)
-    assert test.value == pytest.approx(recovered["tokens"].mean() / base["tokens"].mean() - 1, abs=1e-6)
+    assert test.value == pytest.approx(recovered.mean() / base.mean() - 1, abs=1e-6)
     # Two one-sided tests by their definition: both ends of the margin are rejected at 2.5 %.
     for end in (-0.10, 0.10):
-        gap = recovered["tokens"] - (1 + end) * base["tokens"]
+        gap = recovered - (1 + end) * base
         t = gap.mean() / (gap.std(ddof=1) / len(gap) ** 0.5)
         rejected = -np.sign(end) * t > student.ppf(0.975, len(gap) - 1)
         assert rejected == (test.low > end if end < 0 else test.high < end)
@@ -169,13 +158,13 @@ def test_answers_of_two_models_are_alike_no_more_often_than_one_in_forty_at_the_
     for _ in range(1000):
         base = rng.gamma(2, 40, 400)
         recovered = base * 0.9 * np.exp(rng.normal(0, 0.3, 400) - 0.045)
-        found += response_stats.equivalences({"tokens": base}, {"tokens": recovered})["tokens"].shown
+        found += ratios.equivalence("tokens", base, recovered).shown
     assert found / 1000 < 0.045
 
 
 def test_few_answers_do_not_show_that_recovered_is_as_good():
     # One fewer ends, and not always the same.
-    tests = response_stats.compared_with_base([pair([1, 0, 1, 0] * 10, [1, 0, 0, 1] * 9 + [0, 0, 0, 1])])
+    tests = ratios.compared_with_base([pair([1, 0, 1, 0] * 10, [1, 0, 0, 1] * 9 + [0, 0, 0, 1])])
     assert tests["ended"].value == pytest.approx(-1 / 40)
     assert (tests["ended"].shown, tests["ended"].different) == (False, False)
 
@@ -184,19 +173,19 @@ def test_answers_that_go_round_in_circles_are_worse():
     suite = pair(share(0.5, 100), share(0.5, 100))
     for row in suite.rows["recovered"]:
         row["response"] = "and so we met again " * 4
-    tests = response_stats.compared_with_base([suite])
+    tests = ratios.compared_with_base([suite])
     assert (tests["repetition"].different, tests["repetition"].shown) == (True, False)
     assert tests["repetition"].recovered == pytest.approx(12 / 17)
 
 
 def test_several_seeds_are_pooled_and_a_seed_without_the_measure_leaves_it_out():
     same, worse = pair(share(0.5), share(0.5)), pair(share(0.5), share(0.3))
-    pooled = response_stats.compared_with_base([same, worse])["ended"]
+    pooled = ratios.compared_with_base([same, worse])["ended"]
     assert pooled.recovered == pytest.approx(0.4)
     for row in worse.rows["recovered"]:
         del row["ended"]
-    assert response_stats.compared_with_base([same, worse])["ended"] is None
-    assert response_stats.compared_with_base([]) == {"ended": None, "repetition": None, "tokens": None}
+    assert ratios.compared_with_base([same, worse])["ended"] is None
+    assert ratios.compared_with_base([]) == {"ended": None, "repetition": None, "tokens": None}
 
 
 def written(shown):
@@ -205,12 +194,10 @@ def written(shown):
 
 @pytest.mark.parametrize("shown", [True, False])
 def test_only_what_is_shown_to_write_alike_is_recovered(shown):
-    assert (
-        response_stats.alike({"ended": written(shown), "repetition": None, "tokens": written(True)}) == shown
-    )
+    assert ratios.alike({"ended": written(shown), "repetition": None, "tokens": written(True)}) == shown
     passed = (np.arange(1000) < 800).astype(float)
     tuned = np.zeros(1000)
-    states = stats.States(passed, tuned, passed)
+    states = States(passed, tuned, passed)
     expected = "recovered" if shown else "partly recovered"
-    assert stats.findings(states, None, shown).retention_status == expected
-    assert stats.findings(states._replace(recovered=tuned), None, shown).retention_status == "not shown"
+    assert ratios.findings(states, None, shown).retention_status == expected
+    assert ratios.findings(states._replace(recovered=tuned), None, shown).retention_status == "not shown"

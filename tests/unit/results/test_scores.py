@@ -2,7 +2,8 @@
 
 import pytest
 
-from opdcl.results.scores import STATES, MeasuredSuite, states_of
+from opdcl.results.measurements import MeasuredSuite, states_of
+from opdcl.results.status import STATES
 
 
 def test_a_prompt_with_more_parts_weighs_more():

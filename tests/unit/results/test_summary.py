@@ -8,7 +8,7 @@ from helpers.synthetic import STRICT, N, change, measure_fully, measure_states, 
 
 from opdcl.errors import UsageError
 from opdcl.results.render import summarise
-from opdcl.results.scores import STATES
+from opdcl.results.status import STATES
 from opdcl.rundir.files import read_json
 
 

@@ -2,7 +2,7 @@
 
 from helpers.synthetic import measure, rewrite_samples, workflow, write
 
-from opdcl.results import stats
+from opdcl.results import intervals
 from opdcl.results.render import summarise
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
@@ -18,6 +18,6 @@ def test_a_prompt_with_more_parts_weighs_more_and_its_parts_stay_together(tmp_pa
         row["scores"][metric] = scores
     rewrite_samples(run, "base", "instructions", rows)
     base = summarise(run)["suites"]["instructions"]["base"]
-    assert base == vars(stats.clustered_mean(parts).rounded())
+    assert base == vars(intervals.clustered_mean(parts).rounded())
     assert base["value"] == round((18 + 4) / (18 + 6), 6)
     assert base["value"] > sum(map(all, parts)) / 12

@@ -14,12 +14,11 @@ from helpers.synthetic import STRICT, change, compared, measured, pages, write
 from opdcl import api
 from opdcl.cli import app
 from opdcl.config.recover import RecoverConfig
-from opdcl.results import stats
-from opdcl.results.closeness import Closeness
+from opdcl.results import ratios
 from opdcl.results.intervals import Estimate
+from opdcl.results.measurements import States
+from opdcl.results.ratios import Closeness, ResponseTest
 from opdcl.results.render import run_document, summarise
-from opdcl.results.response_stats import ResponseTest
-from opdcl.results.stats import States
 from opdcl.results.status import STATES
 from opdcl.results.summary import Results
 from opdcl.results.verdict import conclude
@@ -227,4 +226,4 @@ def answers(passed, n=300):
     ],
 )
 def test_kept_means_nine_tenths_are_shown_and_lost_that_nothing_is(passed, n, status):
-    assert stats.domain_status_of(States(*(answers(k, n) for k in passed))) == status
+    assert ratios.domain_status_of(States(*(answers(k, n) for k in passed))) == status

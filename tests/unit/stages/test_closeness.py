@@ -12,7 +12,8 @@ from opdcl.data.chat import encode_prompt
 from opdcl.data.formats import check_row
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
-from opdcl.results import closeness as results
+from opdcl.results.measurements import load_closeness
+from opdcl.results.ratios import closeness_of
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import RunDir
 from opdcl.stages import answers, closeness
@@ -117,7 +118,7 @@ def test_a_model_that_is_base_has_its_answers_no_distance_and_no_c(adapted, run)
             _, rows = measure(backbone, run, state, adapter)
             assert max(row["scores"]["distance"] for row in rows) < 1e-5
             assert [row["response"] for row in rows] == [row["response"] for row in base_rows]
-    found = results.closeness_of([results.load_closeness(run)])
+    found = closeness_of([load_closeness(run)])
     assert (found.c, found.why) == (None, "tuned is not measurably away from base")
 
 

@@ -1,15 +1,17 @@
-"""The results of a run as types; `opdcl.results.render` has their JSON."""
+"""What is estimated of a run's suites, as types and from columns; `opdcl.results.render` has their JSON."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from opdcl.results.closeness import Closeness
 from opdcl.results.format import percent
-from opdcl.results.intervals import Estimate
-from opdcl.results.response_stats import ResponseTests
-from opdcl.results.stats import Findings
+from opdcl.results.intervals import Estimate, clustered_mean, difference, mean
+from opdcl.results.measurements import MeasuredSuite, response_values, states_of
+from opdcl.results.ratios import Closeness, Findings, ResponseTests, findings
+from opdcl.results.status import STATES
+
+PAIRS = (("tuned", "base"), ("recovered", "tuned"), ("recovered", "base"))
 
 
 @dataclass(frozen=True)
@@ -94,3 +96,62 @@ class Summary:
             for measure, test in self.closeness.writing.items():
                 tests[f"{measure} at temperature 1"] = test
         return tests
+
+
+def suite_scores(suite: MeasuredSuite) -> Scores:
+    """Return the number of prompts, the floor, and the estimated score of each measured state."""
+    floor = suite.floor_values()
+    metrics: dict[str, dict[str, float]] = {}
+    for state, result in suite.results.items():
+        for metric, value in result["metrics"].items():
+            if metric != suite.metric:
+                metrics.setdefault(metric, {})[state] = value
+    return Scores(
+        n=len(suite.measured),
+        floor=suite.floor if floor is None else float(floor.mean()),
+        states={state: _score(suite, state).rounded() for state in STATES if state in suite.rows},
+        role=suite.role,
+        metric=suite.metric,
+        metrics=metrics,
+        writing=writing_of(suite),
+        # Of a suite that is sampled, base answers a second time.
+        decoding="sampled" if any("again" in row for row in suite.rows.get("base", [])) else "greedy",
+    )
+
+
+def _score(suite: MeasuredSuite, state: str) -> Estimate:
+    parts = suite.parts(state)
+    if any(len(of_prompt) != 1 for of_prompt in parts):
+        return clustered_mean(parts, suite.clusters)
+    return mean(suite.values(state), suite.clusters)
+
+
+def writing_of(suite: MeasuredSuite) -> dict[str, dict[str, Estimate]]:
+    """Return state -> measure -> mean over prompts, of how the answers are written."""
+    found = {}
+    for state in suite.rows:
+        columns = response_values(suite, state).items()
+        found[state] = {name: mean(column, suite.clusters).rounded() for name, column in columns}
+    return found
+
+
+def groups_of(retention: MeasuredSuite | None) -> dict[str, tuple[Scores, Findings]]:
+    """Return what the headline shows on each group of its prompts; empty unless there are several groups."""
+    if retention is None or len(retention.groups) < 2:
+        return {}
+    groups = {}
+    for name in retention.groups:
+        suite = retention.only(name)
+        groups[name] = suite_scores(suite), findings(states_of([suite]), None)
+    return groups
+
+
+def changes_of(suite: MeasuredSuite | None) -> dict[str, Estimate | None]:
+    """Return each pair of states, such as `tuned_minus_base`, with the paired difference of their scores."""
+    changes: dict[str, Estimate | None] = {}
+    for later, earlier in PAIRS:
+        change = None
+        if suite and {later, earlier} <= suite.rows.keys():
+            change = difference(suite.values(later), suite.values(earlier), suite.clusters).rounded()
+        changes[f"{later}_minus_{earlier}"] = change
+    return changes

@@ -1,24 +1,38 @@
-"""Load the scores of a run: one suite at a time, paired by prompt."""
+"""The measurements of a run: for every suite, state and prompt a row, and its numbers as columns.
+
+A score does not show how an answer is written. Answers that run on until the token limit meet "at least 80
+words" more often than good ones, so a model that no longer stops can score like base. So each row also says
+whether its answer ends, how long it is, how much of it is repetition, and whether it keeps to the script.
+"""
 
 from __future__ import annotations
 
 import math
+import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from opdcl.config.evaluate import CLOSENESS
 from opdcl.errors import UsageError
+from opdcl.repetition import WORD, distinct, repetition
+from opdcl.results.intervals import Clusters
 from opdcl.results.origins import count_learned, learned_by, line_of
-from opdcl.results.stats import States
 from opdcl.results.status import HEADLINE_ROLES, ROLES, STATES
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.records import read_result, read_samples
 
 # What a suite measures, if its name does not read well in a sentence.
 PLAIN_WORDS = dict.fromkeys(("instructions", "instructions_quick", "ifeval"), "instruction following")
+
+# What is measured of how an answer is written.
+WRITTEN = ("ended", "tokens", "repetition", "script")
+
+# Scripts that one language mixes.
+FAMILIES = {"HIRAGANA": "CJK", "KATAKANA": "CJK"}
 
 # Results round their scores to six digits.
 ROUNDING = 1e-6
@@ -56,28 +70,23 @@ class MeasuredSuite:
     @property
     def latest(self) -> str | None:
         """The state that a user would ship: recovered, or tuned if nothing is recovered."""
-        for state in ("recovered", "tuned"):
-            if state in self.rows:
-                return state
-        return None
+        return next((state for state in ("recovered", "tuned") if state in self.rows), None)
 
     @property
     def floor(self) -> float | None:
         """The best headline score of a content-free answer, or None if it was not measured."""
-        scores = []
-        for result in self.results.values():
-            for answer in (result.get("floor") or {}).values():
-                if self.metric in answer:
-                    scores.append(answer[self.metric])
-        return max(scores, default=None)
+        answers = [answer for found in self._floors for answer in found.values()]
+        return max((answer[self.metric] for answer in answers if self.metric in answer), default=None)
 
     @property
     def floor_is(self) -> str:
         """What reaches the floor, as texts name it: a content-free answer, or in multiple choice a guess."""
-        for result in self.results.values():
-            if "chance" in (result.get("floor") or {}):
-                return "a guess"
-        return "a content-free answer"
+        return "a guess" if any("chance" in found for found in self._floors) else "a content-free answer"
+
+    @property
+    def _floors(self) -> list[dict[str, dict[str, float]]]:
+        """Of each result, content-free answer -> metric -> score."""
+        return [result.get("floor") or {} for result in self.results.values()]
 
     @property
     def measured(self) -> list[Row]:
@@ -88,6 +97,11 @@ class MeasuredSuite:
     def prompts(self) -> list[tuple]:
         """The number and text of each prompt, and the answer to it, in the order of the rows."""
         return [(row["doc_id"], row["prompt"], row.get("target")) for row in self.measured]
+
+    @property
+    def asked(self) -> tuple[str | None, list[tuple]]:
+        """The metric and the prompts: where they are equal, two runs were asked the same."""
+        return self.metric, self.prompts
 
     @property
     def description(self) -> dict[str, Any]:
@@ -119,9 +133,7 @@ class MeasuredSuite:
 
     def only(self, group: str) -> MeasuredSuite:
         """Return the suite on the prompts of one group, without results that hold for all prompts."""
-        chosen = {}
-        for state, rows in self.rows.items():
-            chosen[state] = [row for row in rows if row.get("group") == group]
+        chosen = {s: [row for row in rows if row.get("group") == group] for s, rows in self.rows.items()}
         return replace(self, rows=chosen, results={})
 
     def parts(self, state: str) -> list[list[float]]:
@@ -133,45 +145,99 @@ class MeasuredSuite:
         """Return `(N,)` numbers whose mean is the metric: prompts with more parts weigh more."""
         return _weighted(self.parts(state))
 
+    def column(self, state: str, name: str = "score") -> np.ndarray | None:
+        """Return `(N,)` numbers of a state, one per prompt; None where one of them is not measured.
+
+        `score`: what `values` returns. `distance`, `forward` and `reverse`: from base, in nats per token.
+        `ended`: the answer ended before its token limit. `tokens`: its length. `repetition`: the share of its
+        4-grams of words that occurred earlier in it. `distinct`: the share of its 2-grams that no other
+        answer has. `script`: its letters are mostly of the script of the prompt or of base's answer;
+        languages that share a script are not told apart, for which answers are too short. The length and
+        whether it ended include a thought before the answer, the others do not.
+        """
+        rows = self.rows.get(state, [])
+        if name == "score":
+            return self.values(state) if rows else None
+        if name in ("distance", "forward", "reverse"):
+            numbers = [row["scores"][name] for row in rows]
+        elif name in ("ended", "tokens"):
+            numbers = [row.get(name) for row in rows]
+        elif any(row.get("response") is None or "likelihoods" in row for row in rows):
+            return None  # where likelihoods were compared, the response is a choice, which nobody wrote
+        elif name == "script":
+            numbers = [*map(_keeps_to_the_script, rows, self.rows.get("base", rows))]
+        else:
+            words = [WORD.findall(row["response"]) for row in rows]
+            numbers = distinct(words) if name == "distinct" else [repetition([own]) for own in words]
+        return np.array(numbers, float) if rows and None not in numbers else None
+
     def floor_values(self) -> np.ndarray | None:
         """Return the `(N,)` scores of the best content-free answer, or None if they were not stored."""
-        best = None
-        for rows in self.rows.values():
-            if any("floor" not in row for row in rows):
-                continue
-            scores = _weighted(_parts(row["floor"] for row in rows))
-            if best is None or scores.mean() > best.mean():
-                best = scores
-        return best
+        stored = [rows for rows in self.rows.values() if all("floor" in row for row in rows)]
+        floors = [_weighted(_parts(row["floor"] for row in rows)) for rows in stored]
+        return max(floors, key=lambda scores: scores.mean(), default=None)
 
 
-def stacked(columns: Sequence[Any]) -> np.ndarray:
-    """Return the numbers of one run as `(N,)`, of several as `(S, N)`."""
-    array = np.array(columns, float)
-    return array[0] if len(array) == 1 else array
+class States(NamedTuple):
+    """The scores of the three models on one suite, `(N,)` or `(S, N)`."""
+
+    base: np.ndarray
+    tuned: np.ndarray
+    recovered: np.ndarray
+    floor: np.ndarray | None = None
+    """The scores of the best content-free answer to each prompt, if they were measured."""
+    clusters: Clusters = None
+
+    def above_floor(self, state: np.ndarray) -> np.ndarray:
+        """Return a state's scores, or those of the floor if it scores higher: they take no skill."""
+        return state if self.floor is None or self.floor.mean() <= state.mean() else self.floor
 
 
-def values_of(suites: Sequence[MeasuredSuite], state: str) -> np.ndarray | None:
-    """Return a state's scores on one suite in one or several runs, or None unless all are measured."""
-    if not suites or any(state not in suite.rows for suite in suites):
+def stacked(columns: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Return the numbers of one run as `(N,)`, of several as `(S, N)`; None unless all are measured."""
+    measured = [column for column in columns if column is not None]
+    if not measured or len(measured) < len(columns):
         return None
-    return stacked([suite.values(state) for suite in suites])
+    return measured[0] if len(measured) == 1 else np.stack(measured)
+
+
+def pooled(suites: Sequence[MeasuredSuite], state: str, name: str = "score") -> np.ndarray | None:
+    """Return a column of one suite in one or several runs, which answered the same prompts."""
+    return stacked([suite.column(state, name) for suite in suites])
 
 
 def floors_of(suites: Sequence[MeasuredSuite]) -> np.ndarray | None:
     """Return the scores of the best content-free answer in one or several runs, or None if one has none."""
-    floors = [suite.floor_values() for suite in suites]
-    if not floors or any(floor is None for floor in floors):
-        return None
-    return stacked(floors)
+    return stacked([suite.floor_values() for suite in suites])
 
 
 def states_of(suites: Sequence[MeasuredSuite]) -> States | None:
     """Return the scores of one suite in one or several runs, or None unless all three states are measured."""
-    base, tuned, recovered = (values_of(suites, state) for state in STATES)
+    base, tuned, recovered = (pooled(suites, state) for state in STATES)
     if base is None or tuned is None or recovered is None:
         return None
     return States(base, tuned, recovered, floors_of(suites), suites[0].clusters)
+
+
+def response_values(suite: MeasuredSuite, state: str) -> dict[str, np.ndarray]:
+    """Return the columns of how a state's answers are written, by name, as far as they are measured."""
+    columns = {name: suite.column(state, name) for name in WRITTEN}
+    return {name: column for name, column in columns.items() if column is not None}
+
+
+def script_of(text: str) -> str:
+    """Return the script of most letters of a text, such as `LATIN`; "" without letters."""
+    scripts: Counter[str] = Counter()
+    for character, count in Counter(text).items():
+        if character.isalpha():
+            script = unicodedata.name(character, "").split(" ")[0]
+            scripts[FAMILIES.get(script, script)] += count
+    return scripts.most_common(1)[0][0] if scripts else ""
+
+
+def _keeps_to_the_script(row: Row, of_base: Row) -> bool:
+    expected = ("", script_of(row["prompt"]), script_of(of_base.get("response") or ""))
+    return script_of(row["response"]) in expected
 
 
 def _as_list(score: Any) -> list[Any]:
@@ -179,10 +245,7 @@ def _as_list(score: Any) -> list[Any]:
 
 
 def _parts(scores: Iterable[Any]) -> list[list[float]]:
-    parts = []
-    for score in scores:
-        parts.append([float(part) for part in _as_list(score)])
-    return parts
+    return [[float(part) for part in _as_list(score)] for score in scores]
 
 
 def _weighted(parts: list[list[float]]) -> np.ndarray:
@@ -201,7 +264,7 @@ def load_suites(run: RunDir) -> list[MeasuredSuite]:
     for path in sorted(run.evals.glob("*/*.json")):
         if path.parent.name in STATES and path.stem != CLOSENESS:
             roles.setdefault(path.stem, str(read_result(path).get("role", "control")))
-    suites = [load_measured(run, name, role) for name, role in roles.items()]
+    suites = [_load(run, name, role) for name, role in roles.items()]
     learned = learned_by(*line_of(run))
     return [replace(suite, learned=count_learned(suite.measured, learned)) for suite in suites]
 
@@ -215,7 +278,12 @@ def headline_of(suites: Sequence[MeasuredSuite]) -> dict[str, MeasuredSuite]:
     return headline
 
 
-def load_measured(run: RunDir, name: str, role: str) -> MeasuredSuite:
+def load_closeness(run: RunDir) -> MeasuredSuite:
+    """Return the states' answers and distances, paired by prompt, as a suite of the metric `distance`."""
+    return _load(run, CLOSENESS, CLOSENESS)
+
+
+def _load(run: RunDir, name: str, role: str) -> MeasuredSuite:
     """Load one suite's results; without any, a suite without rows."""
     results: dict[str, Row] = {}
     answers: dict[str, dict[tuple, Row]] = {}
@@ -240,16 +308,13 @@ def load_measured(run: RunDir, name: str, role: str) -> MeasuredSuite:
         problem = f"{' and '.join(results)} have no prompt in common, so they cannot be compared"
         raise UsageError(f"suite {name}: {problem}", f"opdcl eval {run.path} --force")
     order = sorted(shared, key=lambda key: (str(type(key[0])), *key))
-    paired = {}
-    for state, by_prompt in answers.items():
-        paired[state] = [by_prompt[key] for key in order]
     first = next(iter(results.values()))
     return MeasuredSuite(
         name=name,
         role=str(first.get("role", role)),
         metric=first["metric"],
         results=results,
-        rows=paired,
+        rows={state: [by_prompt[key] for key in order] for state, by_prompt in answers.items()},
         unpaired=len(set.union(*asked)) - len(shared),
         faults=faults,
     )
@@ -280,9 +345,7 @@ def _mismatch(rows: list[Row], result: Row) -> str:
         scores = [row["scores"].get(metric) for row in rows]
         if metric != result["metric"] and scores.count(None) == n:
             continue  # its samples do not keep it
-        parts: list[Any] = []
-        for score in scores:
-            parts += _as_list(score)
+        parts = [part for score in scores for part in _as_list(score)]
         if not parts or not all(isinstance(part, int | float) for part in parts):
             return f"its answers give {metric} as no number, and its result says {recorded}"
         found = float(sum(parts)) / len(parts)

@@ -1,13 +1,17 @@
-"""The statistics behind the verdict: always paired, because every model answers the same prompts.
+"""What follows from columns of measurements: statuses, the ratios R, D and C, and whether answers are alike.
 
-Scores are arrays of one value per prompt, 0 or 1 for fail or pass or a fraction, or one row per training
-seed (`opdcl.results.intervals`).
+All is paired, because every model answers the same prompts. Scores are arrays of one value per prompt, 0 or 1
+for fail or pass or a fraction, or one row per training seed (`opdcl.results.intervals`).
+
+C = 1 - distance(recovered) / distance(start). The start is tuned, or the floor if that is nearer to base: a
+model with base's style and other content recovers nothing, however far away tuned is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,60 +20,42 @@ from opdcl.results.intervals import (
     Clusters,
     Estimate,
     are_scores,
-    change_over,
     cluster_ids,
-    clustered_mean,
     difference,
     difference_sources,
     half_width,
     mean,
-    mean_over,
+    median,
     pass_or_fail,
     ratio,
     student,
+    total,
 )
+from opdcl.results.measurements import MeasuredSuite, States, floors_of, pooled
 from opdcl.results.status import (
+    DOMAIN_STYLE,
     FLOOR_REASONS,
     HALF_OF_THE_GAIN,
     LARGEST_FLOOR,
     MOST_OF_THE_GAIN,
     NON_INFERIORITY_MARGIN,
     SMALLEST_DROP,
+    STATES,
     Domain,
     NoRatio,
     Retention,
     both_halves,
 )
 
-__all__ = [
-    "Clusters",
-    "Estimate",
-    "change_over",
-    "clustered_mean",
-    "difference",
-    "mean",
-    "mean_over",
-    "pass_or_fail",
-    "ratio",
-]
-
 # The share of repetitions in which a detectable difference is found.
 POWER = 0.8
 
+# How far the recovered model's share of answers that end, and of repeated 4-grams, may lie from base's, and
+# its mean length, as a share of base's.
+MARGINS = {"ended": 0.05, "repetition": 0.05, "tokens": 0.10}
 
-class States(NamedTuple):
-    """The scores of the three models on one suite, `(N,)` or `(S, N)`."""
-
-    base: np.ndarray
-    tuned: np.ndarray
-    recovered: np.ndarray
-    floor: np.ndarray | None = None
-    """The scores of the best content-free answer to each prompt, if they were measured."""
-    clusters: Clusters = None
-
-    def above_floor(self, state: np.ndarray) -> np.ndarray:
-        """Return a state's scores, or those of the floor if it scores higher: they take no skill."""
-        return state if self.floor is None or self.floor.mean() <= state.mean() else self.floor
+# How a state writes at temperature 1, and the columns of it.
+SAMPLED = {"length": "tokens", "ended": "ended", "repetition": "repetition", "distinct": "distinct"}
 
 
 @dataclass(frozen=True)
@@ -258,3 +244,165 @@ def findings(retention: States | None, domain: States | None, written_alike: boo
 
 def _rounded(estimate: Estimate | None) -> Estimate | None:
     return estimate.rounded() if estimate else None
+
+
+@dataclass(frozen=True)
+class ResponseTest(Estimate):
+    """Recovered minus base in one measure; of the length, relative to base's.
+
+    `shown`: the whole interval lies within the margin, so the two are shown to be alike. `different`: it
+    excludes zero. If both hold, they differ by less than matters.
+    """
+
+    base: float
+    recovered: float
+    margin: float
+    shown: bool
+    different: bool
+
+
+ResponseTests = dict[str, ResponseTest | None]
+
+
+def compared_with_base(suites: Sequence[MeasuredSuite]) -> ResponseTests:
+    """Return `equivalence` for each measure of one suite, or of the same one of several seeds."""
+    tests: ResponseTests = {}
+    for name in MARGINS:
+        base, recovered = (pooled(suites, state, name) for state in ("base", "recovered"))
+        tests[name] = None
+        if base is not None and recovered is not None:
+            tests[name] = equivalence(name, base, recovered, suites[0].clusters)
+    return tests
+
+
+def equivalence(
+    name: str, base: np.ndarray, recovered: np.ndarray, clusters: Clusters = None
+) -> ResponseTest | None:
+    """Test by two one-sided tests whether recovered writes as base does; None where a ratio is undefined."""
+    change: Estimate | None = difference(recovered, base, clusters)
+    if name == "tokens":
+        change = ratio(recovered - base, base, clusters)
+    if change is None:
+        return None
+    margin = MARGINS[name]
+    return ResponseTest(
+        **vars(change.rounded()),
+        base=float(base.mean()),
+        recovered=float(recovered.mean()),
+        margin=margin,
+        shown=-margin < change.low and change.high < margin,
+        different=not change.low <= 0 <= change.high,
+    )
+
+
+def alike(tests: ResponseTests) -> bool:
+    """Return whether recovered is shown to write as base does, in all that was measured."""
+    return all(test.shown for test in tests.values() if test)
+
+
+@dataclass(frozen=True)
+class Closeness:
+    """How far the states are from base on sampled answers, in nats per token."""
+
+    n: int
+    c: Estimate | None
+    raw: Estimate | None
+    """C counted from tuned, wherever the floor lies."""
+    why: str | None
+    """Why there is no C."""
+    floor: float | None
+    noise: float
+    states: dict[str, dict[str, Estimate]]
+    """State -> `distance`, the mean over requests, its two directions `forward` and `reverse`, its `median`,
+    `domain_manner`, the share of requests answered in domain style, and how the state writes. Empty without a
+    measurement."""
+    writing: ResponseTests
+    seconds: float
+
+    @property
+    def start(self) -> str:
+        """What C counts from, with its distance."""
+        tuned = self.states["tuned"]["distance"].value
+        if self.floor is None or self.floor >= tuned:
+            return f"tuned, {tuned:.2f} nats"
+        return f"base's answers to unrelated prompts, {self.floor:.2f} nats"
+
+    @property
+    def status(self) -> Retention | None:
+        """The outcome by how much of tuned's distance to base is gone; None if that is undefined.
+
+        `recovered`: as much of it is shown to be gone as of the domain's gain has to be left.
+        """
+        if self.c is None:
+            return None
+        if self.c.low >= MOST_OF_THE_GAIN:
+            return Retention.RECOVERED
+        return Retention.PARTLY if self.c.low > 0 else Retention.NOT_SHOWN
+
+    @property
+    def how_written(self) -> dict[str, dict[str, Estimate]]:
+        """State -> measure of how it writes, by the names of `MeasuredSuite.column`."""
+        written = {}
+        for state, found in self.states.items():
+            written[state] = {SAMPLED[name]: found[name] for name in SAMPLED if name in found}
+        return written
+
+
+def closeness_of(suites: Sequence[MeasuredSuite]) -> Closeness | None:
+    """Return the distances, C with its interval, and how each state writes; None without base's answers.
+
+    `suites` are those of one run, or of the training seeds of an arm, on the same prompts.
+    """
+    distances = {}
+    for state in STATES:
+        if (column := pooled(suites, state, "distance")) is not None:
+            distances[state] = column
+    if "base" not in distances:
+        return None
+    floor, clusters = floors_of(suites), suites[0].clusters
+    c, raw, why = _share_gone(distances, floor, clusters)
+    results = [result for suite in suites for result in suite.results.values()]
+    return Closeness(
+        n=len(suites[0].measured),
+        c=_rounded(c),
+        raw=_rounded(raw),
+        why=why,
+        floor=None if floor is None else round(float(floor.mean()), 6),
+        noise=round(float(distances["base"].mean()), 6),
+        states={state: _from_base(suites, state) for state in STATES},
+        writing=compared_with_base(suites) if "recovered" in distances else {},
+        seconds=round(sum(((result.get("cost") or {}).get("seconds", 0.0) for result in results), 0.0), 1),
+    )
+
+
+def _from_base(suites: Sequence[MeasuredSuite], state: str) -> dict[str, Estimate]:
+    """Return a state's distance: mean, both directions, median, share in domain style; and how it writes."""
+    clusters = suites[0].clusters
+    found: dict[str, Estimate] = {}
+    for name in ("distance", "forward", "reverse"):
+        if (numbers := pooled(suites, state, name)) is not None:
+            found[name] = total([([numbers], clusters)]).rounded()
+    if (distances := pooled(suites, state, "distance")) is None:
+        return {}
+    found["median"] = median(distances, clusters).rounded()
+    found["domain_manner"] = mean(np.array(distances > DOMAIN_STYLE, float), clusters).rounded()
+    for name, column in SAMPLED.items():
+        if (numbers := pooled(suites, state, column)) is not None:
+            found[name] = mean(numbers, clusters).rounded()
+    return found
+
+
+def _share_gone(
+    distances: dict[str, np.ndarray], floor: np.ndarray | None, clusters: Clusters
+) -> tuple[Estimate | None, Estimate | None, str | None]:
+    """Return C, C counted from tuned wherever the floor lies, and why there is none."""
+    if missing := [state for state in STATES if state not in distances]:
+        return None, None, f"{' and '.join(missing)} not measured"
+    base, tuned, recovered = (distances[state] for state in STATES)
+    # Base's distance to itself is what rounding in 16 bits makes of no difference at all.
+    if total([([tuned, -base], clusters)]).low <= 0:
+        return None, None, "tuned is not measurably away from base"
+    start = tuned if floor is None or floor.mean() >= tuned.mean() else floor
+    c = ratio(start - recovered, start, clusters, of_scores=False)
+    raw = ratio(tuned - recovered, tuned, clusters, of_scores=False)
+    return c, raw, None if c else "the distance to start from is too uncertain for a ratio"
