@@ -11,7 +11,7 @@ from opdcl.results.measurements import MeasuredSuite, response_values, states_of
 from opdcl.results.ratios import Closeness, Findings, ResponseTests, findings
 from opdcl.results.status import STATES
 
-PAIRS = (("tuned", "base"), ("recovered", "tuned"), ("recovered", "base"))
+COMPARED = (("tuned", "base"), ("recovered", "tuned"), ("recovered", "base"))
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def groups_of(retention: MeasuredSuite | None) -> dict[str, tuple[Scores, Findin
 def changes_of(suite: MeasuredSuite | None) -> dict[str, Estimate | None]:
     """Return each pair of states, such as `tuned_minus_base`, with the paired difference of their scores."""
     changes: dict[str, Estimate | None] = {}
-    for later, earlier in PAIRS:
+    for later, earlier in COMPARED:
         change = None
         if suite and {later, earlier} <= suite.rows.keys():
             change = difference(suite.values(later), suite.values(earlier), suite.clusters).rounded()

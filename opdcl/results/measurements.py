@@ -29,7 +29,7 @@ from opdcl.rundir.records import read_result, read_samples
 PLAIN_WORDS = dict.fromkeys(("instructions", "instructions_quick", "ifeval"), "instruction following")
 
 # What is measured of how an answer is written.
-WRITTEN = ("ended", "tokens", "repetition", "script")
+OF_ANSWERS = ("ended", "tokens", "repetition", "script")
 
 # Scripts that one language mixes.
 FAMILIES = {"HIRAGANA": "CJK", "KATAKANA": "CJK"}
@@ -221,7 +221,7 @@ def states_of(suites: Sequence[MeasuredSuite]) -> States | None:
 
 def response_values(suite: MeasuredSuite, state: str) -> dict[str, np.ndarray]:
     """Return the columns of how a state's answers are written, by name, as far as they are measured."""
-    columns = {name: suite.column(state, name) for name in WRITTEN}
+    columns = {name: suite.column(state, name) for name in OF_ANSWERS}
     return {name: column for name, column in columns.items() if column is not None}
 
 

@@ -55,7 +55,7 @@ POWER = 0.8
 MARGINS = {"ended": 0.05, "repetition": 0.05, "tokens": 0.10}
 
 # How a state writes at temperature 1, and the columns of it.
-SAMPLED = {"length": "tokens", "ended": "ended", "repetition": "repetition", "distinct": "distinct"}
+OF_SAMPLES = {"length": "tokens", "ended": "ended", "repetition": "repetition", "distinct": "distinct"}
 
 
 @dataclass(frozen=True)
@@ -344,7 +344,7 @@ class Closeness:
         """State -> measure of how it writes, by the names of `MeasuredSuite.column`."""
         written = {}
         for state, found in self.states.items():
-            written[state] = {SAMPLED[name]: found[name] for name in SAMPLED if name in found}
+            written[state] = {OF_SAMPLES[name]: found[name] for name in OF_SAMPLES if name in found}
         return written
 
 
@@ -386,7 +386,7 @@ def _from_base(suites: Sequence[MeasuredSuite], state: str) -> dict[str, Estimat
         return {}
     found["median"] = median(distances, clusters).rounded()
     found["domain_manner"] = mean(np.array(distances > DOMAIN_STYLE, float), clusters).rounded()
-    for name, column in SAMPLED.items():
+    for name, column in OF_SAMPLES.items():
         if (numbers := pooled(suites, state, column)) is not None:
             found[name] = mean(numbers, clusters).rounded()
     return found
