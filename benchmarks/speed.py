@@ -344,7 +344,7 @@ def our_trainer(arm, options, folder, clock, lengths):
     ids = prompt_ids(options.prompts, tokenizer)
     queue, learner = queue_of(backbone, config, ids)
     trainer = OwnLoop(config, backbone, queue, learner)
-    keep_lengths(queue, "take", lengths, lambda batch: [len(r.completion_ids) for r in batch.examples])
+    keep_lengths(queue, "take", lengths, lambda batch: [len(r.completion_ids) for r in batch.rollouts])
     clock.wrap(queue.student, "complete", "sample")
     clock.wrap(learner.teachers["general"][""], "distribution", "teacher")
     clock.wrap(learner, "learn", "student")
@@ -547,7 +547,7 @@ class Step:
             with self.forced(queue, lengths):
                 for index in range(steps):
                     batch = queue.take(index)
-                    found += [len(r.completion_ids) for r in batch.examples]
+                    found += [len(r.completion_ids) for r in batch.rollouts]
                     learner.learn(batch)
                     self.backbone.peft.zero_grad()
             times.append((time.perf_counter() - started) / steps)

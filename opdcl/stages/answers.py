@@ -166,7 +166,7 @@ def read_states(
     own = parallel.my_share(range(len(texts)))
     found: States = {}
     for batch in micro_batches({i: texts[i].length for i in own}, tokens):
-        states_NH = answer_states(model, [texts[i].example for i in batch])
+        states_NH = answer_states(model, [texts[i].to_example() for i in batch])
         found |= zip(batch, states_NH.split([texts[i].answer_length for i in batch]), strict=True)
         if count:
             count(batch)

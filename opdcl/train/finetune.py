@@ -71,7 +71,7 @@ def finetune(
         model = backbone.new_adapter(config.lora, config.seed)
     streams, size = finetune_streams(config), int(config.batch_size)
     of_domain = lay_out(rows, size, domain_steps, config.seed)
-    replayed = lay_out(of_base, size, replay_steps, config.seed)
+    replayed = lay_out([rollout.to_example() for rollout in of_base], size, replay_steps, config.seed)
     batches = interleave(
         [Batch(streams["domain"], rows, "rows") for rows in of_domain],
         [Batch(streams["general"], rows, "base") for rows in replayed],

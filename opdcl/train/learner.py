@@ -39,7 +39,7 @@ Count = Callable[[list[int]], None]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Texts that go through the models together, and the name of their one teacher, or "".
+    """Examples that go through the models together, and the name of their one teacher, or "".
 
     `positions` are their indices in the step's list. A `filler` keeps workers in step where the base is
     sharded, and counts for nothing.
@@ -47,16 +47,16 @@ class MicroBatch:
 
     teacher: str
     positions: list[int]
-    texts: list[Any]
+    examples: list[Example]
     filler: bool = False
 
     @property
-    def examples(self) -> list[Example]:
-        return [text.example for text in self.texts]
+    def rollouts(self) -> list[Rollout]:
+        return [example.rollout for example in self.examples if example.rollout]
 
     @property
     def lengths(self) -> list[int]:
-        return [text.answer_length for text in self.texts]
+        return [example.answer_length for example in self.examples]
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class Graded:
     """Completions, and by position their teachers' distributions over those of this worker's share."""
 
     rollouts: list[Rollout]
+    examples: list[Example]
     loss: Loss
     distributions: dict[int, TeacherDistribution]
 
@@ -152,14 +153,14 @@ class Learner:
 
     def _teach(self, batch: MicroBatch, teacher: Teacher) -> TeacherDistribution:
         """Return the teacher's distributions; of texts that come again, its states are kept."""
-        rollouts: list[Rollout] = batch.texts
+        rollouts = batch.rollouts
         if not any(r.recurs for r in rollouts) or parallel.worker_count() > 1:
             return teacher.distribution(rollouts)
         unread = [r for r in rollouts if r.states_NH is None]
         found: dict[int, TeacherDistribution] = {}
         if unread:
             whole = teacher.distribution(unread)
-            parts: Sequence[TeacherDistribution] = whole.split([r.answer_length for r in unread])
+            parts: Sequence[TeacherDistribution] = whole.split([len(r.completion_ids) for r in unread])
             found = {id(r): part for r, part in zip(unread, parts, strict=True)}
             self._keep(unread, parts)
             if len(unread) == len(rollouts):
@@ -183,13 +184,14 @@ class Learner:
         `loss` is that of their stream. `count` receives the positions of the completions that were graded
         since its last call.
         """
+        examples = [rollout.to_example() for rollout in rollouts]
         distributions: dict[int, TeacherDistribution] = {}
-        for batch in self._micro_batches(rollouts):
-            parts = teachers[batch.teacher].distribution(batch.texts).split(batch.lengths)
+        for batch in self._micro_batches(examples):
+            parts = teachers[batch.teacher].distribution(batch.rollouts).split(batch.lengths)
             distributions |= dict(zip(batch.positions, parts, strict=True))
             if count and not batch.filler:
                 count(batch.positions)
-        return Graded(rollouts, replace(loss, reverse=0.0), distributions)
+        return Graded(rollouts, examples, replace(loss, reverse=0.0), distributions)
 
     @torch.no_grad()
     def measure(self, graded: Graded, endings: bool = False, count: Count | None = None) -> Sums:
@@ -198,7 +200,7 @@ class Learner:
         `count` is that of `grade`.
         """
         sums: dict[str, Any] = defaultdict(float)
-        for batch in self._micro_batches(graded.rollouts):
+        for batch in self._micro_batches(graded.examples):
             teacher = join([graded.distributions[i] for i in batch.positions])
             student = self._student(batch)
             losses = self._losses(batch, student, teacher, self._sampler(batch), graded.loss)
@@ -213,7 +215,7 @@ class Learner:
                 sums["missed_ends"] += missed_N.sum().double()
             if count:
                 count(batch.positions)
-        return _over_workers(sums, _count_tokens(graded.rollouts))
+        return _over_workers(sums, _count_tokens(graded.examples))
 
     def _student(self, batch: MicroBatch) -> HiddenStates:
         states_NH = answer_states(self.backbone.causal_lm, batch.examples)
@@ -221,7 +223,7 @@ class Learner:
 
     def _sampler(self, batch: MicroBatch) -> torch.Tensor:
         """Return the sampler's log-probabilities, `(N,)`."""
-        logprobs = [logprob for text in batch.texts for logprob in text.logprobs]
+        logprobs = [logprob for rollout in batch.rollouts for logprob in rollout.logprobs]
         return torch.tensor(logprobs, device=self.backbone.device)
 
     def _losses(
@@ -233,8 +235,8 @@ class Learner:
         loss: Loss,
     ) -> TokenLosses:
         advantage_N = None
-        if batch.texts[0].reward is not None:
-            advantages = [r.advantage for r in batch.texts for _ in r.completion_ids]
+        if any(r.reward is not None for r in batch.rollouts):
+            advantages = [r.advantage for r in batch.rollouts for _ in r.completion_ids]
             advantage_N = sampler_N.new_tensor(advantages)
         token_N = answer_ids(batch.examples, student.states_NH.device)
         return token_losses(
@@ -244,32 +246,33 @@ class Learner:
     def _weights(self, batch: MicroBatch, weighting: Weighting, mean_length: float) -> torch.Tensor:
         """Return each token's weight, `(N,)`; over a step they have the mean 1."""
         weights = []
-        for text in batch.texts:
-            weights.append(token_weights(text.answer_length, text.finished, weighting, mean_length))
+        for example in batch.examples:
+            finished = example.rollout is None or example.rollout.finished
+            weights.append(token_weights(example.answer_length, finished, weighting, mean_length))
         return torch.cat(weights).to(self.backbone.device) * (not batch.filler)
 
-    def _micro_batches(self, texts: list[Any]) -> Iterator[MicroBatch]:
+    def _micro_batches(self, examples: list[Example]) -> Iterator[MicroBatch]:
         """Yield this worker's micro-batches; if the base is sharded, then fillers up to the busiest's."""
         # A CPU's batches are cut as if rows were padded: so they attend with rows of their own length.
         padded = pick_pass(self.backbone.causal_lm) != Pass.IN_ONE_KERNEL
-        for teacher, ordered in by_teacher(texts).items():
+        for teacher, ordered in by_teacher(example.teacher for example in examples).items():
             if self.micro_batch_tokens:
                 # Dealt out longest first, so that all shares cost about the same.
-                ordered.sort(key=lambda i: texts[i].length, reverse=True)
+                ordered.sort(key=lambda i: examples[i].length, reverse=True)
             shares = []
             for worker in range(parallel.worker_count()):
-                lengths = {i: texts[i].length for i in parallel.my_share(ordered, worker)}
+                lengths = {i: examples[i].length for i in parallel.my_share(ordered, worker)}
                 shares.append(micro_batches(lengths, self.micro_batch_tokens, padded))
             own = shares[parallel.rank()]
             for batch in own:
-                yield MicroBatch(teacher, batch, [texts[i] for i in batch])
+                yield MicroBatch(teacher, batch, [examples[i] for i in batch])
             if parallel.sharded():
                 last = ordered[-1]
                 for _ in range(max(map(len, shares)) - len(own)):
-                    yield MicroBatch(teacher, [last], [texts[last]], filler=True)
+                    yield MicroBatch(teacher, [last], [examples[last]], filler=True)
 
-    def _halve_micro_batches(self, texts: list[Any]) -> None:
-        lengths = [text.length for text in texts]
+    def _halve_micro_batches(self, examples: list[Example]) -> None:
+        lengths = [example.length for example in examples]
         self.micro_batch_tokens = (self.micro_batch_tokens or sum(lengths)) // 2
         if 2 * self.micro_batch_tokens <= max(lengths):
             hint = f"lower {self.too_long}, or choose a smaller model"
@@ -341,5 +344,5 @@ def _over_workers(sums: Sums, tokens: int) -> Sums:
     return defaultdict(float, parallel.sum_over_workers(own), tokens=tokens)
 
 
-def _count_tokens(texts: list[Any]) -> int:
-    return sum(text.answer_length for text in texts)
+def _count_tokens(examples: list[Example]) -> int:
+    return sum(example.answer_length for example in examples)

@@ -223,7 +223,7 @@ def take_step(recovery: Recovery, optimizer: StudentOptimizer, step: int) -> tup
 
 def step_metrics(batch: Batch, sums: Sums) -> dict[str, float]:
     """Return what a step logs about its completions: means per token (nats) or per completion."""
-    rollouts, tokens = batch.examples, sums["tokens"]
+    rollouts, tokens = batch.rollouts, sums["tokens"]
     metrics: dict[str, float] = {}
     if batch.fresh:
         metrics["mismatch"] = sums["mismatched"] / tokens

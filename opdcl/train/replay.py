@@ -9,7 +9,6 @@ import random
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from opdcl import parallel
 from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
@@ -18,7 +17,7 @@ from opdcl.model.hardware import is_out_of_memory, release
 from opdcl.rundir.files import read_jsonl, write_atomic
 from opdcl.train.teachers import SAMPLED, Completions, Teacher
 from opdcl.training import StageReport, counted, endless
-from opdcl.types import Batch, Loss, Prompt, Rollout, Stream, StreamName
+from opdcl.types import Batch, Example, Loss, Prompt, Rollout, Stream, StreamName
 
 # Bytes of base's states at replayed answers that are kept: those of some ten thousand rows of a small model.
 KEPT_STATES = 2**30
@@ -65,7 +64,7 @@ def finetune_streams(config: FinetuneConfig) -> dict[StreamName, Stream]:
     return {"domain": domain, "general": general}
 
 
-def lay_out(rows: Sequence[Any], batch_size: int, steps: int, seed: int) -> list[list[Any]]:
+def lay_out(rows: Sequence[Example], batch_size: int, steps: int, seed: int) -> list[list[Example]]:
     """Return the rows of each step, epoch after epoch; rows of similar length mostly share a step.
 
     Otherwise half of a batch of short rows would be padding. Every step has `batch_size` rows: after the last
@@ -113,7 +112,7 @@ def read_by_base(
     if the states would not fit into `KEPT_STATES`, or if workers share the rows.
     """
     hidden, dtype = backbone.head_VH.shape[1], backbone.causal_lm.dtype
-    size = sum(row.answer_length for row in replayed) * hidden * dtype.itemsize
+    size = sum(len(row.completion_ids) for row in replayed) * hidden * dtype.itemsize
     if not replayed or config.epochs < 2 or size > KEPT_STATES or parallel.worker_count() > 1:
         return
     base, count = Teacher(backbone, "base"), counted(report, "base reads rows to replay", len(replayed))
@@ -128,6 +127,6 @@ def read_by_base(
                 raise
             release()
             return  # steps cut their rows finer
-        for row, states_NH in zip(rows, read.split([row.answer_length for row in rows]), strict=True):
+        for row, states_NH in zip(rows, read.split([len(row.completion_ids) for row in rows]), strict=True):
             row.recurs, row.states_NH = True, states_NH.clone()
         count(rows)

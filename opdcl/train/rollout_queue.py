@@ -68,7 +68,8 @@ class RolloutQueue:
         author: Author = "student" if step.on_policy else "teacher"
         if author == "teacher" and rollouts[0].prompt.answer is not None:
             author = "rows"
-        return Batch(self.streams[step.stream], rollouts, author, fresh)
+        examples = [rollout.to_example() for rollout in rollouts]
+        return Batch(self.streams[step.stream], examples, author, fresh)
 
     def hand_over(self, done: int) -> None:
         """Let the student write in all steps after the first `done`; its answers are no stubs any more."""
@@ -210,7 +211,7 @@ class RolloutQueue:
             if self._is_rewarded(stream):  # what its teacher sees is known only when all are scored
                 return
             # A remote teacher grades them while others are being sampled.
-            for name, positions in by_teacher(rollouts).items():
+            for name, positions in by_teacher(r.prompt.teacher for r in rollouts).items():
                 self.teachers[stream][name].prefetch([rollouts[i] for i in positions])
 
         return finished
@@ -230,7 +231,7 @@ class RolloutQueue:
         if prompts and prompts[0].answer is not None:
             return self._given(prompts, stream, on_finished)
         rollouts = [Rollout(prompt) for prompt in prompts]
-        for name, positions in by_teacher(prompts).items():
+        for name, positions in by_teacher(prompt.teacher for prompt in prompts).items():
             shown = [replace(prompts[i], ids=prompts[i].shown, context=None) for i in positions]
             limit = self.config.limit(stream)
             written = self.completions.complete(

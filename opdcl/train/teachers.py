@@ -21,7 +21,7 @@ A prompt may name a teacher of its own, so that several specialists can teach on
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -163,9 +163,9 @@ SAMPLED = Completions()
 Teachers = Mapping[str, Teacher]
 
 
-def by_teacher(texts: Sequence[Any]) -> dict[str, list[int]]:
-    """Return the indices of each teacher's prompts or texts, by its name in alphabetical order."""
+def by_teacher(names: Iterable[str]) -> dict[str, list[int]]:
+    """Return the places at which each teacher is named, by its name in alphabetical order."""
     indices: dict[str, list[int]] = {}
-    for i, text in enumerate(texts):
-        indices.setdefault(text.teacher, []).append(i)
+    for i, name in enumerate(names):
+        indices.setdefault(name, []).append(i)
     return dict(sorted(indices.items()))

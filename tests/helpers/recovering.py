@@ -145,6 +145,7 @@ def make_trainer(backbone, folder, **settings):
     queue = RolloutQueue(config, steps, prompts, student, teachers, Silent())
 
     def learn(rollouts, stream, fresh=False):
-        return learner.learn(Batch(queue.streams[stream], rollouts, "teacher", fresh))
+        examples = [rollout.to_example() for rollout in rollouts]
+        return learner.learn(Batch(queue.streams[stream], examples, "teacher", fresh))
 
     return SimpleNamespace(queue=queue, learner=learner, model=backbone.peft, learn=learn)

@@ -230,7 +230,7 @@ def test_a_worker_without_a_row_of_the_batch_adds_no_loss_and_no_gradient(backbo
     monkeypatch.setattr(parallel, "all_values", lambda value: [value])
     monkeypatch.setattr(parallel, "add_gradients", lambda model: None)
     row = Rollout(Prompt([5, 6, 7]), [8, 9])
-    assert learned(backbone, stream, [row if stream == "general" else row.example]) == 0
+    assert learned(backbone, stream, [row.to_example()]) == 0
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
@@ -279,7 +279,7 @@ def writers(monkeypatch):
 
     def taken(self, index):
         batch = take(self, index)
-        steps.append({writer_of[id(rollout)] for rollout in batch.examples})
+        steps.append({writer_of[id(rollout)] for rollout in batch.rollouts})
         return batch
 
     monkeypatch.setattr(Teacher, "complete", completed)
@@ -437,8 +437,8 @@ def test_a_domain_row_is_imitated_and_a_replayed_row_has_bases_distribution(back
             torch.nn.init.normal_(weight, std=0.05)
     rows = [([5, 6, 7], [8, 9]), ([5, 6], [10]), ([5, 11, 12], [13, 14, 15])]
     is_replayed = stream == "general"
-    examples = [Rollout(Prompt(prompt), answer) for prompt, answer in rows]
-    loss = learned(backbone, stream, examples if is_replayed else [row.example for row in examples])
+    examples = [Rollout(Prompt(prompt), answer).to_example() for prompt, answer in rows]
+    loss = learned(backbone, stream, examples)
     assert loss == pytest.approx(naive_loss(model, rows, is_replayed), rel=1e-4)
     assert any(p.grad.any() for name, p in model.named_parameters() if "lora_B" in name)
 
@@ -461,10 +461,9 @@ def test_dropout_of_the_base_makes_no_distance_to_it(backbone):
         layer.self_attn.attention_dropout = 0.5
         layer.mlp.register_module("dropped", torch.nn.Dropout(0.5))
         layer.mlp.register_forward_hook(lambda mlp, _, output: mlp.dropped(output))
-    rows = [Rollout(Prompt([5, 6, 7]), [8, 9]), Rollout(Prompt([5, 6]), [10])]
+    rows = [Rollout(Prompt([5, 6, 7]), [8, 9]).to_example(), Rollout(Prompt([5, 6]), [10]).to_example()]
     assert learned(backbone, "general", rows) == pytest.approx(0, abs=1e-6)
-    imitated = [row.example for row in rows]
-    assert learned(backbone, "domain", imitated) != learned(backbone, "domain", imitated)  # it acts there
+    assert learned(backbone, "domain", rows) != learned(backbone, "domain", rows)  # it acts there
 
 
 def test_base_reads_each_replayed_row_once_and_the_loss_stays_the_same(learn, replay, tmp_path, monkeypatch):

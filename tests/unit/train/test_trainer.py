@@ -109,7 +109,7 @@ def test_sampling_ahead_takes_the_prompts_of_the_same_stream(backbone, tmp_path)
     assert queue.take(0).fresh
     assert set(queue._ahead) == {1}
     assert not queue.take(1).fresh
-    prompts = [r.prompt for r in queue.take(3).examples]
+    prompts = [r.prompt for r in queue.take(3).rollouts]
     assert prompts == [queue.prompts["domain"][i] for i in queue.steps[3].prompts]
 
 
@@ -128,7 +128,7 @@ def test_unfinished_completions_resume_and_each_is_learned_from_once(backbone, t
             queue.save(tmp_path)
             queue._ahead, queue._unfinished = {}, {}
             queue.restore(tmp_path)
-        rollouts = queue.take(index).examples
+        rollouts = queue.take(index).rollouts
         assert rollouts
         assert all(r.finished or len(r.completion_ids) == 30 for r in rollouts)
         if step.stream == "general":
@@ -199,7 +199,7 @@ def test_one_long_sequence_makes_no_padding_of_the_others():
 @pytest.mark.parametrize("way", [Pass.BY_LENGTH, Pass.BEHIND_PREFIX])
 def test_the_shared_prefix_changes_neither_states_nor_gradient(way, backbone, monkeypatch):
     model = backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
-    examples = [rollout.example for rollout in ROLLOUTS]
+    examples = [rollout.to_example() for rollout in ROLLOUTS]
     results = []
     for one in (way, Pass.PADDED):
         model.zero_grad()
@@ -272,7 +272,7 @@ def test_the_seed_chooses_the_completions_and_the_held_out_texts(backbone, tuned
         prompts = {"general": Prompts([], [Prompt([*PROMPT, 9])] * 3)}
         held_out = HeldOut(trainer.learner, trainer.queue, prompts, Silent())
         held_out.let_teachers_answer()
-        both = (trainer.queue.take(0).examples, held_out.answers["general"].rollouts)
+        both = (trainer.queue.take(0).rollouts, held_out.answers["general"].rollouts)
         return [[r.completion_ids for r in rollouts] for rollouts in both]
 
     (sampled_0, held_out_0), again, (sampled_1, held_out_1) = texts(0), texts(0), texts(1)
