@@ -60,10 +60,10 @@ def added_cost(
 ) -> Iterator[None]:
     """Add a cost at every token, computed from the student's log-probabilities and the tokens."""
 
-    def spoilt(student_NH, weight_VH, teacher, token_N, *others, **options):
-        found = token_losses(student_NH, weight_VH, teacher, token_N, *others, **options)
-        log_p = (student_NH @ weight_VH.T).log_softmax(-1)
-        return found._replace(loss=found.loss + 0.5 * cost(backbone, log_p, token_N))
+    def spoilt(student, teacher, tokens, loss):
+        found = token_losses(student, teacher, tokens, loss)
+        log_p = (student.states_NH @ student.head_VH.T).log_softmax(-1)
+        return found._replace(loss=found.loss + 0.5 * cost(backbone, log_p, tokens.ids_N))
 
     with mock.patch.object(learner, "token_losses", spoilt):
         yield

@@ -21,7 +21,7 @@ from opdcl.model.distributions import HiddenStates, TeacherDistribution, join
 from opdcl.model.forward import Pass, answer_ids, answer_states, pick_pass
 from opdcl.model.hardware import is_out_of_memory, release
 from opdcl.sampling.rollout import MISMATCH_RATIO
-from opdcl.train.losses import TokenLosses, missed_ends, token_losses
+from opdcl.train.losses import GradedTokens, TokenLosses, imitation_losses, missed_ends, token_losses
 from opdcl.train.teachers import Teacher, Teachers, by_teacher
 from opdcl.training import Clock, is_finite
 from opdcl.types import Batch, Example, Loss, Rollout, StreamName, Weighting
@@ -130,18 +130,20 @@ class Learner:
         stream, tokens = batch.stream, _count_tokens(batch.examples)
         mean_length = tokens / len(batch.examples)
         loss = stream.loss if batch.author == "student" else replace(stream.loss, reverse=0.0)
-        teachers = self.teachers[stream.name] if stream.teacher else {}
         sums: dict[str, Any] = defaultdict(float)
         for part in self._micro_batches(batch.examples):
-            teacher, sampler_N = None, self._sampler(part)
-            if teachers:
+            if stream.teacher:
                 with self.clock.part("teacher"):
-                    teacher = self._teach(part, teachers[part.teacher])
+                    teacher = self._teach(part, self.teachers[stream.name][part.teacher])
             with self.clock.part("student"):
-                losses = self._losses(part, self._student(part), teacher, sampler_N, loss)
+                student = self._student(part)
+                if stream.teacher:
+                    losses = self._losses(part, student, teacher, loss)
+                else:
+                    losses = imitation_losses(student, self._token_ids(part))
                 weight_N = self._weights(part, loss.weighting, mean_length)
-                if batch.fresh and len(sampler_N):
-                    mismatch_N = (losses.logprob - sampler_N).abs() > math.log(MISMATCH_RATIO)
+                if batch.fresh and part.rollouts[0].logprobs:
+                    mismatch_N = (losses.logprob - self._sampler(part)).abs() > math.log(MISMATCH_RATIO)
                     weight_N = weight_N * ~mismatch_N
                     sums["mismatched"] += 0 if part.filler else mismatch_N.sum()
                 total = (losses.loss * weight_N).sum()
@@ -191,7 +193,7 @@ class Learner:
             distributions |= dict(zip(batch.positions, parts, strict=True))
             if count and not batch.filler:
                 count(batch.positions)
-        return Graded(rollouts, examples, replace(loss, reverse=0.0), distributions)
+        return Graded(rollouts, examples, replace(loss, reverse=0.0, reward_weight=None), distributions)
 
     @torch.no_grad()
     def measure(self, graded: Graded, endings: bool = False, count: Count | None = None) -> Sums:
@@ -203,7 +205,7 @@ class Learner:
         for batch in self._micro_batches(graded.examples):
             teacher = join([graded.distributions[i] for i in batch.positions])
             student = self._student(batch)
-            losses = self._losses(batch, student, teacher, self._sampler(batch), graded.loss)
+            losses = self._losses(batch, student, teacher, graded.loss)
             if batch.filler:
                 continue
             _add(sums, batch, losses)
@@ -221,27 +223,21 @@ class Learner:
         states_NH = answer_states(self.backbone.causal_lm, batch.examples)
         return HiddenStates(states_NH, self.backbone.head_VH)
 
+    def _token_ids(self, batch: MicroBatch) -> torch.Tensor:
+        return answer_ids(batch.examples, self.backbone.device)
+
     def _sampler(self, batch: MicroBatch) -> torch.Tensor:
         """Return the sampler's log-probabilities, `(N,)`."""
         logprobs = [logprob for rollout in batch.rollouts for logprob in rollout.logprobs]
         return torch.tensor(logprobs, device=self.backbone.device)
 
     def _losses(
-        self,
-        batch: MicroBatch,
-        student: HiddenStates,
-        teacher: TeacherDistribution | None,
-        sampler_N: torch.Tensor,
-        loss: Loss,
+        self, batch: MicroBatch, student: HiddenStates, teacher: TeacherDistribution, loss: Loss
     ) -> TokenLosses:
-        advantage_N = None
-        if any(r.reward is not None for r in batch.rollouts):
-            advantages = [r.advantage for r in batch.rollouts for _ in r.completion_ids]
-            advantage_N = sampler_N.new_tensor(advantages)
-        token_N = answer_ids(batch.examples, student.states_NH.device)
-        return token_losses(
-            student.states_NH, student.head_VH, teacher, token_N, sampler_N, loss, advantage_N
-        )
+        sampler_N = self._sampler(batch)
+        advantages = [rollout.advantage for rollout in batch.rollouts for _ in rollout.completion_ids]
+        tokens = GradedTokens(self._token_ids(batch), sampler_N, sampler_N.new_tensor(advantages))
+        return token_losses(student, teacher, tokens, loss)
 
     def _weights(self, batch: MicroBatch, weighting: Weighting, mean_length: float) -> torch.Tensor:
         """Return each token's weight, `(N,)`; over a step they have the mean 1."""

@@ -23,7 +23,7 @@ from opdcl.model.distributions import HiddenStates, TopTokens, join
 from opdcl.rundir.files import read_jsonl
 from opdcl.sampling.server import KEY, _key_of, check_access
 from opdcl.stages.evaluate import Asking, write_answers
-from opdcl.train.losses import token_logprobs, token_losses
+from opdcl.train.losses import GradedTokens, token_logprobs, token_losses
 from opdcl.train.teachers import Teacher
 from opdcl.train.teachers_elsewhere import (
     RemoteTeacher,
@@ -99,7 +99,8 @@ def test_loss_and_gradient_equal_those_of_the_same_model_locally(backbone, elsew
         results = []
         for distribution in (local.distribution(ROLLOUTS), remote.distribution(ROLLOUTS)):
             states = student.clone().requires_grad_()
-            losses = token_losses(states, head, distribution, tokens, sampler, Loss(**loss))
+            graded = GradedTokens(tokens, sampler, torch.zeros(len(tokens)))
+            losses = token_losses(HiddenStates(states, head), distribution, graded, Loss(**loss))
             losses.loss.sum().backward()
             results.append((losses.loss.detach(), states.grad, losses.logprob))
             if loss["kind"] in WHOLE:

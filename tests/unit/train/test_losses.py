@@ -6,7 +6,7 @@ from trl.experimental.gkd import GKDTrainer
 
 from opdcl.model.distributions import HiddenStates
 from opdcl.train import losses
-from opdcl.train.losses import CHUNK, missed_ends, token_losses
+from opdcl.train.losses import CHUNK, GradedTokens, missed_ends, token_losses
 from opdcl.types import Loss
 
 V, H = 37, 8
@@ -26,7 +26,8 @@ def graded(student, teacher, weight, tokens=None, sampler=None, **loss):
     n = len(student)
     tokens = torch.zeros(n, dtype=torch.long) if tokens is None else tokens
     sampler = torch.zeros(n) if sampler is None else sampler
-    return token_losses(student, weight, HiddenStates(teacher, weight), tokens, sampler, Loss(**loss))
+    of_tokens = GradedTokens(tokens, sampler, torch.zeros(n))
+    return token_losses(HiddenStates(student, weight), HiddenStates(teacher, weight), of_tokens, Loss(**loss))
 
 
 def reference(kind, *inputs):
@@ -82,10 +83,9 @@ def test_loss_gradient_and_kl_equal_an_independent_reference(kind):
         "reward and jsd": {"kind": "jsd", "beta": 0.3, "reward_weight": 0.5, "teacher_weight": 0.3},
     }
     loss = Loss(**chosen.get(kind) or of_kind(kind))
-    rewarded = advantage if "reward" in kind else None
     ours, plain = (student.clone().requires_grad_() for _ in range(2))
-    q = HiddenStates(teacher, weight)
-    result = token_losses(ours, weight, q, tokens, sampler, loss, rewarded)
+    p, q = HiddenStates(ours, weight), HiddenStates(teacher, weight)
+    result = token_losses(p, q, GradedTokens(tokens, sampler, advantage), loss)
     expected = reference(kind, plain, teacher, weight, tokens, sampler, advantage)
     torch.testing.assert_close(result.loss.detach().double(), expected.detach(), atol=1e-5, rtol=1e-4)
     for found, name in ((result.kl, "reverse_kl"), (-result.logprob, "cross_entropy")):

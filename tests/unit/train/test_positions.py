@@ -5,13 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opdcl.train.losses import CHUNK, THREAD_POSITIONS, chunks, for_each_part, token_losses
-from opdcl.types import Loss
-
-
-def cross_entropy(states, head, tokens):
-    """Return the loss of tokens that no teacher grades."""
-    return token_losses(states, head, None, tokens, torch.zeros(0), Loss("cross_entropy")).loss
+from opdcl.model.distributions import HiddenStates
+from opdcl.train.losses import CHUNK, THREAD_POSITIONS, chunks, for_each_part, imitation_losses
 
 
 @pytest.mark.parametrize("count", [1, 40, CHUNK + 3])
@@ -25,7 +20,7 @@ def test_equals_torchs_cross_entropy(count, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        ours = cross_entropy(states, head, tokens)
+        ours = imitation_losses(HiddenStates(states, head), tokens).loss
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(ours, reference)
@@ -33,8 +28,8 @@ def test_equals_torchs_cross_entropy(count, threads):
 
 
 def test_no_answer_has_no_loss():
-    states = torch.zeros(0, 8, requires_grad=True)
-    assert cross_entropy(states, torch.randn(50, 8), torch.zeros(0, dtype=torch.long)).sum() == 0
+    states = HiddenStates(torch.zeros(0, 8, requires_grad=True), torch.randn(50, 8))
+    assert imitation_losses(states, torch.zeros(0, dtype=torch.long)).loss.sum() == 0
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

@@ -22,7 +22,7 @@ from opdcl.data.suites import load_suite
 from opdcl.errors import UsageError
 from opdcl.model.distributions import HiddenStates
 from opdcl.rundir.files import read_jsonl
-from opdcl.train.losses import clipped_gradient, token_losses
+from opdcl.train.losses import GradedTokens, clipped_gradient, token_losses
 from opdcl.train.reward import Reward, group_advantages
 from opdcl.train.schedule import plan_steps
 from opdcl.train.teachers import Teacher
@@ -204,10 +204,14 @@ def test_the_teacher_weighs_in_beside_the_reward():
     head, token, sampler = torch.randn(30, 8, generator=generator), torch.arange(6), torch.full((6,), -3.0)
     advantage = torch.tensor([1.0, -1.0, 0.5, 0.0, 2.0, -0.3])
 
+    def graded(states, advantage, loss):
+        tokens = GradedTokens(token, sampler, advantage)
+        return token_losses(HiddenStates(states, head), HiddenStates(teacher, head), tokens, loss)
+
     def loss(weight, advantage):
         states = student.clone().requires_grad_()
         both = Loss(reward_weight=1.0, teacher_weight=weight)
-        found = token_losses(states, head, HiddenStates(teacher, head), token, sampler, both, advantage).loss
+        found = graded(states, advantage, both).loss
         found.sum().backward()
         return found.detach(), states.grad
 
@@ -216,8 +220,7 @@ def test_the_teacher_weighs_in_beside_the_reward():
     both, both_slope = loss(0.3, advantage)
     torch.testing.assert_close(both, alone + 0.3 * dense)
     torch.testing.assert_close(both_slope, slope + 0.3 * dense_slope, atol=1e-5, rtol=1e-4)
-    plain = token_losses(student, head, HiddenStates(teacher, head), token, sampler, Loss())
-    torch.testing.assert_close(dense, plain.loss)
+    torch.testing.assert_close(dense, graded(student, advantage, Loss()).loss)
 
 
 def test_a_completion_is_scored_as_the_evaluation_scores_it(backbone):
