@@ -156,7 +156,7 @@ def ask(
 
 @torch.no_grad()
 def read_states(
-    model: Any, texts: Sequence[Example | Rollout], count: Callable[[list[int]], None] | None = None
+    model: Any, texts: Sequence[Example], count: Callable[[list[int]], None] | None = None
 ) -> States:
     """Return the states before the tokens of each answer of this worker's share, `(N, H)`, by number.
 
@@ -166,7 +166,7 @@ def read_states(
     own = parallel.my_share(range(len(texts)))
     found: States = {}
     for batch in micro_batches({i: texts[i].length for i in own}, tokens):
-        states_NH = answer_states(model, [texts[i].to_example() for i in batch])
+        states_NH = answer_states(model, [texts[i] for i in batch])
         found |= zip(batch, states_NH.split([texts[i].answer_length for i in batch]), strict=True)
         if count:
             count(batch)
