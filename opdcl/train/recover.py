@@ -58,8 +58,9 @@ class Provided:
 
 @dataclass
 class Recovery:
-    """What a recovery works with: its steps with their completions, student and teachers, and records."""
+    """What a recovery works with: settings, steps with their completions, student and teachers, records."""
 
+    config: RecoverConfig
     queue: RolloutQueue
     learner: Learner
     held_out: HeldOut
@@ -100,8 +101,8 @@ def recover(
     more = provided.reward, provided.completions
     queue = RolloutQueue(config, steps, train, student, teachers, report, *more)
     learner = Learner(backbone, teachers, "recover.max_new_tokens", int(config.micro_batch_tokens))
-    held_out = HeldOut(learner, queue, prompts, report)
-    recovery = Recovery(queue, learner, held_out, StageLog(report, out, config.steps))
+    held_out = HeldOut(config, learner, queue, prompts, report)
+    recovery = Recovery(config, queue, learner, held_out, StageLog(report, out, config.steps))
     if config.steps:
         learn(recovery)
     else:
@@ -124,8 +125,8 @@ def learn(recovery: Recovery) -> None:
     Raises:
         Interrupted: A signal came; a checkpoint is saved.
     """
-    queue, learner, log = recovery.queue, recovery.learner, recovery.log
-    config, clock = queue.config, learner.clock
+    config, queue, learner, log = recovery.config, recovery.queue, recovery.learner, recovery.log
+    clock = learner.clock
     optimizer = StudentOptimizer(learner.backbone, config)
     moving = [t.state for t in learner.all_teachers if isinstance(t, EmaTeacher)]
     checkpoints = Checkpoints(learner.backbone, optimizer, queue, moving, log.out)
@@ -157,8 +158,7 @@ def learn(recovery: Recovery) -> None:
 
 def begin(recovery: Recovery, is_new: bool) -> Milestones:
     """Let the teachers answer; in a stage that `is_new`, find the start; return what to compare with."""
-    queue, held_out, log = recovery.queue, recovery.held_out, recovery.log
-    config = queue.config
+    config, held_out, log = recovery.config, recovery.held_out, recovery.log
     held_out.let_teachers_answer()
     if is_new:
         start, found = find_start(recovery)
@@ -181,7 +181,7 @@ def begin(recovery: Recovery, is_new: bool) -> Milestones:
 
 def find_start(recovery: Recovery) -> tuple[Start, Milestones]:
     """Measure base and tuned, and put the student where it starts; return that place and what it measures."""
-    held_out, learner, config = recovery.held_out, recovery.learner, recovery.queue.config
+    config, held_out, learner = recovery.config, recovery.held_out, recovery.learner
     base, tuned = held_out.measure_base(), held_out.measure_tuned()
 
     def measure_kl(doing: str) -> dict[StreamName, float]:
@@ -247,7 +247,7 @@ def validate_step(recovery: Recovery, milestones: Milestones, step: int, optimiz
     Raises:
         OpdclError: The KL has drifted, or the student writes badly for the second time.
     """
-    held_out, log, config = recovery.held_out, recovery.log, recovery.queue.config
+    config, held_out, log = recovery.config, recovery.held_out, recovery.log
     now = held_out.measure_student()
     score = now.score(config.method)
     is_best = is_kept(config, score, milestones.lowest_score)
@@ -269,8 +269,8 @@ def validate_step(recovery: Recovery, milestones: Milestones, step: int, optimiz
 
 def hand_over(recovery: Recovery, milestones: Milestones, step: int, now: Measurement) -> None:
     """Let the student write from here on if its answers are like base's."""
-    queue, own, base = recovery.queue, now.own, milestones.base.own
-    config = queue.config
+    config, queue = recovery.config, recovery.queue
+    own, base = now.own, milestones.base.own
     if not config.hands_over("general") or queue.handed_over or step >= config.steps:
         return
     if not own or not base or not writes_like(own, base):
@@ -309,7 +309,7 @@ def keep_start(recovery: Recovery) -> None:
         {"step": 1, "validation": {**kept, "best": True}},
     ]
     write_atomic(log.out.metrics, "".join(json.dumps(row) + "\n" for row in rows))
-    log.report.note(f"{start}: {describe_kl(recovery.queue.config, found.start, found.base, found.tuned)}")
+    log.report.note(f"{start}: {describe_kl(recovery.config, found.start, found.base, found.tuned)}")
 
 
 def student_here(backbone: Backbone, report: StageReport) -> Teacher:

@@ -126,9 +126,14 @@ class HeldOut:
     """
 
     def __init__(
-        self, learner: Learner, queue: RolloutQueue, prompts: dict[StreamName, Prompts], report: StageReport
+        self,
+        config: RecoverConfig,
+        learner: Learner,
+        queue: RolloutQueue,
+        prompts: dict[StreamName, Prompts],
+        report: StageReport,
     ):
-        self.learner, self.queue, self.report, self.config = learner, queue, report, queue.config
+        self.config, self.learner, self.queue, self.report = config, learner, queue, report
         self.prompts = {stream: of_stream.held_out for stream, of_stream in prompts.items()}
         self.questions = itertools.cycle(enumerate(prompts["general"].questions))
         self.asked = self.prompts["general"]

@@ -130,7 +130,7 @@ def run(backbone, folder, **settings):
 
 
 def make_trainer(backbone, folder, **settings):
-    """Return queue, learner and model of four short steps: base teaches general prompts, tuned domain ones.
+    """Return what a recovery of four short steps works with: base teaches general prompts, tuned domain ones.
 
     `learn` takes completions, their stream, and whether they are fresh; it learns as if teachers had written
     them, and returns the sums.
@@ -148,4 +148,4 @@ def make_trainer(backbone, folder, **settings):
         examples = [rollout.to_example() for rollout in rollouts]
         return learner.learn(Batch(queue.streams[stream], examples, "teacher", fresh))
 
-    return SimpleNamespace(queue=queue, learner=learner, model=backbone.peft, learn=learn)
+    return SimpleNamespace(config=config, queue=queue, learner=learner, model=backbone.peft, learn=learn)

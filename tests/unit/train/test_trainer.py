@@ -270,7 +270,7 @@ def test_the_seed_chooses_the_completions_and_the_held_out_texts(backbone, tuned
     def texts(seed):
         trainer = make_trainer(backbone, tuned, seed=seed)
         prompts = {"general": Prompts([], [Prompt([*PROMPT, 9])] * 3)}
-        held_out = HeldOut(trainer.learner, trainer.queue, prompts, Silent())
+        held_out = HeldOut(trainer.config, trainer.learner, trainer.queue, prompts, Silent())
         held_out.let_teachers_answer()
         both = (trainer.queue.take(0).rollouts, held_out.answers["general"].rollouts)
         return [[r.completion_ids for r in rollouts] for rollouts in both]
