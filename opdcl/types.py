@@ -6,10 +6,7 @@ Every room of the trainings speaks them, so this file imports nothing of opdcl.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, Protocol
-
-if TYPE_CHECKING:
-    import torch
+from typing import Literal, Protocol
 
 StreamName = Literal["general", "domain"]
 
@@ -63,11 +60,13 @@ class Example:
     """What a step learns from: token ids, and for each id whether it is learned or graded.
 
     A row of a fine-tune has one or several. If a model wrote the answer, `rollout` says all else about it.
+    One that comes again has a `place`, by which its teacher's states are kept.
     """
 
     ids: list[int]
     learned: list[bool]
     rollout: Rollout | None = None
+    place: str = ""
 
     @classmethod
     def of(cls, prompt_ids: list[int], answer_ids: list[int]) -> Example:
@@ -132,8 +131,7 @@ class Rollout:
     `completion_ids` ends with an end-of-sequence id if and only if `finished`; `logprobs` holds the sampler's
     log-probability (nats, at the sampling temperature) of each of its tokens and is empty under greedy
     decoding. `reward` is the suite scorer's, `advantage` its distance from the group's mean in standard
-    deviations. If it `recurs`, other steps learn from it too; `states_NH` are then its frozen teacher's last
-    hidden states before each completion token, `(N, H)`, once the teacher has read it.
+    deviations. If it `recurs`, other steps learn from it too.
     """
 
     prompt: Prompt
@@ -143,7 +141,6 @@ class Rollout:
     reward: float | None = None
     advantage: float = 0.0
     recurs: bool = False
-    states_NH: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -153,9 +150,9 @@ class Rollout:
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
 
-    def to_example(self) -> Example:
+    def to_example(self, place: str = "") -> Example:
         """Return the prompt and its completion as the student learns them, once the completion is whole."""
-        return replace(Example.of(self.prompt_ids, self.completion_ids), rollout=self)
+        return replace(Example.of(self.prompt_ids, self.completion_ids), rollout=self, place=place)
 
 
 class Judge(Protocol):

@@ -39,6 +39,9 @@ from opdcl.training import (
 )
 from opdcl.types import Batch, Example, Rollout
 
+# Bytes of base's states at replayed answers that are kept: those of some ten thousand rows of a small model.
+KEPT_STATES = 2**30
+
 
 def finetune(
     config: FinetuneConfig,
@@ -71,13 +74,15 @@ def finetune(
         backbone.new_adapter(config.lora, config.seed)
     streams, size = finetune_streams(config), int(config.batch_size)
     of_domain = lay_out(rows, size, domain_steps, config.seed)
-    replayed = lay_out([rollout.to_example() for rollout in of_base], size, replay_steps, config.seed)
+    learner = Learner(
+        backbone, {"general": {"": Teacher(backbone, "base")}}, "finetune.max_length", room=KEPT_STATES
+    )
+    examples = read_by_base(config, of_base, learner, report)
+    replayed = lay_out(examples, size, replay_steps, config.seed)
     batches = interleave(
         [Batch(streams["domain"], rows, "rows") for rows in of_domain],
         [Batch(streams["general"], rows, "base") for rows in replayed],
     )
-    read_by_base(config, of_base, backbone, report)
-    learner = Learner(backbone, {"general": {"": Teacher(backbone, "base")}}, "finetune.max_length")
     LearnerTrainer(config, learner, StageLog(report, out, steps), batches).run()
     save_adapter(backbone, out.adapter)
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from opdcl import parallel
 from opdcl.errors import OpdclError
@@ -28,8 +30,8 @@ from opdcl.types import Batch, Example, Loss, Rollout, StreamName, Weighting
 
 logger = logging.getLogger(__name__)
 
-# Bytes of teachers' states that are kept for completions that come again.
-KEPT_STATES = 2**28
+# The file of a checkpoint with the teachers' states over examples that come again.
+STATES = "states.safetensors"
 
 # Sums by name over all learned tokens: `loss`, `kl`, `tokens`, ...; 0 where nothing was added.
 Sums = dict[str, float]
@@ -81,16 +83,18 @@ class Learner:
         teachers: Mapping[StreamName, Teachers],
         too_long: str,
         micro_batch_tokens: int | None = None,
+        room: int = 0,
     ):
         """Take the teachers of the streams that have some.
 
         `too_long` is the setting to lower if one text does not fit into memory. Without a number of
         `micro_batch_tokens` a worker's share of a step is one micro-batch, as long as memory suffices.
+        `room` bounds the bytes of teachers' states that are kept for examples that come again.
         """
         self.backbone, self.teachers, self.too_long = backbone, dict(teachers), too_long
         self.micro_batch_tokens, self.clock = micro_batch_tokens, Clock()
-        self.kept_states = 0
-        """The bytes of teachers' states that completions hold."""
+        self.room, self.kept = room, dict[str, torch.Tensor]()
+        """By place, a frozen teacher's last hidden states before each learned token, `(N, H)`."""
 
     @property
     def all_teachers(self) -> list[Teacher]:
@@ -154,29 +158,38 @@ class Learner:
         return _over_workers(sums, tokens)
 
     def _teach(self, batch: MicroBatch, teacher: Teacher) -> TeacherDistribution:
-        """Return the teacher's distributions; of texts that come again, its states are kept."""
-        rollouts = batch.rollouts
-        if not any(r.recurs for r in rollouts) or parallel.worker_count() > 1:
-            return teacher.distribution(rollouts)
-        unread = [r for r in rollouts if r.states_NH is None]
+        """Return the teacher's distributions; of examples that come again, its states are kept."""
+        if not any(example.place for example in batch.examples) or parallel.worker_count() > 1:
+            return teacher.distribution(batch.rollouts)
+        unread = [i for i, example in enumerate(batch.examples) if example.place not in self.kept]
         found: dict[int, TeacherDistribution] = {}
         if unread:
-            whole = teacher.distribution(unread)
-            parts: Sequence[TeacherDistribution] = whole.split([len(r.completion_ids) for r in unread])
-            found = {id(r): part for r, part in zip(unread, parts, strict=True)}
-            self._keep(unread, parts)
-            if len(unread) == len(rollouts):
+            whole = teacher.distribution([batch.rollouts[i] for i in unread])
+            found = dict(zip(unread, whole.split([batch.lengths[i] for i in unread]), strict=True))
+            for i, part in found.items():
+                if batch.examples[i].place and isinstance(part, HiddenStates):
+                    self.keep(batch.examples[i].place, part.states_NH)
+            if len(unread) == len(batch.examples):
                 return whole
-        return join([found.get(id(r)) or HiddenStates(r.states_NH, teacher.head_VH) for r in rollouts])
+        for i, example in enumerate(batch.examples):
+            if i not in found:
+                found[i] = HiddenStates(self.kept[example.place], teacher.head_VH)
+        return join([found[i] for i in range(len(batch.examples))])
 
-    def _keep(self, rollouts: list[Rollout], read: Sequence[TeacherDistribution]) -> None:
-        """Keep the states over completions as long as all kept ones fit into `KEPT_STATES`."""
-        for r, part in zip(rollouts, read, strict=True):
-            if r.recurs and isinstance(part, HiddenStates):
-                size = part.states_NH.nbytes
-                if self.kept_states + size <= KEPT_STATES:
-                    self.kept_states += size
-                    r.states_NH = part.states_NH.clone()
+    def keep(self, place: str, states_NH: torch.Tensor) -> None:
+        """Keep a teacher's states over an example, if there is room."""
+        if place not in self.kept and states_NH.nbytes <= self.room:
+            self.room -= states_NH.nbytes
+            self.kept[place] = states_NH.clone()
+
+    def save(self, folder: Path) -> None:
+        """Write the kept states into a checkpoint."""
+        save_file(self.kept, folder / STATES)
+
+    def restore(self, folder: Path) -> None:
+        """Take back what `save` wrote."""
+        self.kept = load_file(folder / STATES, device=str(self.backbone.device))
+        self.room -= sum(states_NH.nbytes for states_NH in self.kept.values())
 
     def grade(
         self, rollouts: list[Rollout], loss: Loss, teachers: Teachers, count: Count | None = None

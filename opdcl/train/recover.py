@@ -40,6 +40,9 @@ from opdcl.types import Batch, Judge, Prompts, Stream, StreamName
 # they are stubs, or run on.
 LIKE_BASE = 0.5
 
+# Bytes of teachers' states that are kept. They are in every checkpoint, so they are few.
+KEPT_STATES = 2**28
+
 
 @dataclass(frozen=True)
 class Provided:
@@ -100,7 +103,8 @@ def recover(
     steps = plan_steps(config, len(train["general"]), len(train["domain"]))
     more = provided.reward, provided.completions
     queue = RolloutQueue(config, steps, train, student, teachers, report, *more)
-    learner = Learner(backbone, teachers, "recover.max_new_tokens", int(config.micro_batch_tokens))
+    tokens = int(config.micro_batch_tokens)
+    learner = Learner(backbone, teachers, "recover.max_new_tokens", tokens, KEPT_STATES)
     held_out = HeldOut(config, learner, queue, prompts, report)
     recovery = Recovery(config, queue, learner, held_out, StageLog(report, out, config.steps))
     if config.steps:
@@ -129,11 +133,11 @@ def learn(recovery: Recovery) -> None:
     clock = learner.clock
     optimizer = StudentOptimizer(learner.backbone, config)
     moving = [t.state for t in learner.all_teachers if isinstance(t, EmaTeacher)]
-    checkpoints = Checkpoints(learner.backbone, optimizer, queue, moving, log.out)
+    parts = [optimizer, queue, learner]
+    checkpoints = Checkpoints(learner.backbone, ["student", *moving], parts, log.out)
     checkpoint = last_checkpoint(log.out, log.report, config.steps)
     if checkpoint:
         checkpoints.restore(checkpoint)
-        learner.kept_states = queue.kept_states
     # A signal that comes here ends the stage at once: it takes minutes, and there is nothing new to save.
     with clock.part("validation"):
         milestones = begin(recovery, is_new=not checkpoint)

@@ -10,8 +10,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-
 from opdcl import parallel
 from opdcl.config.recover import PROMPTS_OF_START, RecoverConfig
 from opdcl.errors import UsageError
@@ -19,10 +17,7 @@ from opdcl.rundir.files import write_atomic
 from opdcl.train.schedule import prompt_order, sampled_together
 from opdcl.train.teachers import SAMPLED, Completions, OnFinished, Teacher, Teachers, by_teacher
 from opdcl.training import StageReport, counted
-from opdcl.types import STREAMS, Author, Batch, Judge, Prompt, Rollout, Step, StreamName
-
-# The file of a checkpoint with the teachers' states over texts that come again.
-STATES = "states.safetensors"
+from opdcl.types import STREAMS, Author, Batch, Example, Judge, Prompt, Rollout, Step, StreamName
 
 
 class RolloutQueue:
@@ -60,15 +55,14 @@ class RolloutQueue:
         step = self.steps[index]
         fresh = False
         if step.stream in self.drawn and not step.on_policy:
-            rollouts = self._draw_once(index)
+            examples = self._draw_once(index)
         else:
             if index not in self._ahead:
                 fresh = self._sample_from(index)
-            rollouts = self._ahead.pop(index)
+            examples = [rollout.to_example() for rollout in self._ahead.pop(index)]
         author: Author = "student" if step.on_policy else "teacher"
-        if author == "teacher" and rollouts[0].prompt.answer is not None:
+        if author == "teacher" and self.prompts[step.stream][step.prompts[0]].answer is not None:
             author = "rows"
-        examples = [rollout.to_example() for rollout in rollouts]
         return Batch(self.streams[step.stream], examples, author, fresh)
 
     def hand_over(self, done: int) -> None:
@@ -77,12 +71,6 @@ class RolloutQueue:
         for index in range(done, len(self.steps)):
             if self.config.hands_over(self.steps[index].stream):
                 self.steps[index] = replace(self.steps[index], on_policy=True)
-
-    @property
-    def kept_states(self) -> int:
-        """The bytes of teachers' states that texts hold."""
-        texts = [text for drawn in self.drawn.values() for text in drawn.values()]
-        return sum(text.states_NH.nbytes for text in texts if text.states_NH is not None)
 
     def _is_dynamic(self, stream: StreamName) -> bool:
         return any(teacher.is_dynamic for teacher in self.teachers[stream].values())
@@ -94,7 +82,7 @@ class RolloutQueue:
         numbers = list(islice(order, min(PROMPTS_OF_START["domain"], size)))
         return self._write_once("domain", numbers, 0, self.config.seed + 9)
 
-    def _draw_once(self, index: int) -> list[Rollout]:
+    def _draw_once(self, index: int) -> list[Example]:
         """Return the texts of step `index`; those not written yet are written first."""
         step = self.steps[index]
         if any(number not in self.drawn[step.stream] for number in step.prompts):
@@ -102,7 +90,11 @@ class RolloutQueue:
             asked = [number for i in batch for number in self.steps[i].prompts]
             self._write_once(step.stream, asked, index, self._seed(index))
         drawn = self.drawn[step.stream]
-        return [drawn[number] if drawn[number].recurs else drawn.pop(number) for number in step.prompts]
+        examples = []
+        for number in step.prompts:
+            place = f"{step.stream}/{number}" if drawn[number].recurs else ""
+            examples.append((drawn[number] if place else drawn.pop(number)).to_example(place))
+        return examples
 
     def _write_once(self, stream: StreamName, numbers: list[int], index: int, seed: int) -> list[Rollout]:
         """Return the texts of these prompts; before step `index`, those not written yet are written."""
@@ -258,13 +250,7 @@ class RolloutQueue:
     def save(self, folder: Path) -> None:
         """Write into a checkpoint the completions that are still needed."""
         content = {"ahead": self._ahead, "unfinished": self._unfinished, "drawn": self.drawn}
-        write_atomic(folder / "rollouts.json", json.dumps(content, default=_row))
-        states = {}
-        for stream, texts in self.drawn.items():
-            for number, text in texts.items():
-                if text.states_NH is not None:
-                    states[f"{stream}/{number}"] = text.states_NH
-        save_file(states, folder / STATES)
+        write_atomic(folder / "rollouts.json", json.dumps(content, default=vars))
 
     def restore(self, folder: Path) -> None:
         """Take back what `save` wrote.
@@ -283,15 +269,6 @@ class RolloutQueue:
         except (KeyError, TypeError) as fault:
             hint = "remove that folder: the run resumes from the checkpoint before it, or starts over"
             raise UsageError(f"another version of opdcl wrote {folder}", hint) from fault
-        states = load_file(folder / STATES, device=str(self.student.backbone.device))
-        for stream, texts in self.drawn.items():
-            for number, text in texts.items():
-                text.states_NH = states.get(f"{stream}/{number}")
-
-
-def _row(record: Rollout | Prompt) -> dict[str, Any]:
-    """Return a record for JSON; the teacher's states over a completion are written apart."""
-    return {name: value for name, value in vars(record).items() if name != "states_NH"}
 
 
 def _rollouts(rows: list[dict[str, Any]]) -> list[Rollout]:

@@ -7,7 +7,7 @@ import torch
 from helpers.recovering import run, short_recovery, train, whole_and_resumed
 from safetensors.torch import load_file
 
-from opdcl.train.rollout_queue import STATES
+from opdcl.train.learner import STATES
 from opdcl.train.teachers import Teacher
 
 # Two domain steps an epoch, six epochs; general prompts come once.
@@ -43,7 +43,7 @@ def test_a_teacher_reads_a_text_that_comes_again_once(backbone, tuned, read):
 def test_kept_states_change_no_loss(backbone, tuned, read, monkeypatch):
     kept = losses(backbone, tuned)
     of_kept = len(read["tuned"])
-    monkeypatch.setattr("opdcl.train.learner.KEPT_STATES", 0)
+    monkeypatch.setattr("opdcl.train.recover.KEPT_STATES", 0)
     anew = losses(backbone, tuned)
     assert len(read["tuned"]) - of_kept > of_kept
     assert kept == pytest.approx(anew, rel=1e-3, abs=1e-5)
@@ -51,7 +51,7 @@ def test_kept_states_change_no_loss(backbone, tuned, read, monkeypatch):
 
 def test_where_only_some_states_fit_the_loss_is_the_same(backbone, tuned, monkeypatch):
     whole = losses(backbone, tuned)
-    monkeypatch.setattr("opdcl.train.learner.KEPT_STATES", 4_000)
+    monkeypatch.setattr("opdcl.train.recover.KEPT_STATES", 4_000)
     assert losses(backbone, tuned) == pytest.approx(whole, rel=1e-3, abs=1e-5)
 
 
@@ -86,5 +86,5 @@ RARE = [(0, 7), (0, 9), (4_000, 9), (2**28, 7)]
     [(4_000, 7), (2**28, 9), *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in RARE)],
 )
 def test_a_resume_is_exact_however_many_states_fit(backbone, tuned, monkeypatch, room, stop):
-    monkeypatch.setattr("opdcl.train.learner.KEPT_STATES", room)
+    monkeypatch.setattr("opdcl.train.recover.KEPT_STATES", room)
     whole_and_resumed(backbone, tuned, short_recovery(tuned, **SETTINGS), stop)
