@@ -52,12 +52,12 @@ from opdcl.rundir.layout import RunDir, StageDir
 from opdcl.sampling.sample import sample
 from opdcl.sampling.server import Server
 from opdcl.stages.evaluate import evaluate
+from opdcl.train.external_teachers import ServedStudent, reach_server
 from opdcl.train.losses import GradedTokens, token_losses
 from opdcl.train.provide import provided
 from opdcl.train.recover import recover
+from opdcl.train.stage import StageReport
 from opdcl.train.teachers import Teacher
-from opdcl.train.teachers_elsewhere import ServedStudent, reach_server
-from opdcl.training import StageReport
 from opdcl.types import Loss, Rollout
 
 IN_FLIGHT = (1, 8, 32)

@@ -53,7 +53,7 @@ from opdcl.train.checkpoints import StudentOptimizer
 from opdcl.train.cost import peak_memory, reset_peak_memory
 from opdcl.train.learner import Learner, micro_batches
 from opdcl.train.recover import take_step
-from opdcl.train.rollout_queue import RolloutQueue
+from opdcl.train.rollouts import RolloutQueue
 from opdcl.train.schedule import plan_steps
 from opdcl.train.teachers import Teacher
 from opdcl.types import Loss, Prompt

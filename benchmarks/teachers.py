@@ -26,9 +26,9 @@ from opdcl.data.rows import Row
 from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
 from opdcl.sampling.sample import sample
+from opdcl.train.external_teachers import make_teacher
 from opdcl.train.losses import GradedTokens, token_losses
 from opdcl.train.teachers import EmaTeacher, Teacher
-from opdcl.train.teachers_elsewhere import make_teacher
 from opdcl.types import Loss, Prompt, Rollout
 
 CONTEXT = "{prompt}\n\nThe answer is: {answer}"

@@ -25,7 +25,7 @@ from opdcl.rundir.identity import Identity
 from opdcl.rundir.layout import RunDir
 from opdcl.train.cost import peak_memory
 from opdcl.train.learner import micro_batches
-from opdcl.training import StageReport
+from opdcl.train.stage import StageReport
 from opdcl.types import Example, Prompt, Rollout
 
 # The number of prompts whose answers are drawn together, in the order of the questions. A sample depends on a

@@ -44,11 +44,11 @@ from opdcl.stages.answers import (
     read_states,
     store,
 )
-from opdcl.train.completion_cache import CompletionCache
+from opdcl.train.answer_cache import CompletionCache
 from opdcl.train.cost import reset_peak_memory
 from opdcl.train.losses import chunks, forward_kl, reverse_kl
+from opdcl.train.stage import StageReport, counted
 from opdcl.train.teachers import Teacher
-from opdcl.training import StageReport, counted
 from opdcl.types import Example, Rollout
 
 # Base's answers that were drawn together, by their first prompt, with base's states of them: later states

@@ -16,7 +16,7 @@ from opdcl.model.backbone import Backbone
 from opdcl.model.lora import adapter_weights
 from opdcl.rundir.files import folder_appears_whole, read_json, write_json
 from opdcl.rundir.layout import StageDir
-from opdcl.training import CHECKPOINTS, LONGEST_GRADIENT, Schedule, refuse_changed_base, seal_with_records
+from opdcl.train.stage import CHECKPOINTS, LONGEST_GRADIENT, Schedule, refuse_changed_base, seal_with_records
 
 # Share of the steps, the first ones, in which the learning rate rises.
 WARM_UP = 0.1

@@ -24,8 +24,7 @@ from opdcl.model.backbone import Backbone
 from opdcl.rundir.layout import StageDir
 from opdcl.train.learner import Learner, mean_loss
 from opdcl.train.replay import finetune_streams, interleave, lay_out, let_base_write, read_by_base
-from opdcl.train.teachers import SAMPLED, Completions, Teacher
-from opdcl.training import (
+from opdcl.train.stage import (
     CHECKPOINTS,
     LONGEST_GRADIENT,
     Interruption,
@@ -37,6 +36,7 @@ from opdcl.training import (
     save_adapter,
     seal_with_records,
 )
+from opdcl.train.teachers import SAMPLED, Completions, Teacher
 from opdcl.types import Batch, Example, Rollout
 
 # Bytes of base's states at replayed answers that are kept: those of some ten thousand rows of a small model.
@@ -196,6 +196,7 @@ class LearnerTrainer(SFTTrainer):
 
     def log(self, logs, start_time=None):
         """Take a step's values, not into the trainer's history, which would grow in every checkpoint."""
+        self.control.should_log = False
         if "loss" not in logs:  # the summary at the end
             return
         if self.interruption.has_come():

@@ -26,14 +26,23 @@ from opdcl.rundir.layout import StageDir
 from opdcl.rundir.records import read_metrics
 from opdcl.sampling.sample import pick_engine
 from opdcl.train.checkpoints import Checkpoints, StudentOptimizer
-from opdcl.train.health import ResponseStats, check_kl, check_responses
 from opdcl.train.learner import Learner, Sums, kl_by_teacher, mean_loss
-from opdcl.train.rollout_queue import RolloutQueue
+from opdcl.train.rollouts import RolloutQueue
 from opdcl.train.schedule import plan_steps
+from opdcl.train.stage import Interruption, StageLog, StageReport, last_checkpoint, save_adapter, step_of
 from opdcl.train.start import Start, put_at_start
 from opdcl.train.teachers import SAMPLED, Completions, EmaTeacher, Teacher, Teachers, teacher_here
-from opdcl.train.validation import HeldOut, Measurement, Milestones, describe_kl, is_kept, teacher_name
-from opdcl.training import Interruption, StageLog, StageReport, last_checkpoint, save_adapter, step_of
+from opdcl.train.validation import (
+    HeldOut,
+    Measurement,
+    Milestones,
+    ResponseStats,
+    check_kl,
+    check_responses,
+    describe_kl,
+    is_kept,
+    teacher_name,
+)
 from opdcl.types import Batch, Judge, Prompts, Stream, StreamName
 
 # Share of base's answers, in length and in how many end, from which the student's are worth grading: below,

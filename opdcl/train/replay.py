@@ -16,8 +16,8 @@ from opdcl.model.backbone import Backbone
 from opdcl.model.hardware import is_out_of_memory, release
 from opdcl.rundir.files import read_jsonl, write_atomic
 from opdcl.train.learner import Learner
+from opdcl.train.stage import StageReport, counted, endless
 from opdcl.train.teachers import SAMPLED, Completions, Teacher
-from opdcl.training import StageReport, counted, endless
 from opdcl.types import Batch, Example, Loss, Prompt, Rollout, Stream, StreamName
 
 # How many answers are written between two savings.

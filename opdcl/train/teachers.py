@@ -10,7 +10,7 @@
 | `model` | another model of the same family: strong to weak | arXiv 2306.13649 |
 | `remote` | a model on a server, which returns whole distributions or the top tokens | |
 
-All but the last two, which are in `teachers_elsewhere`, are adapter states of the student's own backbone, so
+All but the last two, which are in `external_teachers`, are adapter states of the student's own backbone, so
 they need no second model. A `context` shows the teacher what the student does not see: the answer, or a
 demonstration. With the answer in its prompt, base does not penalize facts that it does not know (arXiv
 2606.00147).

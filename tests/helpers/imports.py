@@ -21,7 +21,6 @@ ORDER = (
     ("data", "launcher"),
     ("model",),
     ("sampling",),
-    ("training",),
     ("train",),
     ("stages",),
     ("results",),

@@ -11,14 +11,14 @@ from opdcl.data.prompts import encode_prompts, read_recovery_source
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.train.completion_cache import texts_folder
+from opdcl.train.answer_cache import texts_folder
 from opdcl.train.learner import Learner
 from opdcl.train.provide import provided
 from opdcl.train.recover import recover
-from opdcl.train.rollout_queue import RolloutQueue
+from opdcl.train.rollouts import RolloutQueue
 from opdcl.train.schedule import plan_steps
+from opdcl.train.stage import StageReport, save_adapter
 from opdcl.train.teachers import Teacher
-from opdcl.training import StageReport, save_adapter
 from opdcl.types import Batch, Prompt
 
 PROMPT = [1, 520, 3690, 198]

@@ -19,7 +19,7 @@ from opdcl.model.adapter_files import check_on_base
 from opdcl.model.adapters import adapter_scale, base_of, check_adapter, find_adapter
 from opdcl.model.lora import adapter_weights
 from opdcl.rundir.files import read_json
-from opdcl.training import save_adapter
+from opdcl.train.stage import save_adapter
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SHAPES = {

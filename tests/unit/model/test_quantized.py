@@ -27,7 +27,7 @@ from opdcl.pipeline.job import Job
 from opdcl.rundir.files import read_json, write_json
 from opdcl.rundir.layout import RunDir
 from opdcl.sampling.sample import sample
-from opdcl.training import save_adapter
+from opdcl.train.stage import save_adapter
 from opdcl.types import Prompt
 
 needs_bitsandbytes = pytest.mark.skipif(

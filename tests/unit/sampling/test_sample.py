@@ -10,8 +10,7 @@ from opdcl.config.lora import LoraSection
 from opdcl.model.forward import answer_states
 from opdcl.model.llama import decodes_as_llama
 from opdcl.sampling import decode
-from opdcl.sampling.decoder import DRAW_BLOCK, PREFILL, draw
-from opdcl.sampling.rollout import cheapest_batches
+from opdcl.sampling.decoder import DRAW_BLOCK, PREFILL, cheapest_batches, draw
 from opdcl.sampling.sample import pick_engine, sample
 from opdcl.types import Example, Prompt
 

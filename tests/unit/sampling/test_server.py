@@ -23,15 +23,15 @@ from opdcl.model.distributions import HiddenStates, TopTokens, join
 from opdcl.rundir.files import read_jsonl
 from opdcl.sampling.server import KEY, _key_of, check_access
 from opdcl.stages.evaluate import Asking, write_answers
-from opdcl.train.losses import GradedTokens, token_logprobs, token_losses
-from opdcl.train.teachers import Teacher
-from opdcl.train.teachers_elsewhere import (
+from opdcl.train.external_teachers import (
     RemoteTeacher,
     ServedStudent,
     make_teacher,
     reach_own_model,
     reach_server,
 )
+from opdcl.train.losses import GradedTokens, token_logprobs, token_losses
+from opdcl.train.teachers import Teacher
 from opdcl.types import WHOLE, Loss, Prompt, Rollout
 
 K = SERVED_TOKENS

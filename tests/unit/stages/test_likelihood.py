@@ -12,7 +12,7 @@ from opdcl.data.suites import load_suite
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
 from opdcl.stages import evaluate as stage
-from opdcl.training import save_adapter
+from opdcl.train.stage import save_adapter
 
 
 class Counter(Silent):

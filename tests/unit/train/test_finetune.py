@@ -27,7 +27,7 @@ from opdcl.rundir.layout import StageDir
 from opdcl.train.finetune import finetune, planned_steps
 from opdcl.train.learner import Learner, mean_loss
 from opdcl.train.replay import finetune_streams, interleave, lay_out
-from opdcl.train.rollout_queue import RolloutQueue
+from opdcl.train.rollouts import RolloutQueue
 from opdcl.train.self_distill import as_distillation, self_distill
 from opdcl.train.teachers import Teacher
 from opdcl.types import Batch, Example, Prompt, Rollout

@@ -12,8 +12,8 @@ from opdcl.errors import OpdclError, UsageError
 from opdcl.repetition import distinct, repetition
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.train.health import ResponseStats, check_responses, drift, response_sign
-from opdcl.training import StageLog
+from opdcl.train.stage import StageLog
+from opdcl.train.validation import ResponseStats, check_responses, drift, response_sign
 from opdcl.types import Prompt, Rollout
 
 BASE = ResponseStats(length=40.0, ended=0.8, repetition=0.02)
@@ -90,7 +90,7 @@ def test_a_student_that_loops_is_slowed_down_at_one_validation_and_stopped_at_th
 
 
 def test_a_halved_rate_acts_on_the_very_next_step_interrupted_or_not(backbone, tuned, monkeypatch):
-    monkeypatch.setattr("opdcl.train.health.REPETITION_EXCESS", -2.0)  # each validation shows a sign
+    monkeypatch.setattr("opdcl.train.validation.REPETITION_EXCESS", -2.0)  # each validation shows a sign
     config = short_recovery(tuned, method="general", steps=5, validate_every=3, learning_rate=0.004)
     train(backbone, tuned, "resumed", config, stop=4)
     for name in ("whole", "resumed"):

@@ -26,8 +26,8 @@ from opdcl.model.forward import answer_states
 from opdcl.model.load import load_base, load_tokenizer
 from opdcl.sampling.server import Server
 from opdcl.train.losses import token_logprobs
+from opdcl.train.stage import save_adapter
 from opdcl.train.teachers import Teacher
-from opdcl.training import save_adapter
 from opdcl.types import Prompt, Rollout
 
 # Nats per token by which a model may differ from its copy on a server: between rounding and another model.

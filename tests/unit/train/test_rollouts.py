@@ -5,8 +5,8 @@ from helpers.recovering import PROMPT, make_trainer
 
 from opdcl.config.lora import LoraSection
 from opdcl.sampling import decode
+from opdcl.train.stage import save_adapter
 from opdcl.train.teachers import Teacher
-from opdcl.training import save_adapter
 from opdcl.types import Prompt
 
 

@@ -15,8 +15,8 @@ from opdcl.config.recover import PROMPTS_OF_START, RecoverConfig
 from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
 from opdcl.train.schedule import prompt_order, sampled_together
+from opdcl.train.stage import StageReport, counted
 from opdcl.train.teachers import SAMPLED, Completions, OnFinished, Teacher, Teachers, by_teacher
-from opdcl.training import StageReport, counted
 from opdcl.types import STREAMS, Author, Batch, Example, Judge, Prompt, Rollout, Step, StreamName
 
 
