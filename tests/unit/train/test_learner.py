@@ -88,6 +88,7 @@ def test_the_kl_to_each_named_teacher_is_per_token_of_its_own():
         ([10, 10, 10], 30, [[0, 1, 2]]),
         ([10, 10, 10], 29, [[0, 1], [2]]),
         ([4, 10, 5], 100, [[1, 2], [0]]),  # a batch is never more than half padding
+        ([55, 35, 25, 25, 24, 100], 10_000, [[5, 0], [1, 2, 3, 4]]),  # nor is that of one long sequence
         ([50, 10], 20, [[0], [1]]),  # one that is too long runs alone
     ],
 )

@@ -24,7 +24,6 @@ from opdcl.model.distributions import HiddenStates
 from opdcl.rundir.files import read_jsonl
 from opdcl.train.losses import GradedTokens, clipped_gradient, token_losses
 from opdcl.train.reward import Reward, group_advantages
-from opdcl.train.schedule import plan_steps
 from opdcl.train.teachers import Teacher
 from opdcl.types import Loss, Prompt, Rollout
 
@@ -46,6 +45,7 @@ def test_an_advantage_is_the_distance_from_the_groups_mean_in_deviations():
     assert advantages[:4] == pytest.approx([(r - mean) / (deviation + 1e-4) for r in rewards[:4]])
     assert advantages[4:] == [0, 0, 0, 0]  # equal rewards teach nothing
     assert sum(advantages[:4]) == pytest.approx(0, abs=1e-12)
+    assert group_advantages([0.1] * 3 + [0.7] * 3, 3) == [0.0] * 6  # whatever their rounding
     assert group_advantages([10 * r + 3 for r in rewards], GROUP) == pytest.approx(advantages, rel=1e-3)
 
 
@@ -64,10 +64,6 @@ def test_a_token_that_has_moved_far_enough_is_pushed_no_further(advantage, drift
     if pushed:  # d(-r A)/d log p = -r A
         expected[0, 2] = -ratio * advantage
     torch.testing.assert_close(log_p.grad, expected)
-
-
-def test_equal_rewards_are_exactly_no_advantage_whatever_their_rounding():
-    assert group_advantages([0.1] * 3 + [0.7] * 3, 3) == [0.0] * 6
 
 
 def test_a_reward_is_the_score_that_an_evaluation_gives(backbone):
@@ -390,17 +386,6 @@ def test_two_documents_that_ask_the_same_are_refused(monkeypatch):
     monkeypatch.setattr(type(task), "eval_docs", property(lambda self: documents))
     with pytest.raises(UsageError, match="documents 0 and 2 of instructions_train ask the same"):
         reward_rows(RewardSection(**REWARDED), task)
-
-
-def test_the_group_stands_together_in_the_schedule():
-    steps = plan_steps(RecoverConfig(steps=6, domain_rollouts=3, **SETTINGS), 5, 4)
-    for step in steps:
-        if step.stream == "general":
-            assert len(step.prompts) == 8
-            assert all(len(set(step.prompts[i : i + GROUP])) == 1 for i in (0, GROUP))
-            assert step.on_policy
-        else:
-            assert len(step.prompts) == 3
 
 
 def test_the_metric_by_default_is_the_suites_first(backbone):

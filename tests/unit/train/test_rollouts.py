@@ -148,17 +148,3 @@ def test_a_frozen_teacher_answers_each_prompt_once(queue, backbone, tmp_path):
     moving = queue(steps=6, rollouts=2, lmbda=0.0, general_per_domain=6)
     moving.teachers["general"] = {"": Teacher(backbone, "student")}
     assert moving._is_dynamic("general")
-
-
-def test_a_frozen_teacher_samples_a_full_batch_ahead_and_nothing_of_it_is_fresh(queue, monkeypatch):
-    steps = queue(steps=98, rollouts=1, lmbda=0.0, general_per_domain=98)
-    steps.drawn = {}  # as if no prompt came twice
-    sizes, plain = [], steps.write
-
-    def write(prompts, *args):
-        sizes.append(len(prompts))
-        return plain(prompts, *args)
-
-    monkeypatch.setattr(steps, "write", write)
-    assert not any(steps.take(i).fresh for i in range(98))
-    assert sizes == [96, 2]
