@@ -34,6 +34,7 @@ from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.train.losses import token_losses
 from opdcl.train.recover import recover
+from opdcl.train.teachers import Provided
 
 Cost = Callable[[Backbone, torch.Tensor, torch.Tensor], torch.Tensor]
 ANOTHER_TEMPLATE = (
@@ -117,7 +118,7 @@ def case(adapter: Path, spoil: Callable[[Backbone], Any] | None, settings: dict[
                 source = read_recovery_source(config)
                 check_turn_end(backbone.tokenizer, backbone.eos_ids)  # as a run does beforehand
                 prompts = encode_prompts(config, source, backbone.tokenizer, backbone.context_length)
-                recover(config, prompts, backbone, adapter, out, line)
+                recover(config, prompts, backbone, adapter, out, line, Provided())
         except OpdclError as fault:
             ends = fault.message
         rows, kept = list(read_jsonl(out.metrics)), out.trainer / "best" / "validation.json"

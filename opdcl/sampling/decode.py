@@ -42,13 +42,13 @@ class Request:
 
     max_new_tokens: int
     eos_ids: Sequence[int]
-    temperature: float
-    seed: int
     batch_size: int
     total: int
     """Number of rollouts in all processes."""
     weights: float
     """How many cached tokens a decoding step reads in the time that it takes to read the model's weights."""
+    temperature: float = 1.0
+    seed: int = 0
     on_finished: Callable[[list[Rollout]], None] | None = None
     max_unfinished: int = 0
     stopped: Callable[[], bool] = bool  # which returns False

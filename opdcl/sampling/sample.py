@@ -147,15 +147,7 @@ def graphs_agree(model, prompts: Sequence[Prompt]) -> bool:
     """
     if model not in _GRAPHS_AGREE:
         rollouts = [*map(Rollout, prompts[:2])]
-        request = Request(
-            max_new_tokens=CHECKED_TOKENS,
-            eos_ids=(),
-            temperature=1.0,
-            seed=0,
-            batch_size=len(rollouts),
-            total=len(rollouts),
-            weights=weights_in_tokens(model),
-        )
+        request = Request(CHECKED_TOKENS, (), len(rollouts), len(rollouts), weights_in_tokens(model))
         reason = ""
         try:
             decode(model, rollouts, request, graphs=True)

@@ -65,7 +65,6 @@ class MicroBatch:
 class Graded:
     """Completions, and by position their teachers' distributions over those of this worker's share."""
 
-    rollouts: list[Rollout]
     examples: list[Example]
     loss: Loss
     distributions: dict[int, TeacherDistribution]
@@ -144,7 +143,7 @@ class Learner:
                 if stream.teacher:
                     losses = self._losses(part, student, teacher, loss)
                 else:
-                    losses = imitation_losses(student, self._token_ids(part))
+                    losses = imitation_losses(student, answer_ids(part.examples, self.backbone.device))
                 weight_N = self._weights(part, loss.weighting, mean_length)
                 if batch.fresh and part.rollouts[0].logprobs:
                     mismatch_N = (losses.logprob - self._sampler(part)).abs() > math.log(MISMATCH_RATIO)
@@ -206,7 +205,7 @@ class Learner:
             distributions |= dict(zip(batch.positions, parts, strict=True))
             if count and not batch.filler:
                 count(batch.positions)
-        return Graded(rollouts, examples, replace(loss, reverse=0.0, reward_weight=None), distributions)
+        return Graded(examples, replace(loss, reverse=0.0, reward_weight=None), distributions)
 
     @torch.no_grad()
     def measure(self, graded: Graded, endings: bool = False, count: Count | None = None) -> Sums:
@@ -236,9 +235,6 @@ class Learner:
         states_NH = answer_states(self.backbone.causal_lm, batch.examples)
         return HiddenStates(states_NH, self.backbone.head_VH)
 
-    def _token_ids(self, batch: MicroBatch) -> torch.Tensor:
-        return answer_ids(batch.examples, self.backbone.device)
-
     def _sampler(self, batch: MicroBatch) -> torch.Tensor:
         """Return the sampler's log-probabilities, `(N,)`."""
         logprobs = [logprob for rollout in batch.rollouts for logprob in rollout.logprobs]
@@ -249,8 +245,11 @@ class Learner:
     ) -> TokenLosses:
         sampler_N = self._sampler(batch)
         advantages = [rollout.advantage for rollout in batch.rollouts for _ in rollout.completion_ids]
-        tokens = GradedTokens(self._token_ids(batch), sampler_N, sampler_N.new_tensor(advantages))
-        return token_losses(student, teacher, tokens, loss)
+        token_N, advantage_N = (
+            answer_ids(batch.examples, self.backbone.device),
+            sampler_N.new_tensor(advantages),
+        )
+        return token_losses(student, teacher, GradedTokens(token_N, sampler_N, advantage_N), loss)
 
     def _weights(self, batch: MicroBatch, weighting: Weighting, mean_length: float) -> torch.Tensor:
         """Return each token's weight, `(N,)`; over a step they have the mean 1."""

@@ -13,9 +13,8 @@ from opdcl.model.backbone import Backbone
 from opdcl.rundir.layout import StageDir
 from opdcl.train.answer_cache import CompletionCache
 from opdcl.train.external_teachers import ServedStudent, make_teacher, reach_own_model
-from opdcl.train.recover import Provided
 from opdcl.train.reward import Reward
-from opdcl.train.teachers import Teacher
+from opdcl.train.teachers import Provided, Teacher
 from opdcl.types import Prompts, StreamName
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from opdcl.train.rollouts import RolloutQueue
 from opdcl.train.schedule import plan_steps
 from opdcl.train.stage import Interruption, StageLog, StageReport, last_checkpoint, save_adapter, step_of
 from opdcl.train.start import Start, put_at_start
-from opdcl.train.teachers import SAMPLED, Completions, EmaTeacher, Teacher, Teachers, teacher_here
+from opdcl.train.teachers import EmaTeacher, Provided, Teacher, Teachers, teacher_here
 from opdcl.train.validation import (
     HeldOut,
     Measurement,
@@ -43,7 +43,7 @@ from opdcl.train.validation import (
     is_kept,
     teacher_name,
 )
-from opdcl.types import Batch, Judge, Prompts, Stream, StreamName
+from opdcl.types import Batch, Prompts, Stream, StreamName
 
 # Share of base's answers, in length and in how many end, from which the student's are worth grading: below,
 # they are stubs, or run on.
@@ -51,21 +51,6 @@ LIKE_BASE = 0.5
 
 # Bytes of teachers' states that are kept. They are in every checkpoint, so they are few.
 KEPT_STATES = 2**28
-
-
-@dataclass(frozen=True)
-class Provided:
-    """What a recovery is given besides prompts and models, where its settings ask for it."""
-
-    reward: Judge | None = None
-    adapters: Mapping[str, Path] = field(default_factory=dict)
-    """The folders of teachers' adapters, by the place that the settings name."""
-    teachers: Mapping[str, Teacher] = field(default_factory=dict)
-    """Second models, and models on a server, by the teacher's name."""
-    student: Teacher | None = None
-    """The student as a server samples it."""
-    completions: Completions = SAMPLED
-    """What frozen teachers wrote in earlier runs, if that is kept."""
 
 
 @dataclass
@@ -86,7 +71,7 @@ def recover(
     tuned: Path,
     out: StageDir,
     report: StageReport,
-    provided: Provided = Provided(),
+    provided: Provided,
 ) -> None:
     """Train the tuned adapter towards base on general prompts, and hold it to tuned on domain prompts.
 
@@ -106,12 +91,11 @@ def recover(
     for name, stream in config.streams().items():
         own = [prompt.teacher for prompt in train[name] + prompts[name].held_out]
         teachers[name] = _teachers(config, stream, own, backbone, tuned, provided)
-    student = provided.student or student_here(backbone, report)
+    provided = replace(provided, student=provided.student or student_here(backbone, report))
     if config.method == "general":
         train["domain"] = []
     steps = plan_steps(config, len(train["general"]), len(train["domain"]))
-    more = provided.reward, provided.completions
-    queue = RolloutQueue(config, steps, train, student, teachers, report, *more)
+    queue = RolloutQueue(config, steps, train, teachers, provided, report)
     tokens = int(config.micro_batch_tokens)
     learner = Learner(backbone, teachers, "recover.max_new_tokens", tokens, KEPT_STATES)
     held_out = HeldOut(config, learner, queue, prompts, report)
@@ -120,7 +104,7 @@ def recover(
         learn(recovery)
     else:
         keep_start(recovery)
-    queue.completions.log_hits(report.note)
+    provided.completions.log_hits(report.note)
     if config.steps and config.hands_over("general") and not queue.handed_over:
         writer = "the rows gave" if config.given_answers else f"{teacher_name(config, 'general')} wrote"
         hint = "--set recover.lmbda=0.5 lets the student write the last half"

@@ -16,8 +16,8 @@ from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
 from opdcl.train.schedule import prompt_order, sampled_together
 from opdcl.train.stage import StageReport, counted
-from opdcl.train.teachers import SAMPLED, Completions, OnFinished, Teacher, Teachers, by_teacher
-from opdcl.types import STREAMS, Author, Batch, Example, Judge, Prompt, Rollout, Step, StreamName
+from opdcl.train.teachers import OnFinished, Provided, Teachers, by_teacher
+from opdcl.types import STREAMS, Author, Batch, Example, Prompt, Rollout, Step, StreamName
 
 
 class RolloutQueue:
@@ -35,15 +35,14 @@ class RolloutQueue:
         config: RecoverConfig,
         steps: list[Step],
         prompts: dict[StreamName, list[Prompt]],
-        student: Teacher,
         teachers: Mapping[StreamName, Teachers],
+        provided: Provided,
         report: StageReport,
-        reward: Judge | None = None,
-        completions: Completions = SAMPLED,
     ):
+        """Take the sampler of the student, the reward and the cache of answers from what is `provided`."""
         self.config, self.steps, self.prompts, self.streams = config, steps, prompts, config.streams()
-        self.student, self.teachers, self.reward = student, teachers, reward
-        self.report, self.completions = report, completions
+        self.student, self.reward, self.completions = provided.student, provided.reward, provided.completions
+        self.teachers, self.report = teachers, report
         self.drawn: dict[StreamName, dict[int, Rollout]] = {s: {} for s in STREAMS if not self._is_dynamic(s)}
         """What frozen teachers wrote and steps will learn from, by stream and number of the prompt."""
         self.handed_over = False

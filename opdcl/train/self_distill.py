@@ -14,8 +14,9 @@ from opdcl.model.backbone import Backbone
 from opdcl.rundir.layout import StageDir
 from opdcl.train.answer_cache import CompletionCache
 from opdcl.train.finetune import planned_steps
-from opdcl.train.recover import Provided, recover
+from opdcl.train.recover import recover
 from opdcl.train.stage import StageReport, save_adapter
+from opdcl.train.teachers import Provided
 from opdcl.types import Prompts, StreamName
 
 

@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ from opdcl.model.distributions import HiddenStates, TeacherDistribution
 from opdcl.model.forward import answer_states
 from opdcl.model.lora import adapter_weights
 from opdcl.sampling.sample import sample
-from opdcl.types import Example, Prompt, Rollout
+from opdcl.types import Example, Judge, Prompt, Rollout
 
 # Receives the completions that have ended since its last call.
 OnFinished = Callable[[list[Rollout]], None]
@@ -157,6 +159,21 @@ class Completions:
 
 
 SAMPLED = Completions()
+
+
+@dataclass(frozen=True)
+class Provided:
+    """What a recovery is given besides prompts and models, where its settings ask for it."""
+
+    reward: Judge | None = None
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+    """The folders of teachers' adapters, by the place that the settings name."""
+    teachers: Mapping[str, Teacher] = field(default_factory=dict)
+    """Second models, and models on a server, by the teacher's name."""
+    student: Teacher | None = None
+    """The student as a server samples it."""
+    completions: Completions = SAMPLED
+    """What frozen teachers wrote in earlier runs, if that is kept."""
 
 
 # The teachers of a stream by the names that its prompts give; "" is the stream's own.

@@ -205,9 +205,8 @@ class HeldOut:
             grades = counted(self.report, f"{name} grades", len(rollouts))
             loss = self.queue.streams[stream].loss
             self.answers[stream] = self.learner.grade(rollouts, loss, teachers, grades)
-        if "general" in self.answers:
-            name = teacher_name(self.config, "general")
-            self._written[name] = self.answers["general"].rollouts
+            if stream == "general":
+                self._written[name] = rollouts
 
     def _frozen_teachers(self, stream: StreamName) -> Teachers:
         teachers = self.learner.teachers[stream]
@@ -217,7 +216,8 @@ class HeldOut:
         """Measure base, whose answers are those of the general teacher."""
         with self.learner.backbone.scaled(0.0):
             base = self.on_teachers_answers("measure base", model="base")
-        return replace(base, own=ResponseStats.of(self.answers["general"].rollouts)) if self.asked else base
+        answers = self._written.get(teacher_name(self.config, "general"))
+        return replace(base, own=ResponseStats.of(answers)) if answers else base
 
     def measure_tuned(self) -> Measurement:
         """Measure the student while it is as tuned left it."""
@@ -236,7 +236,7 @@ class HeldOut:
         by_teacher: dict[StreamName, dict[str, float]] = {}
         missed_ends = None
         unknown = {s: graded for s, graded in self.answers.items() if not self._is_its_teacher(model, s)}
-        count = counted(self.report, doing, sum(len(graded.rollouts) for graded in unknown.values()))
+        count = counted(self.report, doing, sum(len(graded.examples) for graded in unknown.values()))
         for stream, graded in unknown.items():
             sums = self.learner.measure(graded, endings and stream == "general", count)
             if sums["ends"]:

@@ -18,7 +18,7 @@ from opdcl.train.recover import recover
 from opdcl.train.rollouts import RolloutQueue
 from opdcl.train.schedule import plan_steps
 from opdcl.train.stage import StageReport, save_adapter
-from opdcl.train.teachers import Teacher
+from opdcl.train.teachers import Provided, Teacher
 from opdcl.types import Batch, Prompt
 
 PROMPT = [1, 520, 3690, 198]
@@ -142,7 +142,7 @@ def make_trainer(backbone, folder, **settings):
     teachers = {"general": {"": Teacher(backbone, "base")}, "domain": {"": Teacher(backbone, "tuned")}}
     learner = Learner(backbone, teachers, "recover.max_new_tokens", config.micro_batch_tokens)
     steps, student = plan_steps(config, 3, 3), Teacher(backbone, "student")
-    queue = RolloutQueue(config, steps, prompts, student, teachers, Silent())
+    queue = RolloutQueue(config, steps, prompts, teachers, Provided(student=student), Silent())
 
     def learn(rollouts, stream, fresh=False):
         examples = [rollout.to_example() for rollout in rollouts]
