@@ -245,11 +245,9 @@ class Learner:
     ) -> TokenLosses:
         sampler_N = self._sampler(batch)
         advantages = [rollout.advantage for rollout in batch.rollouts for _ in rollout.completion_ids]
-        token_N, advantage_N = (
-            answer_ids(batch.examples, self.backbone.device),
-            sampler_N.new_tensor(advantages),
-        )
-        return token_losses(student, teacher, GradedTokens(token_N, sampler_N, advantage_N), loss)
+        token_N = answer_ids(batch.examples, self.backbone.device)
+        tokens = GradedTokens(token_N, sampler_N, sampler_N.new_tensor(advantages))
+        return token_losses(student, teacher, tokens, loss)
 
     def _weights(self, batch: MicroBatch, weighting: Weighting, mean_length: float) -> torch.Tensor:
         """Return each token's weight, `(N,)`; over a step they have the mean 1."""

@@ -225,11 +225,8 @@ def test_the_seed_chooses_the_completions_and_the_held_out_texts(backbone, tuned
         prompts = {"general": Prompts([], [Prompt([*PROMPT, 9])] * 3)}
         held_out = HeldOut(trainer.config, trainer.learner, trainer.queue, prompts, Silent())
         held_out.let_teachers_answer()
-        both = (
-            trainer.queue.take(0).rollouts,
-            [example.rollout for example in held_out.answers["general"].examples],
-        )
-        return [[r.completion_ids for r in rollouts] for rollouts in both]
+        both = trainer.queue.take(0).examples, held_out.answers["general"].examples
+        return [[example.ids for example in examples] for examples in both]
 
     (sampled_0, held_out_0), again, (sampled_1, held_out_1) = texts(0), texts(0), texts(1)
     assert again == [sampled_0, held_out_0]
