@@ -154,11 +154,10 @@ class RolloutQueue:
 
     def _hand_out(self, batch: list[int], new: list[Rollout], resumed: list[Rollout]) -> None:
         """Give each step of the batch its own new completions, and the last one the resumed ones too."""
-        start = 0
+        rest = iter(new)
         for i in batch:
             step = self.steps[i]
-            of_step = new[start : start + len(step.prompts)]
-            start += len(step.prompts)
+            of_step = [*islice(rest, len(step.prompts))]
             if i == batch[-1]:
                 of_step += resumed
             if step.on_policy:

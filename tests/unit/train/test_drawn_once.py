@@ -40,19 +40,15 @@ def test_a_teacher_reads_a_text_that_comes_again_once(backbone, tuned, read):
     assert 0 < 2 * len(read["tuned"]) <= answers
 
 
-def test_kept_states_change_no_loss(backbone, tuned, read, monkeypatch):
+@pytest.mark.parametrize("room", [0, 4_000])
+def test_kept_states_change_no_loss(backbone, tuned, read, monkeypatch, room):
+    """Also where only some of them fit."""
     kept = losses(backbone, tuned)
     of_kept = len(read["tuned"])
-    monkeypatch.setattr("opdcl.train.recover.KEPT_STATES", 0)
+    monkeypatch.setattr("opdcl.train.recover.KEPT_STATES", room)
     anew = losses(backbone, tuned)
     assert len(read["tuned"]) - of_kept > of_kept
     assert kept == pytest.approx(anew, rel=1e-3, abs=1e-5)
-
-
-def test_where_only_some_states_fit_the_loss_is_the_same(backbone, tuned, monkeypatch):
-    whole = losses(backbone, tuned)
-    monkeypatch.setattr("opdcl.train.recover.KEPT_STATES", 4_000)
-    assert losses(backbone, tuned) == pytest.approx(whole, rel=1e-3, abs=1e-5)
 
 
 def test_other_states_than_the_teachers_would_be_seen_in_the_loss(backbone, tuned, monkeypatch):
