@@ -188,20 +188,6 @@ def test_every_teacher_trains_and_resumes_to_the_same_bits(backbone, answered, t
     assert {r["stream"] for r in read_jsonl(whole.metrics) if "stream" in r} == {"general", "domain"}
 
 
-def test_two_emas_are_independent(adapted, tuned):
-    """Each has an adapter of its own: at rate 1 it is the student, at rate 0 it stays."""
-    adapted.load_adapter(tuned / "tuned", "domain")
-    moving, still = EmaTeacher(adapted, "general", 1.0), EmaTeacher(adapted, "domain", 0.0)
-    layer = adapted.adapted_layers()[0]
-    before = layer.lora_B["domain"].weight.clone()
-    moving.after_step()
-    still.after_step()
-    student, general, domain = (layer.lora_B[name].weight for name in ("student", "general", "domain"))
-    assert torch.allclose(general, student, atol=1e-7)
-    assert torch.equal(domain, before)
-    assert not torch.equal(student, before)
-
-
 def test_a_general_teacher_that_follows_the_student_is_refused():
     with pytest.raises(ValueError, match="equals the student at the start"):
         RecoverConfig(**taught({"kind": "ema"}, "general"))
