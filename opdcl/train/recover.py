@@ -126,8 +126,8 @@ def learn(recovery: Recovery) -> None:
     clock = learner.clock
     optimizer = StudentOptimizer(learner.backbone, config)
     moving = [t.state for t in learner.all_teachers if isinstance(t, EmaTeacher)]
-    parts = [optimizer, queue, learner]
-    checkpoints = Checkpoints(learner.backbone, ["student", *moving], parts, log.out)
+    states, parts = ["student", *moving], (optimizer, queue, learner)
+    checkpoints = Checkpoints(learner.backbone, states, parts, log.out)
     checkpoint = last_checkpoint(log.out, log.report, config.steps)
     if checkpoint:
         checkpoints.restore(checkpoint)
