@@ -6,11 +6,9 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers.command import opdcl
 from helpers.learning import encode_example
 from helpers.near import ROUNDING, flat, relative_error
 from helpers.recovering import Notes, Silent
-from helpers.tiny import make_project
 from safetensors.torch import load_file
 
 from opdcl import parallel
@@ -28,7 +26,7 @@ from opdcl.rundir.layout import StageDir
 from opdcl.train.finetune import finetune, planned_steps
 from opdcl.train.learner import Learner, mean_loss
 from opdcl.train.replay import finetune_streams, interleave, lay_out
-from opdcl.train.rollouts import RolloutQueue
+from opdcl.train.schedule import plan_steps
 from opdcl.train.self_distill import as_distillation, self_distill
 from opdcl.train.teachers import Teacher
 from opdcl.types import Batch, Example, Prompt, Rollout
@@ -264,42 +262,8 @@ def test_self_distillation_takes_the_settings_of_its_section():
     assert (recovery.steps, recovery.rollouts, recovery.learning_rate) == (10, 8, 1e-3)
     assert "lmbda" in recovery.model_fields_set  # the default is another recipe's, and has changed before
     assert recovery.keep == "last"  # held-out KL to a teacher that moves does not say which adapter is best
-
-
-@pytest.fixture
-def writers(monkeypatch):
-    """The adapter states that write the completions of each step, step after step, as training goes on."""
-    writer_of, steps = {}, []
-    complete, take = Teacher.complete, RolloutQueue.take
-
-    def completed(self, *args, **kwargs):
-        rollouts = complete(self, *args, **kwargs)
-        writer_of.update((id(rollout), self.state) for rollout in rollouts)
-        return rollouts
-
-    def taken(self, index):
-        batch = take(self, index)
-        steps.append({writer_of[id(rollout)] for rollout in batch.rollouts})
-        return batch
-
-    monkeypatch.setattr(Teacher, "complete", completed)
-    monkeypatch.setattr(RolloutQueue, "take", taken)
-    return steps
-
-
-@pytest.mark.parametrize("share", [0, 1])
-def test_the_student_writes_every_step_of_self_distillation_whoever_writes_in_the_recovery(
-    tmp_path, tiny_model, writers, share
-):
-    settings = {"finetune.method": "self-distill", "finetune.self_distill.max_new_tokens": 6}
-    settings |= {"finetune.lora.r": 4, "finetune.lora.alpha": 8, "eval": None, "recover.steps": 4}
-    settings |= {"recover.lmbda": share, "recover.health": False}
-    words = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-    done = opdcl("run", "tiny.yaml", "-o", "out", *words, cwd=make_project(tmp_path, tiny_model))
-    assert done.returncode == 0, done.stderr
-    assert len(writers) == 12 + 4  # four epochs of three batches, then the recovery
-    assert writers[:12] == [{"student"}] * 12
-    assert writers[12:] == [{"student"} if share else {"base"}, {"tuned"}] * 2
+    steps = plan_steps(recovery, 0, 16)
+    assert {(step.stream, step.on_policy) for step in steps} == {("domain", True)}  # the student writes all
 
 
 def test_a_fault_that_is_no_lack_of_memory_ends_the_fine_tune(learn, memory_for):
