@@ -33,8 +33,7 @@ from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.train.losses import token_losses
-from opdcl.train.recover import recover
-from opdcl.train.teachers import Provided
+from opdcl.train.recover import Provided, recover
 
 Cost = Callable[[Backbone, torch.Tensor, torch.Tensor], torch.Tensor]
 ANOTHER_TEMPLATE = (

@@ -16,7 +16,7 @@ FILE_LIMIT = 500
 
 # What a reader of the method must hold in mind: the modules that an entry file imports, directly or by way of
 # others, and their code lines. Target of both entries: 30 and 4,200.
-CLOSURES = {"opdcl.train.recover": (37, 4_628), "opdcl.train.finetune": (32, 3_601)}
+CLOSURES = {"opdcl.train.recover": (37, 4_627), "opdcl.train.finetune": (32, 3_601)}
 
 # Public names of several classes or functions. Target: none.
 SEVERAL_MEANINGS = {
