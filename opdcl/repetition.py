@@ -14,7 +14,7 @@ UNSPACED = (
     "\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 )
 # A word; in these scripts, a letter.
-WORD = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]+")
+REPEATED_WORD = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]+")
 
 
 def repetition(sequences: Sequence[Sequence[Hashable]], n: int = 4) -> float:

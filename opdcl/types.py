@@ -5,11 +5,8 @@ Every room of the trainings speaks them, so this file imports nothing of opdcl.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
-
-if TYPE_CHECKING:
-    import torch
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
 
 StreamName = Literal["general", "domain"]
 
@@ -60,19 +57,16 @@ class Stream:
 
 @dataclass(frozen=True)
 class Example:
-    """What the training pass reads: token ids, and for each id whether it is learned or graded.
+    """What a step learns from: token ids, and for each id whether it is learned or graded.
 
-    A row of a fine-tune has one or several; a completion with its prompt is one.
+    A row of a fine-tune has one or several. If a model wrote the answer, `rollout` says all else about it.
+    One that comes again has a `place`, by which its teacher's states are kept.
     """
 
     ids: list[int]
     learned: list[bool]
-
-    # What a completion has of its own, and a row has not: nobody has sampled or scored it.
-    teacher: ClassVar[str] = ""
-    logprobs: ClassVar[list[float]] = []
-    finished: ClassVar[bool] = True
-    reward: ClassVar[float | None] = None
+    rollout: Rollout | None = None
+    place: str = ""
 
     @classmethod
     def of(cls, prompt_ids: list[int], answer_ids: list[int]) -> Example:
@@ -80,8 +74,9 @@ class Example:
         return cls(prompt_ids + answer_ids, [False] * len(prompt_ids) + [True] * len(answer_ids))
 
     @property
-    def example(self) -> Example:
-        return self
+    def teacher(self) -> str:
+        """The name of the teacher that grades it, or "" for the stream's own."""
+        return self.rollout.prompt.teacher if self.rollout else ""
 
     @property
     def length(self) -> int:
@@ -136,8 +131,7 @@ class Rollout:
     `completion_ids` ends with an end-of-sequence id if and only if `finished`; `logprobs` holds the sampler's
     log-probability (nats, at the sampling temperature) of each of its tokens and is empty under greedy
     decoding. `reward` is the suite scorer's, `advantage` its distance from the group's mean in standard
-    deviations. If it `recurs`, other steps learn from it too; `states_NH` are then its frozen teacher's last
-    hidden states before each completion token, `(N, H)`, once the teacher has read it.
+    deviations. If it `recurs`, other steps learn from it too.
     """
 
     prompt: Prompt
@@ -147,28 +141,18 @@ class Rollout:
     reward: float | None = None
     advantage: float = 0.0
     recurs: bool = False
-    states_NH: torch.Tensor | None = field(default=None, compare=False, repr=False)
-
-    @property
-    def teacher(self) -> str:
-        return self.prompt.teacher
 
     @property
     def prompt_ids(self) -> list[int]:
         return self.prompt.ids
 
     @property
-    def example(self) -> Example:
-        """The prompt and its completion as the student learns them."""
-        return Example.of(self.prompt_ids, self.completion_ids)
-
-    @property
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
 
-    @property
-    def answer_length(self) -> int:
-        return len(self.completion_ids)
+    def to_example(self, place: str = "") -> Example:
+        """Return the prompt and its completion as the student learns them, once the completion is whole."""
+        return replace(Example.of(self.prompt_ids, self.completion_ids), rollout=self, place=place)
 
 
 class Judge(Protocol):
@@ -199,6 +183,11 @@ class Batch:
     """
 
     stream: Stream
-    examples: list[Any]
+    examples: list[Example]
     author: Author
     fresh: bool = False
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """The completions among the examples: none or all."""
+        return [example.rollout for example in self.examples if example.rollout]

@@ -39,7 +39,7 @@ PERIOD = 0.2
 LONGEST_REQUEST = 1_000_000
 
 # Seconds after which a client that neither sends nor takes anything is dropped.
-SILENCE = 5.0
+LONGEST_SILENCE = 5.0
 
 # Seconds that a whole request may take to arrive.
 ARRIVAL = 10.0
@@ -106,7 +106,7 @@ class ChatServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: ChatServer
-    timeout = SILENCE  # of its socket
+    timeout = LONGEST_SILENCE  # of its socket
 
     def setup(self) -> None:
         """Let the request end after a while, so that one that drips holds no thread."""

@@ -24,7 +24,7 @@ PROBES = (
     "https://a.example/b?c=d",
 )
 
-HINT = "choose a teacher of the same family; for different tokenizers see TRL's GOLD trainer"
+OTHER_FAMILY = "choose a teacher of the same family; for different tokenizers see TRL's GOLD trainer"
 
 
 def differences(
@@ -74,7 +74,7 @@ def check_same_tokenizer(
     student: PreTrainedTokenizerBase,
     teacher: PreTrainedTokenizerBase,
     name: str,
-    hint: str = HINT,
+    hint: str = OTHER_FAMILY,
     may_have_more: bool = False,
 ) -> None:
     """Refuse a teacher, or another model, whose tokens are not the student's; `name` begins the message."""

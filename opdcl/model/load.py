@@ -16,7 +16,7 @@ from opdcl.data.chat import check_template, with_variables
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
 from opdcl.hub import Repository, download_command, parse, reachable
 from opdcl.model import consent, door, quantized
-from opdcl.model.rules import CONFIG, MODEL_FILES, refuse_broken
+from opdcl.model.rules import CONFIG, FILES_OF_A_MODEL, refuse_broken
 from opdcl.model.tensors import Found, headers, weight_files
 from opdcl.model.transformers4 import make_portable
 from opdcl.rundir.files import cache_home, folder_appears_whole, write_atomic, write_json
@@ -265,7 +265,7 @@ def check_model(config: ModelConfig) -> list[str]:
 
 def refuse_unfit(name: str, found: Found) -> list[str]:
     """Refuse a model that its files do not give whole; return notes on tensors that are not part of it."""
-    refuse_broken(MODEL_FILES, found, f"model {name!r} cannot be used: ")
+    refuse_broken(FILES_OF_A_MODEL, found, f"model {name!r} cannot be used: ")
     if not found.unexpected:
         return []
     count = f"{len(found.unexpected)} tensors in the files of {name} are not part of the language model"

@@ -8,7 +8,7 @@ import time
 import torch
 
 # A layer of a small model and a few answers: large enough that the multiplications decide.
-ROWS, INPUTS, OUTPUTS = 256, 576, 1536
+TRIED_ROWS, INPUTS, OUTPUTS = 256, 576, 1536
 REPETITIONS = 5
 
 # bfloat16 rounds more, so it has to be this much faster.
@@ -30,7 +30,7 @@ def trains_faster_in_bfloat16() -> bool:
 
 def _seconds_of_a_pass(dtype: torch.dtype) -> float:
     """Return the time of one forward and backward pass through a linear layer."""
-    inputs = torch.ones(ROWS, INPUTS, dtype=dtype, requires_grad=True)
+    inputs = torch.ones(TRIED_ROWS, INPUTS, dtype=dtype, requires_grad=True)
     weight = torch.ones(OUTPUTS, INPUTS, dtype=dtype)
     started = time.perf_counter()
     torch.nn.functional.linear(inputs, weight).sum().backward()

@@ -320,7 +320,7 @@ OTHER_MODEL = "choose another model: docs/install.md says which families work"
 IN_CONFIG = "{} is {} in its files, and {} by its config.json"
 
 CONFIG = (Rule("it is a language model", other_parts, TEXT_ONLY),)
-MODEL_FILES = (
+FILES_OF_A_MODEL = (
     Rule("no tensor is missing", tensors_lacking, by_trace(TRACES_IN_MODELS, SAVE_WHOLE)),
     Rule("the shapes are those of config.json", other_shape(IN_CONFIG), OTHER_CONFIG),
     Rule("no layer has a tensor left over", left_over, OTHER_CONFIG),

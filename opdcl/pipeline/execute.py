@@ -307,7 +307,7 @@ class Session:
 
     def _learn(self, name: str, stage: StageDir, line: StageLine) -> None:
         """Recover or fine-tune, and write the adapter into the stage's folder."""
-        from opdcl.train.completion_cache import CompletionCache
+        from opdcl.train.answer_cache import CompletionCache
         from opdcl.train.finetune import finetune
         from opdcl.train.provide import provided
         from opdcl.train.recover import recover

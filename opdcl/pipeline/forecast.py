@@ -36,7 +36,7 @@ from opdcl.stages.evaluate import LOGIT_BYTES, max_answer_tokens
 from opdcl.train.finetune import planned_steps
 from opdcl.train.losses import CHUNK, CUDA_CHUNK
 from opdcl.train.schedule import FULL_BATCH
-from opdcl.training import endless
+from opdcl.train.stage import endless
 from opdcl.types import STREAMS, Prompts, StreamName
 
 # Bytes that the libraries take on a CPU.

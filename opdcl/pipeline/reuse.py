@@ -119,7 +119,7 @@ def take_start(job: Job, run: RunDir, task: Train, backbone: Backbone) -> None:
     with folder_appears_whole(stage_folder(run, task.name).path) as temporary:
         stage = StageDir(temporary)
         if job.tuned:
-            from opdcl.training import save_adapter
+            from opdcl.train.stage import save_adapter
 
             backbone.new_adapter(LoraSection(), seed=0)
             save_adapter(backbone, stage.adapter)

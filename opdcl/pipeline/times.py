@@ -20,7 +20,7 @@ from opdcl.results.format import time_range
 from opdcl.rundir.files import read_jsonl
 from opdcl.stages.answers import partial_file
 from opdcl.train.schedule import plan_steps
-from opdcl.training import step_of
+from opdcl.train.stage import step_of
 
 # The least and the most seconds.
 Range = tuple[float, float]

@@ -37,7 +37,7 @@ RATIOS = {"recovery": "R", "domain_retention": "D", "closeness": "C"}
 FOUND = (1.96 + 0.84) / 1.96
 
 # Beyond this number of prompts a suite that decides will not be written.
-MOST_PROMPTS = 100_000
+PROMPTS_NEEDED_AT_MOST = 100_000
 
 
 def judge_gates(gates: Mapping[str, Any], results: Results) -> list[Record]:
@@ -149,7 +149,10 @@ def _distance(near: Closeness | None, limit: float) -> Record:
 
 def _prompts_that_decide(prompts: int, half_width: float, excess: float) -> str:
     """Say how many prompts would decide, if the drop is as large as it was measured."""
-    if not excess or (needed := math.ceil(prompts * (FOUND * half_width / excess) ** 2)) > MOST_PROMPTS:
+    if (
+        not excess
+        or (needed := math.ceil(prompts * (FOUND * half_width / excess) ** 2)) > PROMPTS_NEEDED_AT_MOST
+    ):
         return "it lies at the limit, and no number of prompts would decide"
     return f"about {needed:,} prompts would decide"
 

@@ -13,7 +13,7 @@ from opdcl.results.status import STATES
 from opdcl.results.summary import Results
 from opdcl.rundir.layout import RunDir
 
-COLUMNS = ["run", "state", "R", "D", "distance, nats", "begun"]
+LISTED = ["run", "state", "R", "D", "distance, nats", "begun"]
 
 
 def list_runs(folder: Path) -> tuple[Table, list[dict[str, Any]]]:
@@ -34,7 +34,7 @@ def list_runs(folder: Path) -> tuple[Table, list[dict[str, Any]]]:
                 cells = [str(run.path), f"damaged: {error}", *[MISSING] * 3, ""]
                 found.append((cells, {"run": str(run.path), "damaged": str(error)}))
     found.sort(key=lambda line: line[1].get("begun", ""), reverse=True)
-    return Table("", COLUMNS, [cells for cells, _ in found]), [data for _, data in found]
+    return Table("", LISTED, [cells for cells, _ in found]), [data for _, data in found]
 
 
 def _line(run: RunDir) -> tuple[list[str], dict[str, Any]]:

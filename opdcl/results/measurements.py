@@ -18,7 +18,7 @@ import numpy as np
 
 from opdcl.config.evaluate import CLOSENESS
 from opdcl.errors import UsageError
-from opdcl.repetition import WORD, distinct, repetition
+from opdcl.repetition import REPEATED_WORD, distinct, repetition
 from opdcl.results.intervals import Clusters
 from opdcl.results.origins import count_learned, learned_by, line_of
 from opdcl.results.status import HEADLINE_ROLES, ROLES, STATES
@@ -167,7 +167,7 @@ class MeasuredSuite:
         elif name == "script":
             numbers = [*map(_keeps_to_the_script, rows, self.rows.get("base", rows))]
         else:
-            words = [WORD.findall(row["response"]) for row in rows]
+            words = [REPEATED_WORD.findall(row["response"]) for row in rows]
             numbers = distinct(words) if name == "distinct" else [repetition([own]) for own in words]
         return np.array(numbers, float) if rows and None not in numbers else None
 

@@ -8,23 +8,23 @@ from typing import Any
 
 import numpy as np
 
-from opdcl.repetition import WORD
+from opdcl.repetition import REPEATED_WORD
 from opdcl.results import format, measurements
 from opdcl.results.measurements import MeasuredSuite
 from opdcl.results.status import STATES
 
 LONGEST_PROMPT, LONGEST_ANSWER = 900, 700
 # Of each group in the report; a page of several thousand prompts would be slow.
-MOST_PROMPTS = 500
+PROMPTS_SHOWN = 500
 # At the top of the report, which has all of the answer further down.
 EXAMPLE_ANSWER = 280
 # A suggested prompt is no longer, in characters.
 SUGGESTED_PROMPT = 240
 # A base answer of fewer words says little.
-FEWEST_WORDS = 10
+WORDS_OF_AN_EXAMPLE = 10
 RULE = (
     "The examples are the first of their groups, by a rule, not by hand: first those where every answer ends "
-    f"and repeats nothing, then by the length of base's answer, from {FEWEST_WORDS} words on."
+    f"and repeats nothing, then by the length of base's answer, from {WORDS_OF_AN_EXAMPLE} words on."
 )
 
 PASS, FAIL = True, False
@@ -93,7 +93,7 @@ class Group:
     title: str
     count: int = 0
     samples: list[Sample] = field(default_factory=list)
-    """The first `MOST_PROMPTS` of them."""
+    """The first `PROMPTS_SHOWN` of them."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def _grouped(
         passed = {state: share >= needed for state, share in shares.items()}
         group = groups[title_of(passed)]
         group.count += 1
-        if group.count <= MOST_PROMPTS:
+        if group.count <= PROMPTS_SHOWN:
             group.samples.append(_sample(suite, i, shares, passed))
     return [group for group in groups.values() if group.samples]
 
@@ -208,7 +208,9 @@ def _by_readability(suite: MeasuredSuite) -> list[int]:
     keys = []
     for i, row in enumerate(suite.rows["base"]):
         answer = str(row.get("response") or "")
-        keys.append((bool(unclean[i]), len(WORD.findall(answer)) < FEWEST_WORDS, len(answer), i))
+        keys.append(
+            (bool(unclean[i]), len(REPEATED_WORD.findall(answer)) < WORDS_OF_AN_EXAMPLE, len(answer), i)
+        )
     return [i for *_, i in sorted(keys)]
 
 

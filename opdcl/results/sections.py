@@ -67,7 +67,7 @@ WHAT_RECOVERED_IS = (
     "points, and that its answers are shown to be like base's: in the share that ends and in repetition, "
     f"within {100 * MARGINS['ended']:g} points, and in length, within {MARGINS['tokens']:.0%}."
 )
-EMBEDDED = (
+COPY_IN_4_BITS = (
     "All scores are of the embedded copy of {}, whose weights were quantized to 4 bits and dequantized "
     "again. On the original weights, base and adapters score slightly differently."
 )
@@ -125,7 +125,7 @@ def run_page(results: Results, summary: Summary | None = None) -> Page:
     answers = {suite.name: groups for suite in results.suites if (groups := sort_samples(suite))}
     headline = {suite.name: answers.get(suite.name, []) for suite in results.headline.values()}
     embedded, model = str(base["id"]) in HUB_IDS, _public(str(base["id"] or "unknown"))
-    about_base = [EMBEDDED.format(model)] if embedded else []
+    about_base = [COPY_IN_4_BITS.format(model)] if embedded else []
     if base["quantization"]:
         about_base.append(QUANTIZED.format(model, base["quantization"]))
     return Page(

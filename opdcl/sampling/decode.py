@@ -13,15 +13,15 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from opdcl import parallel
 from opdcl.model.forward import common_prefix
 from opdcl.model.hardware import is_out_of_memory, release
-from opdcl.sampling.decoder import COLUMNS, Decoder, bucket
-from opdcl.sampling.layout import Layout
-from opdcl.sampling.rollout import Request
+from opdcl.sampling.decoder import COLUMNS, Decoder, Layout, bucket, cheapest_batches
 from opdcl.types import Rollout
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,31 @@ KEPT_SHARE = 0.1
 
 # Model -> its buffers and graphs.
 _KEPT: weakref.WeakKeyDictionary[torch.nn.Module, Decoder] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Request:
+    """What an engine has to fulfil, apart from the prompts; see `sample` for fields without a docstring."""
+
+    max_new_tokens: int
+    eos_ids: Sequence[int]
+    batch_size: int
+    total: int
+    """Number of rollouts in all processes."""
+    weights: float
+    """How many cached tokens a decoding step reads in the time that it takes to read the model's weights."""
+    temperature: float = 1.0
+    seed: int = 0
+    on_finished: Callable[[list[Rollout]], None] | None = None
+    max_unfinished: int = 0
+    stopped: Callable[[], bool] = bool  # which returns False
+
+    def batches(self, rollouts: list[Rollout]) -> Iterator[list[int]]:
+        """Yield the indices of rollouts that run together, the shortest first."""
+        order = sorted(range(len(rollouts)), key=lambda i: rollouts[i].length)
+        widths = [rollouts[i].length + self.max_new_tokens for i in order]
+        for part in cheapest_batches(widths, self.batch_size, self.weights):
+            yield order[part]
 
 
 def decode(model, rollouts: list[Rollout], request: Request, graphs: bool) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,9 +23,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from opdcl.model.architecture import architecture
+from opdcl.model.forward import for_attention
 from opdcl.model.llama import LlamaStep, decodes_as_llama
-from opdcl.sampling.layout import PADDING, Layout, attention_mask
-from opdcl.sampling.rollout import cheapest_batches
 
 # With graphs, steps between two looks at the tokens: each look waits for the device.
 STEPS = 8
@@ -41,8 +41,36 @@ COMPACT_BELOW = 0.8
 # pass: on a CPU it reads the weights again, on a GPU it is launched, which takes longer than computing.
 PREFILL, GRAPH_PREFILL = (32, 32), (128, 4096)
 
+# Stands for the position of padding: no token comes after it, so none sees it.
+PADDING = 2**30
+
 # Tokens per block of the cumulative sum from which a draw is made.
 DRAW_BLOCK = 256
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Rows of a batch, column by column: shared prefix, left padding, the row's own tail, completion."""
+
+    prefix: Sequence[int]
+    tails: Sequence[Sequence[int]]
+
+    @property
+    def width(self) -> int:
+        """How many columns the longest tail takes."""
+        return max(len(tail) for tail in self.tails)
+
+    @property
+    def end(self) -> int:
+        """The column at which the completions start."""
+        return len(self.prefix) + self.width
+
+    def positions(self, columns: int) -> torch.Tensor:
+        """Return the position of each column's token in its sequence, or PADDING, `(B, columns)`."""
+        column_C, start = torch.arange(columns), len(self.prefix)
+        padding_B1 = torch.tensor([[self.width - len(tail)] for tail in self.tails])
+        shifted_BC = column_C - padding_B1
+        return torch.where(column_C < start, column_C, torch.where(shifted_BC < start, PADDING, shifted_BC))
 
 
 class SlabLayer(CacheLayerMixin):
@@ -232,6 +260,48 @@ class Decoder:
             layer.keep(rows_K, filled)
         for buffer in (self.token_R, self.position_R, self.key_RC, self.uniform_RT):
             buffer[: len(indices)] = buffer[rows_K]
+
+
+def cheapest_batches(widths: Sequence[int], max_rows: int, weights: float) -> list[slice]:
+    """Cut sequences, sorted by width, into the batches that cost least, of a decoding step or a pass.
+
+    Each batch reads the weights once, which costs `weights` tokens, and for each sequence as many tokens as
+    its widest has. So a few long prompts run separately as soon as padding the others costs more than that.
+    """
+    # By number of sequences: the least cost of cutting them, and the start of their last batch.
+    costs, starts = [0.0], [0]
+    for end, width in enumerate(widths, 1):
+        cost, start = min(
+            (costs[start] + weights + (end - start) * width, start)
+            for start in range(max(0, end - max_rows), end)
+        )
+        costs.append(cost)
+        starts.append(start)
+    parts: list[slice] = []
+    end = len(widths)
+    while end:
+        parts.append(slice(starts[end], end))
+        end = starts[end]
+    return parts[::-1]
+
+
+def attention_mask(model, query_BQ: torch.Tensor, key_BS: torch.Tensor) -> torch.Tensor | dict:
+    """Return which cached tokens each query sees, `(B, 1, Q, S)`; by kind of layer if a model has several.
+
+    Args:
+        model: The model whose layers attend fully or in sliding windows.
+        query_BQ: The position of each query, or PADDING, which sees everything and so is never NaN.
+        key_BS: The position of each column's token, or PADDING.
+    """
+    query_B1Q1, key_B11S = query_BQ[:, None, :, None], key_BS[:, None, None]
+    visible = key_B11S <= query_B1Q1
+    shape = architecture(model.config)
+    if shape.window is None:
+        return for_attention(model, visible)
+    near = for_attention(model, visible & (key_B11S > query_B1Q1 - shape.window))
+    if shape.kinds == {"sliding_attention"}:
+        return near
+    return {"full_attention": for_attention(model, visible), "sliding_attention": near}
 
 
 def plain_step(model, token_B, position_B, key_BS, cache) -> torch.Tensor:

@@ -22,11 +22,16 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from opdcl import parallel
 from opdcl.model.architecture import architecture
 from opdcl.model.quantized import is_quantized
-from opdcl.sampling.decode import decode
-from opdcl.sampling.rollout import MISMATCH_RATIO, Engine, Request
+from opdcl.sampling.decode import Request, decode
 from opdcl.types import Prompt, Rollout
 
 logger = logging.getLogger(__name__)
+
+Engine = Literal["slab", "graph", "generate"]
+
+# Sampler and forward pass disagree about a token where they differ about its probability by more than this
+# factor.
+MISMATCH_RATIO = 2
 
 # Sequences at once: on a CPU, and the most on a GPU, where their keys and values take up to half of what is
 # free.
@@ -142,15 +147,7 @@ def graphs_agree(model, prompts: Sequence[Prompt]) -> bool:
     """
     if model not in _GRAPHS_AGREE:
         rollouts = [*map(Rollout, prompts[:2])]
-        request = Request(
-            max_new_tokens=CHECKED_TOKENS,
-            eos_ids=(),
-            temperature=1.0,
-            seed=0,
-            batch_size=len(rollouts),
-            total=len(rollouts),
-            weights=weights_in_tokens(model),
-        )
+        request = Request(CHECKED_TOKENS, (), len(rollouts), len(rollouts), weights_in_tokens(model))
         reason = ""
         try:
             decode(model, rollouts, request, graphs=True)

@@ -25,7 +25,7 @@ from opdcl.rundir.identity import Identity
 from opdcl.rundir.layout import RunDir
 from opdcl.train.cost import peak_memory
 from opdcl.train.learner import micro_batches
-from opdcl.training import StageReport
+from opdcl.train.stage import StageReport
 from opdcl.types import Example, Prompt, Rollout
 
 # The number of prompts whose answers are drawn together, in the order of the questions. A sample depends on a
@@ -156,7 +156,7 @@ def ask(
 
 @torch.no_grad()
 def read_states(
-    model: Any, texts: Sequence[Example | Rollout], count: Callable[[list[int]], None] | None = None
+    model: Any, texts: Sequence[Example], count: Callable[[list[int]], None] | None = None
 ) -> AnswerStates:
     """Return the states before the tokens of each answer of this worker's share, `(N, H)`, by number.
 
@@ -166,7 +166,7 @@ def read_states(
     own = parallel.my_share(range(len(texts)))
     found: AnswerStates = {}
     for batch in micro_batches({i: texts[i].length for i in own}, tokens):
-        states_NH = answer_states(model, [texts[i].example for i in batch])
+        states_NH = answer_states(model, [texts[i] for i in batch])
         found |= zip(batch, states_NH.split([texts[i].answer_length for i in batch]), strict=True)
         if count:
             count(batch)

@@ -45,16 +45,16 @@ from opdcl.stages.answers import (
     read_states,
     store,
 )
-from opdcl.train.completion_cache import CompletionCache
+from opdcl.train.answer_cache import CompletionCache
 from opdcl.train.cost import reset_peak_memory
 from opdcl.train.losses import chunks, forward_kl, reverse_kl
+from opdcl.train.stage import StageReport, counted
 from opdcl.train.teachers import Teacher
-from opdcl.training import StageReport, counted
-from opdcl.types import Prompt, Rollout
+from opdcl.types import Example, Rollout
 
 # Base's answers that were drawn together, by their first prompt, with base's states of them: later states
 # need both.
-BASE_HIDDEN_STATES = WeakKeyDictionary[Backbone, dict[int, tuple[list[Rollout], AnswerStates]]]()
+BASE_HIDDEN_STATES = WeakKeyDictionary[Backbone, dict[int, tuple[list[Example], AnswerStates]]]()
 
 
 def measure_closeness(
@@ -104,17 +104,17 @@ def _base_rows(
     backbone: Backbone, report: StageReport, prompts: list[list[int]], numbers: list[int], own: list[Rollout]
 ) -> list[Stored]:
     """Compare base with itself a little off, on its answers, and with itself after other prompts."""
+    texts = [Example.of(rollout.prompt_ids, rollout.completion_ids) for rollout in own]
     after_others = []
     for i, rollout in zip(numbers, own, strict=True):
         prompt = prompts[paired_prompt(i, len(prompts))]
-        after_others.append(Rollout(Prompt(prompt), rollout.completion_ids))
+        after_others.append(Example.of(prompt, rollout.completion_ids))
     count = counted(report, "read answers", 3 * len(own))
     with backbone.merged("base") as model:
-        states = read_states(model, own, count)
+        states = read_states(model, texts, count)
         states_after_others = read_states(model, after_others, count)
         with _jitter(model):
-            states_a_little_off = read_states(model, own, count)
-    texts = [Rollout(rollout.prompt, rollout.completion_ids) for rollout in own]
+            states_a_little_off = read_states(model, texts, count)
     BASE_HIDDEN_STATES.setdefault(backbone, {})[numbers[0]] = texts, states
     noise = _divergences(backbone, "base", states, states_a_little_off)
     unrelated = _divergences(backbone, "base", states, states_after_others)
@@ -135,14 +135,15 @@ def _state_rows(
 
     Each set of texts is read by itself: so it makes no difference whether base's states are at hand.
     """
-    of_base = [Rollout(r.prompt, base_answers[i]) for i, r in zip(numbers, own, strict=True)]
+    texts = [rollout.to_example() for rollout in own]
+    of_base = [Example.of(r.prompt_ids, base_answers[i]) for i, r in zip(numbers, own, strict=True)]
     known_texts, known_states = BASE_HIDDEN_STATES.get(backbone, {}).get(numbers[0], ([], {}))
     is_known = known_texts == of_base
     count = counted(report, "read answers", (3 if is_known else 4) * len(own))
     with backbone.merged("student") as model:
-        states = [read_states(model, texts, count) for texts in (own, of_base)]
+        states = [read_states(model, each, count) for each in (texts, of_base)]
     with backbone.merged("base") as model:
-        base_states = [read_states(model, own, count)]
+        base_states = [read_states(model, texts, count)]
         base_states.append(known_states if is_known else read_states(model, of_base, count))
     on_own, on_base = map(partial(_divergences, backbone, "student"), states, base_states)
     return [_row(*each) for each in zip(own, on_own, on_base, strict=True)]

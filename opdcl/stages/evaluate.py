@@ -41,11 +41,11 @@ from opdcl.stages.answers import (
     reuse_samples,
     store,
 )
-from opdcl.train.completion_cache import CompletionCache
+from opdcl.train.answer_cache import CompletionCache
 from opdcl.train.cost import reset_peak_memory
+from opdcl.train.external_teachers import reach_own_model
+from opdcl.train.stage import StageReport
 from opdcl.train.teachers import Teacher
-from opdcl.train.teachers_elsewhere import reach_own_model
-from opdcl.training import StageReport
 from opdcl.types import Rollout
 
 # Memory for the logits of one batch of log-likelihoods, which are kept for every position, in bytes.

@@ -28,10 +28,10 @@ from opdcl.model.distributions import HiddenStates
 from opdcl.model.forward import answer_ids
 from opdcl.rundir.hashes import hash_files
 from opdcl.stages.answers import read_states
-from opdcl.train.completion_cache import CompletionCache
+from opdcl.train.answer_cache import CompletionCache
 from opdcl.train.losses import token_logprobs
+from opdcl.train.stage import StageReport, counted
 from opdcl.train.teachers import Teacher
-from opdcl.training import StageReport, counted
 from opdcl.types import Example, Prompt, Rollout
 
 # Answers, or prompts, by the number of their document.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,21 +16,20 @@ from opdcl.model.backbone import Backbone
 from opdcl.model.lora import adapter_weights
 from opdcl.rundir.files import folder_appears_whole, read_json, write_json
 from opdcl.rundir.layout import StageDir
-from opdcl.train.rollout_queue import RolloutQueue
-from opdcl.training import CHECKPOINTS, LONGEST_GRADIENT, Schedule, refuse_changed_base, seal_with_records
+from opdcl.train.stage import CHECKPOINTS, LONGEST_GRADIENT, Schedule, refuse_changed_base, seal_with_records
 
 # Share of the steps, the first ones, in which the learning rate rises.
-WARM_UP = 0.1
+RISING_SHARE = 0.1
 
 # What AdamW keeps of each weight.
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+OF_EACH_WEIGHT = ("step", "exp_avg", "exp_avg_sq")
 
 
 class StudentOptimizer:
     """AdamW (arXiv 1711.05101) on the student's adapter, whose learning rate follows a schedule."""
 
     def __init__(self, backbone: Backbone, config: RecoverConfig):
-        self.schedule = Schedule(config.steps, WARM_UP, "held")
+        self.schedule = Schedule(config.steps, RISING_SHARE, "held")
         self.peak = float(config.learning_rate)
         self.steps = 0
         self.weights = {n: weight for n, weight in backbone.peft.named_parameters() if weight.requires_grad}
@@ -61,7 +61,7 @@ class StudentOptimizer:
     def save(self, folder: Path) -> None:
         tensors = {}
         for name, weight in self.weights.items():
-            for moment in MOMENTS:
+            for moment in OF_EACH_WEIGHT:
                 if weight in self.adamw.state:
                     tensors[f"{moment}/{name}"] = self.adamw.state[weight][moment]
         save_file(tensors, folder / "optimizer.safetensors")
@@ -70,7 +70,7 @@ class StudentOptimizer:
     def restore(self, folder: Path) -> None:
         tensors = load_file(folder / "optimizer.safetensors")
         for name, weight in self.weights.items():
-            for moment in MOMENTS:
+            for moment in OF_EACH_WEIGHT:
                 if f"{moment}/{name}" in tensors:
                     kept = tensors[f"{moment}/{name}"]
                     self.adamw.state[weight][moment] = kept if moment == "step" else kept.to(weight.device)
@@ -78,20 +78,20 @@ class StudentOptimizer:
         self.steps, self.peak = counts["steps"], counts["peak"]
 
 
-class Checkpoints:
-    """Saves and restores what a recovery changes: adapters, optimizer, completions, records."""
+class Resumable(Protocol):
+    """A part of a recovery that changes as it goes on."""
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        optimizer: StudentOptimizer,
-        queue: RolloutQueue,
-        moving: Sequence[str],
-        out: StageDir,
-    ):
-        """Keep the adapters of the student and of the teachers that are `moving`."""
-        self.backbone, self.optimizer, self.queue, self.out = backbone, optimizer, queue, out
-        self.states = ["student", *moving]
+    def save(self, folder: Path) -> None: ...
+
+    def restore(self, folder: Path) -> None: ...
+
+
+class Checkpoints:
+    """Saves and restores what a recovery changes: adapters, its parts, records."""
+
+    def __init__(self, backbone: Backbone, states: Sequence[str], parts: Sequence[Resumable], out: StageDir):
+        """Keep these adapter states of the backbone, and what the parts write of themselves."""
+        self.backbone, self.states, self.parts, self.out = backbone, states, parts, out
         self._base = backbone.checksum()
 
     def save(self, step: int) -> None:
@@ -103,8 +103,8 @@ class Checkpoints:
         refuse_changed_base(self.backbone, self._base, step)
         with folder_appears_whole(self.out.trainer / f"checkpoint-{step}") as folder:
             save_file(self._adapters(), folder / "adapters.safetensors")
-            self.optimizer.save(folder)
-            self.queue.save(folder)
+            for part in self.parts:
+                part.save(folder)
             seal_with_records(self.out, folder)
         for old in self.out.checkpoints()[CHECKPOINTS:]:
             shutil.rmtree(old, ignore_errors=True)
@@ -122,8 +122,8 @@ class Checkpoints:
         with torch.no_grad():
             for name, weight in self._adapters().items():
                 weight.copy_(saved[name])
-        self.optimizer.restore(folder)
-        self.queue.restore(folder)
+        for part in self.parts:
+            part.restore(folder)
 
     def _adapters(self) -> dict[str, torch.Tensor]:
         """Return the adapters' weights by state, layer and part."""

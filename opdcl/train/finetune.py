@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback
 from trl import SFTConfig, SFTTrainer
 
 from opdcl.config.finetune import WARM_UP, FinetuneConfig
@@ -24,8 +24,7 @@ from opdcl.model.backbone import Backbone
 from opdcl.rundir.layout import StageDir
 from opdcl.train.learner import Learner, mean_loss
 from opdcl.train.replay import finetune_streams, interleave, lay_out, let_base_write, read_by_base
-from opdcl.train.teachers import SAMPLED, Completions, Teacher
-from opdcl.training import (
+from opdcl.train.stage import (
     CHECKPOINTS,
     LONGEST_GRADIENT,
     Interruption,
@@ -37,7 +36,11 @@ from opdcl.training import (
     save_adapter,
     seal_with_records,
 )
+from opdcl.train.teachers import SAMPLED, Completions, Teacher
 from opdcl.types import Batch, Example, Rollout
+
+# Bytes of base's states at replayed answers that are kept: those of some ten thousand rows of a small model.
+KEPT_STATES = 2**30
 
 
 def finetune(
@@ -65,27 +68,22 @@ def finetune(
         report.note("so few rows, with so small a share, make no step of replayed rows: nothing is replayed")
     if start:
         backbone.drop_adapters()
-        model = backbone.load_adapter(start, "student", trainable=True)
+        backbone.load_adapter(start, "student", trainable=True)
         report.note(f"continuing the adapter of {start}, which keeps its shape")
     else:
-        model = backbone.new_adapter(config.lora, config.seed)
+        backbone.new_adapter(config.lora, config.seed)
     streams, size = finetune_streams(config), int(config.batch_size)
     of_domain = lay_out(rows, size, domain_steps, config.seed)
-    replayed = lay_out(of_base, size, replay_steps, config.seed)
+    learner = Learner(
+        backbone, {"general": {"": Teacher(backbone, "base")}}, "finetune.max_length", room=KEPT_STATES
+    )
+    examples = read_by_base(config, of_base, learner, report)
+    replayed = lay_out(examples, size, replay_steps, config.seed)
     batches = interleave(
         [Batch(streams["domain"], rows, "rows") for rows in of_domain],
         [Batch(streams["general"], rows, "base") for rows in replayed],
     )
-    read_by_base(config, of_base, backbone, report)
-    learner = Learner(backbone, {"general": {"": Teacher(backbone, "base")}}, "finetune.max_length")
-    trainer = LearnerTrainer(
-        learner,
-        Schedule(steps, WARM_UP, "cosine"),
-        StageCallback(StageLog(report, out, steps), learner, batches),
-        model=model,
-        args=SFTConfig(**trainer_arguments(config, backbone, out, steps)),
-    )
-    trainer.run()
+    LearnerTrainer(config, learner, StageLog(report, out, steps), batches).run()
     save_adapter(backbone, out.adapter)
 
 
@@ -141,63 +139,32 @@ def trainer_arguments(
     }
 
 
-class StageCallback(TrainerCallback):
-    """Writes a trainer's metrics, seals its checkpoints, and lets a signal end it with one."""
-
-    def __init__(self, log: StageLog, learner: Learner, batches: list[Batch]):
-        self.log, self.learner, self.batches = log, learner, batches
-        self.interruption = Interruption(log.report)
-        self.skipped: int | None = None
-        self._base = learner.backbone.checksum()
-        self._step_started = 0.0
-
-    def skip(self, step: int) -> None:
-        """Record that a step changes nothing: without gradients, the optimizer leaves weights and moments."""
-        self.skipped = step
-        self.log.skip(step)
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self._step_started = time.perf_counter()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if self.interruption.has_come():
-            control.should_training_stop = True
-            control.should_save = True
-
-    def on_save(self, args, state, control, **kwargs):
-        refuse_changed_base(self.learner.backbone, self._base, state.global_step)
-        seal_with_records(self.log.out, Path(args.output_dir) / f"checkpoint-{state.global_step}")
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        # It would grow without bound, in memory and in every checkpoint; metrics.jsonl has it all.
-        state.log_history.clear()
-        if logs and "loss" in logs and self.skipped != state.global_step:
-            values = {key: value for key, value in logs.items() if key != "epoch"}
-            seconds = time.perf_counter() - self._step_started
-            batch = self.batches[state.global_step - 1]
-            graded = sum(example.answer_length for example in batch.examples)
-            values |= {"stream": batch.stream.name, "author": batch.author}
-            values |= {"answers": len(batch.examples), "graded": graded}
-            values["parts"] = self.learner.clock.take()
-            self.log.step(state.global_step, values, sum(e.length for e in batch.examples), seconds)
-
-
 class LearnerTrainer(SFTTrainer):
-    """TRL's loop, optimizer and checkpoints; the step is that of the recovery, on planned batches."""
+    """TRL's trainer, with the learner's step on batches that are laid out in advance.
 
-    def __init__(self, learner: Learner, schedule: Schedule, stage: StageCallback, **options: Any):
-        weights = {weight: weight.data for weight in options["model"].parameters() if weight.requires_grad}
+    TRL has the loop: it bounds the gradient, lets AdamW take its step, and writes and reads the checkpoints.
+    This class gives it each step's gradient and rate, writes the metrics, seals the checkpoints, and lets a
+    signal end the loop with one.
+    """
+
+    def __init__(self, config: FinetuneConfig, learner: Learner, metrics: StageLog, batches: list[Batch]):
+        backbone = learner.backbone
+        weights = [(weight, weight.data) for weight in backbone.peft.parameters() if weight.requires_grad]
         super().__init__(
-            train_dataset=Dataset.from_dict({"step": range(len(stage.batches))}),
-            data_collator=lambda items: {},  # the step's batch is planned: see `training_step`
-            processing_class=learner.backbone.tokenizer,
-            callbacks=[stage],
-            **options,
+            model=backbone.peft,
+            args=SFTConfig(**trainer_arguments(config, backbone, metrics.out, metrics.steps)),
+            train_dataset=Dataset.from_dict({"step": range(metrics.steps)}),
+            data_collator=lambda items: {"batch": batches[items[0]["step"]]},
+            processing_class=backbone.tokenizer,
         )
         # On a quantized base TRL rounds the adapter to bf16, where small updates vanish.
-        for weight, original in weights.items():
+        for weight, original in weights:
             weight.data = original
-        self.learner, self.schedule, self.stage = learner, schedule, stage
+        self.remove_callback(PrinterCallback)  # stdout is for results
+        self.learner, self.metrics = learner, metrics
+        self.schedule = Schedule(metrics.steps, WARM_UP, "cosine")
+        self.interruption = Interruption(metrics.report)
+        self._base = backbone.checksum()
 
     def run(self) -> None:
         """Train from the last checkpoint to the end.
@@ -205,22 +172,45 @@ class LearnerTrainer(SFTTrainer):
         Raises:
             Interrupted: A signal came; the checkpoint is saved.
         """
-        log, interruption = self.stage.log, self.stage.interruption
-        checkpoint = last_checkpoint(log.out, log.report, log.steps)
-        self.remove_callback(PrinterCallback)  # stdout is for results
-        with interruption.awaited():
+        steps = self.metrics.steps
+        checkpoint = last_checkpoint(self.metrics.out, self.metrics.report, steps)
+        with self.interruption.awaited():
             self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         self.model.eval()  # later stages measure and sample without dropout
-        interruption.end(self.state.global_step, log.steps)
+        self.interruption.end(self.state.global_step, steps)
 
     def create_scheduler(self, num_training_steps, optimizer=None):
         if getattr(self, "lr_scheduler", None) is None:
-            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, lambda step: self.schedule.share(step))
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, self.schedule.share)
         return self.lr_scheduler
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        sums = self.learner.learn(self.stage.batches[self.state.global_step])
-        if sums is None:
-            self.stage.skip(self.state.global_step + 1)
+        self._started, self._batch = time.perf_counter(), inputs["batch"]
+        sums = self.learner.learn(self._batch)
+        # Without gradients, the optimizer leaves weights and moments as they are.
+        self._is_skipped = sums is None
+        if self._is_skipped:
+            self.metrics.skip(self.state.global_step + 1)
         loss = mean_loss(sums) if sums else torch.tensor(0.0)  # not NaN: the trainer sums losses up
         return loss.to(self.learner.backbone.device)
+
+    def log(self, logs, start_time=None):
+        """Take a step's values, not into the trainer's history, which would grow in every checkpoint."""
+        self.control.should_log = False
+        if "loss" not in logs:  # the summary at the end
+            return
+        if self.interruption.has_come():
+            self.control.should_training_stop = self.control.should_save = True
+        if not self._is_skipped:
+            examples = self._batch.examples
+            graded = sum(example.answer_length for example in examples)
+            values = {**logs, "stream": self._batch.stream.name, "author": self._batch.author}
+            values |= {"answers": len(examples), "graded": graded, "parts": self.learner.clock.take()}
+            tokens, seconds = sum(e.length for e in examples), time.perf_counter() - self._started
+            self.metrics.step(self.state.global_step, values, tokens, seconds)
+
+    def _save_checkpoint(self, model, trial):
+        step = self.state.global_step
+        refuse_changed_base(self.learner.backbone, self._base, step)
+        super()._save_checkpoint(model, trial)
+        seal_with_records(self.metrics.out, self.metrics.out.trainer / f"checkpoint-{step}")

@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from opdcl import parallel
 from opdcl.errors import OpdclError
@@ -20,16 +22,16 @@ from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, join
 from opdcl.model.forward import Pass, answer_ids, answer_states, pick_pass
 from opdcl.model.hardware import is_out_of_memory, release
-from opdcl.sampling.rollout import MISMATCH_RATIO
-from opdcl.train.losses import TokenLosses, missed_ends, token_losses
+from opdcl.sampling.sample import MISMATCH_RATIO
+from opdcl.train.losses import GradedTokens, TokenLosses, imitation_losses, missed_ends, token_losses
+from opdcl.train.stage import Clock, is_finite
 from opdcl.train.teachers import Teacher, Teachers, by_teacher
-from opdcl.training import Clock, is_finite
 from opdcl.types import Batch, Example, Loss, Rollout, StreamName, Weighting
 
 logger = logging.getLogger(__name__)
 
-# Bytes of teachers' states that are kept for completions that come again.
-KEPT_STATES = 2**28
+# The file of a checkpoint with the teachers' states over examples that come again.
+STATES = "states.safetensors"
 
 # Sums by name over all learned tokens: `loss`, `kl`, `tokens`, ...; 0 where nothing was added.
 Sums = dict[str, float]
@@ -39,7 +41,7 @@ Count = Callable[[list[int]], None]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Texts that go through the models together, and the name of their one teacher, or "".
+    """Examples that go through the models together, and the name of their one teacher, or "".
 
     `positions` are their indices in the step's list. A `filler` keeps workers in step where the base is
     sharded, and counts for nothing.
@@ -47,23 +49,23 @@ class MicroBatch:
 
     teacher: str
     positions: list[int]
-    texts: list[Any]
+    examples: list[Example]
     filler: bool = False
 
     @property
-    def examples(self) -> list[Example]:
-        return [text.example for text in self.texts]
+    def rollouts(self) -> list[Rollout]:
+        return [example.rollout for example in self.examples if example.rollout]
 
     @property
     def lengths(self) -> list[int]:
-        return [text.answer_length for text in self.texts]
+        return [example.answer_length for example in self.examples]
 
 
 @dataclass(frozen=True)
 class Graded:
     """Completions, and by position their teachers' distributions over those of this worker's share."""
 
-    rollouts: list[Rollout]
+    examples: list[Example]
     loss: Loss
     distributions: dict[int, TeacherDistribution]
 
@@ -80,16 +82,18 @@ class Learner:
         teachers: Mapping[StreamName, Teachers],
         too_long: str,
         micro_batch_tokens: int | None = None,
+        room: int = 0,
     ):
         """Take the teachers of the streams that have some.
 
         `too_long` is the setting to lower if one text does not fit into memory. Without a number of
         `micro_batch_tokens` a worker's share of a step is one micro-batch, as long as memory suffices.
+        `room` bounds the bytes of teachers' states that are kept for examples that come again.
         """
         self.backbone, self.teachers, self.too_long = backbone, dict(teachers), too_long
         self.micro_batch_tokens, self.clock = micro_batch_tokens, Clock()
-        self.kept_states = 0
-        """The bytes of teachers' states that completions hold."""
+        self.room, self.kept = room, dict[str, torch.Tensor]()
+        """By place, a frozen teacher's last hidden states before each learned token, `(N, H)`."""
 
     @property
     def all_teachers(self) -> list[Teacher]:
@@ -129,18 +133,20 @@ class Learner:
         stream, tokens = batch.stream, _count_tokens(batch.examples)
         mean_length = tokens / len(batch.examples)
         loss = stream.loss if batch.author == "student" else replace(stream.loss, reverse=0.0)
-        teachers = self.teachers[stream.name] if stream.teacher else {}
         sums: dict[str, Any] = defaultdict(float)
         for part in self._micro_batches(batch.examples):
-            teacher, sampler_N = None, self._sampler(part)
-            if teachers:
+            if stream.teacher:
                 with self.clock.part("teacher"):
-                    teacher = self._teach(part, teachers[part.teacher])
+                    teacher = self._teach(part, self.teachers[stream.name][part.teacher])
             with self.clock.part("student"):
-                losses = self._losses(part, self._student(part), teacher, sampler_N, loss)
+                student = self._student(part)
+                if stream.teacher:
+                    losses = self._losses(part, student, teacher, loss)
+                else:
+                    losses = imitation_losses(student, answer_ids(part.examples, self.backbone.device))
                 weight_N = self._weights(part, loss.weighting, mean_length)
-                if batch.fresh and len(sampler_N):
-                    mismatch_N = (losses.logprob - sampler_N).abs() > math.log(MISMATCH_RATIO)
+                if batch.fresh and part.rollouts[0].logprobs:
+                    mismatch_N = (losses.logprob - self._sampler(part)).abs() > math.log(MISMATCH_RATIO)
                     weight_N = weight_N * ~mismatch_N
                     sums["mismatched"] += 0 if part.filler else mismatch_N.sum()
                 total = (losses.loss * weight_N).sum()
@@ -151,29 +157,38 @@ class Learner:
         return _over_workers(sums, tokens)
 
     def _teach(self, batch: MicroBatch, teacher: Teacher) -> TeacherDistribution:
-        """Return the teacher's distributions; of texts that come again, its states are kept."""
-        rollouts: list[Rollout] = batch.texts
-        if not any(r.recurs for r in rollouts) or parallel.worker_count() > 1:
-            return teacher.distribution(rollouts)
-        unread = [r for r in rollouts if r.states_NH is None]
+        """Return the teacher's distributions; of examples that come again, its states are kept."""
+        if not any(example.place for example in batch.examples) or parallel.worker_count() > 1:
+            return teacher.distribution(batch.rollouts)
+        unread = [i for i, example in enumerate(batch.examples) if example.place not in self.kept]
         found: dict[int, TeacherDistribution] = {}
         if unread:
-            whole = teacher.distribution(unread)
-            parts: Sequence[TeacherDistribution] = whole.split([r.answer_length for r in unread])
-            found = {id(r): part for r, part in zip(unread, parts, strict=True)}
-            self._keep(unread, parts)
-            if len(unread) == len(rollouts):
+            whole = teacher.distribution([batch.rollouts[i] for i in unread])
+            found = dict(zip(unread, whole.split([batch.lengths[i] for i in unread]), strict=True))
+            for i, part in found.items():
+                if batch.examples[i].place and isinstance(part, HiddenStates):
+                    self.keep(batch.examples[i].place, part.states_NH)
+            if len(unread) == len(batch.examples):
                 return whole
-        return join([found.get(id(r)) or HiddenStates(r.states_NH, teacher.head_VH) for r in rollouts])
+        for i, example in enumerate(batch.examples):
+            if i not in found:
+                found[i] = HiddenStates(self.kept[example.place], teacher.head_VH)
+        return join([found[i] for i in range(len(batch.examples))])
 
-    def _keep(self, rollouts: list[Rollout], read: Sequence[TeacherDistribution]) -> None:
-        """Keep the states over completions as long as all kept ones fit into `KEPT_STATES`."""
-        for r, part in zip(rollouts, read, strict=True):
-            if r.recurs and isinstance(part, HiddenStates):
-                size = part.states_NH.nbytes
-                if self.kept_states + size <= KEPT_STATES:
-                    self.kept_states += size
-                    r.states_NH = part.states_NH.clone()
+    def keep(self, place: str, states_NH: torch.Tensor) -> None:
+        """Keep a teacher's states over an example, if there is room."""
+        if place not in self.kept and states_NH.nbytes <= self.room:
+            self.room -= states_NH.nbytes
+            self.kept[place] = states_NH.clone()
+
+    def save(self, folder: Path) -> None:
+        """Write the kept states into a checkpoint."""
+        save_file(self.kept, folder / STATES)
+
+    def restore(self, folder: Path) -> None:
+        """Take back what `save` wrote."""
+        self.kept = load_file(folder / STATES, device=str(self.backbone.device))
+        self.room -= sum(states_NH.nbytes for states_NH in self.kept.values())
 
     def grade(
         self, rollouts: list[Rollout], loss: Loss, teachers: Teachers, count: Count | None = None
@@ -183,13 +198,14 @@ class Learner:
         `loss` is that of their stream. `count` receives the positions of the completions that were graded
         since its last call.
         """
+        examples = [rollout.to_example() for rollout in rollouts]
         distributions: dict[int, TeacherDistribution] = {}
-        for batch in self._micro_batches(rollouts):
-            parts = teachers[batch.teacher].distribution(batch.texts).split(batch.lengths)
+        for batch in self._micro_batches(examples):
+            parts = teachers[batch.teacher].distribution(batch.rollouts).split(batch.lengths)
             distributions |= dict(zip(batch.positions, parts, strict=True))
             if count and not batch.filler:
                 count(batch.positions)
-        return Graded(rollouts, replace(loss, reverse=0.0), distributions)
+        return Graded(examples, replace(loss, reverse=0.0, reward_weight=None), distributions)
 
     @torch.no_grad()
     def measure(self, graded: Graded, endings: bool = False, count: Count | None = None) -> Sums:
@@ -198,10 +214,10 @@ class Learner:
         `count` is that of `grade`.
         """
         sums: dict[str, Any] = defaultdict(float)
-        for batch in self._micro_batches(graded.rollouts):
+        for batch in self._micro_batches(graded.examples):
             teacher = join([graded.distributions[i] for i in batch.positions])
             student = self._student(batch)
-            losses = self._losses(batch, student, teacher, self._sampler(batch), graded.loss)
+            losses = self._losses(batch, student, teacher, graded.loss)
             if batch.filler:
                 continue
             _add(sums, batch, losses)
@@ -213,7 +229,7 @@ class Learner:
                 sums["missed_ends"] += missed_N.sum().double()
             if count:
                 count(batch.positions)
-        return _over_workers(sums, _count_tokens(graded.rollouts))
+        return _over_workers(sums, _count_tokens(graded.examples))
 
     def _student(self, batch: MicroBatch) -> HiddenStates:
         states_NH = answer_states(self.backbone.causal_lm, batch.examples)
@@ -221,55 +237,48 @@ class Learner:
 
     def _sampler(self, batch: MicroBatch) -> torch.Tensor:
         """Return the sampler's log-probabilities, `(N,)`."""
-        logprobs = [logprob for text in batch.texts for logprob in text.logprobs]
+        logprobs = [logprob for rollout in batch.rollouts for logprob in rollout.logprobs]
         return torch.tensor(logprobs, device=self.backbone.device)
 
     def _losses(
-        self,
-        batch: MicroBatch,
-        student: HiddenStates,
-        teacher: TeacherDistribution | None,
-        sampler_N: torch.Tensor,
-        loss: Loss,
+        self, batch: MicroBatch, student: HiddenStates, teacher: TeacherDistribution, loss: Loss
     ) -> TokenLosses:
-        advantage_N = None
-        if batch.texts[0].reward is not None:
-            advantages = [r.advantage for r in batch.texts for _ in r.completion_ids]
-            advantage_N = sampler_N.new_tensor(advantages)
-        token_N = answer_ids(batch.examples, student.states_NH.device)
-        return token_losses(
-            student.states_NH, student.head_VH, teacher, token_N, sampler_N, loss, advantage_N
-        )
+        sampler_N = self._sampler(batch)
+        advantages = [rollout.advantage for rollout in batch.rollouts for _ in rollout.completion_ids]
+        token_N = answer_ids(batch.examples, self.backbone.device)
+        tokens = GradedTokens(token_N, sampler_N, sampler_N.new_tensor(advantages))
+        return token_losses(student, teacher, tokens, loss)
 
     def _weights(self, batch: MicroBatch, weighting: Weighting, mean_length: float) -> torch.Tensor:
         """Return each token's weight, `(N,)`; over a step they have the mean 1."""
         weights = []
-        for text in batch.texts:
-            weights.append(token_weights(text.answer_length, text.finished, weighting, mean_length))
+        for example in batch.examples:
+            finished = example.rollout is None or example.rollout.finished
+            weights.append(token_weights(example.answer_length, finished, weighting, mean_length))
         return torch.cat(weights).to(self.backbone.device) * (not batch.filler)
 
-    def _micro_batches(self, texts: list[Any]) -> Iterator[MicroBatch]:
+    def _micro_batches(self, examples: list[Example]) -> Iterator[MicroBatch]:
         """Yield this worker's micro-batches; if the base is sharded, then fillers up to the busiest's."""
         # A CPU's batches are cut as if rows were padded: so they attend with rows of their own length.
         padded = pick_pass(self.backbone.causal_lm) != Pass.IN_ONE_KERNEL
-        for teacher, ordered in by_teacher(texts).items():
+        for teacher, ordered in by_teacher(example.teacher for example in examples).items():
             if self.micro_batch_tokens:
                 # Dealt out longest first, so that all shares cost about the same.
-                ordered.sort(key=lambda i: texts[i].length, reverse=True)
+                ordered.sort(key=lambda i: examples[i].length, reverse=True)
             shares = []
             for worker in range(parallel.worker_count()):
-                lengths = {i: texts[i].length for i in parallel.my_share(ordered, worker)}
+                lengths = {i: examples[i].length for i in parallel.my_share(ordered, worker)}
                 shares.append(micro_batches(lengths, self.micro_batch_tokens, padded))
             own = shares[parallel.rank()]
             for batch in own:
-                yield MicroBatch(teacher, batch, [texts[i] for i in batch])
+                yield MicroBatch(teacher, batch, [examples[i] for i in batch])
             if parallel.sharded():
                 last = ordered[-1]
                 for _ in range(max(map(len, shares)) - len(own)):
-                    yield MicroBatch(teacher, [last], [texts[last]], filler=True)
+                    yield MicroBatch(teacher, [last], [examples[last]], filler=True)
 
-    def _halve_micro_batches(self, texts: list[Any]) -> None:
-        lengths = [text.length for text in texts]
+    def _halve_micro_batches(self, examples: list[Example]) -> None:
+        lengths = [example.length for example in examples]
         self.micro_batch_tokens = (self.micro_batch_tokens or sum(lengths)) // 2
         if 2 * self.micro_batch_tokens <= max(lengths):
             hint = f"lower {self.too_long}, or choose a smaller model"
@@ -341,5 +350,5 @@ def _over_workers(sums: Sums, tokens: int) -> Sums:
     return defaultdict(float, parallel.sum_over_workers(own), tokens=tokens)
 
 
-def _count_tokens(texts: list[Any]) -> int:
-    return sum(text.answer_length for text in texts)
+def _count_tokens(examples: list[Example]) -> int:
+    return sum(example.answer_length for example in examples)

@@ -25,7 +25,7 @@ import torch
 
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, rows_at_once, shared_rows
 from opdcl.model.hardware import run_in_threads
-from opdcl.types import WHOLE, Loss
+from opdcl.types import Loss
 
 # How far a token's probability ratio may move before the reward stops pushing it (PPO, arXiv 1707.06347).
 CLIP = 0.2
@@ -36,9 +36,6 @@ CHUNK, CUDA_CHUNK = 256, 512
 
 # Fewest positions for which a thread of their own pays.
 THREAD_POSITIONS = 32
-
-# The student's log-distributions at some positions -> the losses there.
-Cost = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TokenLosses(NamedTuple):
@@ -51,6 +48,21 @@ class TokenLosses(NamedTuple):
     teacher_entropy: torch.Tensor
     logprob: torch.Tensor
     """The student's log-probability of the token itself."""
+
+
+class GradedTokens(NamedTuple):
+    """The tokens at the graded positions, and what is known of each, all `(N,)`."""
+
+    ids_N: torch.Tensor
+    sampler_N: torch.Tensor
+    """Their log-probabilities at sampling time; only `policy_gradient` and a reward read them."""
+    advantage_N: torch.Tensor
+    """The reward's advantage; only a loss with a `reward_weight` reads it."""
+
+
+# Positions, the student's log-distributions there, and where to note the losses -> the gradient of the losses
+# by the student's logits, which may take the memory of the log-distributions.
+GradeRows = Callable[[slice, torch.Tensor, TokenLosses], torch.Tensor]
 
 
 def forward_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
@@ -166,7 +178,9 @@ def jsd(
     return loss, reverse_kl(log_p, log_q), slope.mul_(1 - beta)
 
 
-def _differentiated(cost: Cost, log_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _differentiated(
+    cost: Callable[[torch.Tensor], torch.Tensor], log_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a cost and its gradient by the logits of p: g - p sum(g), where g is that by log p."""
     with torch.enable_grad():
         leaf = log_p.detach().requires_grad_()
@@ -201,39 +215,17 @@ class _TokenLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, student_NH, weight_VH, teacher, token_N, grade):
+    def forward(ctx, student_NH, weight_VH, grade: GradeRows):
         student = HiddenStates(student_NH, weight_VH)
         grad_NH = torch.empty_like(student_NH)
         count = len(student_NH)
         found = TokenLosses(*(student_NH.new_zeros(count, dtype=torch.float32) for _ in TokenLosses._fields))
 
-        def imitate(part: slice) -> None:
-            log_p = student.log_probs(part, len(weight_VH))
-            found.loss[part] = -log_p.gather(1, token_N[part, None])[:, 0]
-            slope = log_p.exp_().scatter_add_(1, token_N[part, None], -torch.ones_like(log_p[:, :1]))
+        def compute(part: slice) -> None:
+            slope = grade(part, student.log_probs(part, len(weight_VH)), found)
             grad_NH[part] = slope.to(weight_VH.dtype) @ weight_VH
 
-        def compare(part: slice) -> None:
-            log_p_NV = student.log_probs(part, len(weight_VH))
-            log_q_NV = teacher.log_probs(part, len(weight_VH))
-            slope_NV = log_p_NV  # the same memory: each block of rows is overwritten once it is compared
-            size = rows_at_once(log_p_NV)
-            for start in range(0, len(log_p_NV), size):
-                rows = slice(start, min(start + size, len(log_p_NV)))
-                at = slice(part.start + rows.start, part.start + rows.stop)
-                slope_NV[rows] = compare_block(at, log_p_NV[rows], log_q_NV[rows])
-            grad_NH[part] = slope_NV.to(weight_VH.dtype) @ weight_VH
-
-        def compare_block(at: slice, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-            """Note the losses of these positions; return their gradient by the student's logits."""
-            p = log_p.exp()
-            found.logprob[at] = gather_logprobs(log_p, token_N[at])
-            found.student_entropy[at] = -(p * log_p).sum(-1)
-            found.teacher_entropy[at] = teacher.entropy(at, log_q)
-            found.loss[at], found.kl[at], slope = grade(at, p, log_p, log_q)
-            return slope
-
-        for_each_part(student_NH, compare if teacher else imitate)
+        for_each_part(student_NH, compute)
         ctx.save_for_backward(grad_NH)
         ctx.mark_non_differentiable(*found[1:])
         return tuple(found)
@@ -241,60 +233,83 @@ class _TokenLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss_N, *_):
         (grad_NH,) = ctx.saved_tensors
-        return grad_NH * grad_loss_N[:, None].to(grad_NH.dtype), *[None] * 4
+        return grad_NH * grad_loss_N[:, None].to(grad_NH.dtype), None, None
+
+
+def imitation_losses(student: HiddenStates, token_N: torch.Tensor) -> TokenLosses:
+    """Return the cross-entropy of each token, and zeros for what only a teacher shows."""
+
+    def imitate(part: slice, log_p: torch.Tensor, found: TokenLosses) -> torch.Tensor:
+        found.loss[part] = -log_p.gather(1, token_N[part, None])[:, 0]
+        return log_p.exp_().scatter_add_(1, token_N[part, None], -torch.ones_like(log_p[:, :1]))
+
+    return _per_token(student, len(student.head_VH), imitate)
 
 
 def token_losses(
-    student_NH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    teacher: TeacherDistribution | None,
-    token_N: torch.Tensor,
-    sampler_N: torch.Tensor,
-    loss: Loss,
-    advantage_N: torch.Tensor | None = None,
+    student: HiddenStates, teacher: TeacherDistribution, tokens: GradedTokens, loss: Loss
 ) -> TokenLosses:
     """Return the loss and statistics of each token.
 
     Args:
-        student_NH: The student's last hidden states, `(N, H)`; the gradient flows into these.
-        weight_VH: The frozen output embedding, `(V, H)`; rows beyond the teacher's vocabulary are padding.
-        teacher: The teacher's distributions at the same N positions; without one, the tokens are imitated.
-        token_N: The tokens that the states predict.
-        sampler_N: Their log-probabilities at sampling time; only `policy_gradient` and a reward read them.
+        student: The student's last hidden states, into which the gradient flows, and its frozen output
+            embedding; rows beyond the teacher's vocabulary are padding.
+        teacher: The teacher's distributions at the same N positions.
+        tokens: The tokens that the states predict.
         loss: The divergence and its parameters.
-        advantage_N: The reward's advantage of each token, where there is one.
     """
+    ids_N, sampler_N, advantage_N = tokens
 
     def by_token(log_p: torch.Tensor, log_q: torch.Tensor, at: slice) -> torch.Tensor:
-        if loss.kind == "top_k":
-            return top_k(log_p, log_q, loss.k)
-        if loss.kind == "cross_entropy":
-            return -gather_logprobs(log_p, token_N[at])
-        return policy_gradient(log_p, log_q, token_N[at], sampler_N[at])
+        match loss.kind:
+            case "top_k":
+                return top_k(log_p, log_q, loss.k)
+            case "cross_entropy":
+                return -gather_logprobs(log_p, ids_N[at])
+        return policy_gradient(log_p, log_q, ids_N[at], sampler_N[at])
 
     def grade(at: slice, p: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor):
         """Return the losses, KL(p, q), and the losses' gradient by the student's logits."""
-        if loss.kind == "jsd":
-            loss_N, kl_N, slope = jsd(p, log_p, log_q, loss.beta)
-        elif loss.kind in WHOLE:
-            reverse = 1.0 if loss.kind == "reverse_kl" else loss.reverse
-            loss_N, kl_N, slope = _divergence(p, log_p, log_q, reverse)
-        else:  # the others need autograd
-            loss_N, slope = _differentiated(partial(by_token, log_q=log_q, at=at), log_p)
-            kl_N = teacher.kl(at, log_p, log_q)
-        if advantage_N is not None:
-            sampled = token_N[at], sampler_N[at], advantage_N[at]
+        match loss.kind:
+            case "jsd":
+                loss_N, kl_N, slope = jsd(p, log_p, log_q, loss.beta)
+            case "forward_kl":
+                loss_N, kl_N, slope = _divergence(p, log_p, log_q, loss.reverse)
+            case "reverse_kl":
+                loss_N, kl_N, slope = _divergence(p, log_p, log_q, reverse=1.0)
+            case _:  # the others need autograd
+                loss_N, slope = _differentiated(partial(by_token, log_q=log_q, at=at), log_p)
+                kl_N = teacher.kl(at, log_p, log_q)
+        if loss.reward_weight is not None:
+            sampled = ids_N[at], sampler_N[at], advantage_N[at]
             rewarded_N, rewarded_slope = _differentiated(lambda x: clipped_gradient(x, *sampled), log_p)
             loss_N = loss.reward_weight * rewarded_N + loss.teacher_weight * loss_N
             slope = loss.reward_weight * rewarded_slope + loss.teacher_weight * slope
         return loss_N, kl_N, slope
 
-    with torch.autocast(student_NH.device.type, enabled=False):
-        weight_VH = weight_VH.detach()
-        if teacher:
-            weight_VH = weight_VH[: shared_rows(weight_VH, teacher)]
-        student_NH = student_NH.to(weight_VH.dtype)
-        return TokenLosses(*_TokenLoss.apply(student_NH, weight_VH, teacher, token_N, grade))
+    def compare(part: slice, log_p_NV: torch.Tensor, found: TokenLosses) -> torch.Tensor:
+        log_q_NV = teacher.log_probs(part, log_p_NV.shape[1])
+        slope_NV = log_p_NV  # the same memory: each block of rows is overwritten once it is compared
+        size = rows_at_once(log_p_NV)
+        for start in range(0, len(log_p_NV), size):
+            rows = slice(start, min(start + size, len(log_p_NV)))
+            at = slice(part.start + rows.start, part.start + rows.stop)
+            log_p, log_q = log_p_NV[rows], log_q_NV[rows]
+            p = log_p.exp()
+            found.logprob[at] = gather_logprobs(log_p, ids_N[at])
+            found.student_entropy[at] = -(p * log_p).sum(-1)
+            found.teacher_entropy[at] = teacher.entropy(at, log_q)
+            found.loss[at], found.kl[at], slope_NV[rows] = grade(at, p, log_p, log_q)
+        return slope_NV
+
+    return _per_token(student, shared_rows(student.head_VH, teacher), compare)
+
+
+def _per_token(student: HiddenStates, rows: int, grade: GradeRows) -> TokenLosses:
+    """Return the losses over the vocabulary's first `rows` tokens, in the head's precision."""
+    with torch.autocast(student.states_NH.device.type, enabled=False):
+        weight_VH = student.head_VH.detach()[:rows]
+        return TokenLosses(*_TokenLoss.apply(student.states_NH.to(weight_VH.dtype), weight_VH, grade))
 
 
 def gather_logprobs(log_NV: torch.Tensor, token_N: torch.Tensor) -> torch.Tensor:

@@ -11,11 +11,10 @@ from opdcl.data.prompts import RecoverySource
 from opdcl.model.adapters import find_adapter
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.layout import StageDir
-from opdcl.train.completion_cache import CompletionCache
-from opdcl.train.recover import Provided
+from opdcl.train.answer_cache import CompletionCache
+from opdcl.train.external_teachers import ServedStudent, make_teacher, reach_own_model
 from opdcl.train.reward import Reward
-from opdcl.train.teachers import Teacher
-from opdcl.train.teachers_elsewhere import ServedStudent, make_teacher, reach_own_model
+from opdcl.train.teachers import Provided, Teacher
 from opdcl.types import Prompts, StreamName
 
 

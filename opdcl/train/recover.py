@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,40 +26,38 @@ from opdcl.rundir.layout import StageDir
 from opdcl.rundir.records import read_metrics
 from opdcl.sampling.sample import pick_engine
 from opdcl.train.checkpoints import Checkpoints, StudentOptimizer
-from opdcl.train.health import ResponseStats, check_kl, check_responses
 from opdcl.train.learner import Learner, Sums, kl_by_teacher, mean_loss
-from opdcl.train.rollout_queue import RolloutQueue
+from opdcl.train.rollouts import RolloutQueue
 from opdcl.train.schedule import plan_steps
+from opdcl.train.stage import Interruption, StageLog, StageReport, last_checkpoint, save_adapter, step_of
 from opdcl.train.start import Start, put_at_start
-from opdcl.train.teachers import SAMPLED, Completions, EmaTeacher, Teacher, Teachers, teacher_here
-from opdcl.train.validation import HeldOut, Measurement, Milestones, describe_kl, is_kept, teacher_name
-from opdcl.training import Interruption, StageLog, StageReport, last_checkpoint, save_adapter, step_of
-from opdcl.types import Batch, Judge, Prompts, Stream, StreamName
+from opdcl.train.teachers import EmaTeacher, Provided, Teacher, Teachers, teacher_here
+from opdcl.train.validation import (
+    HeldOut,
+    Measurement,
+    Milestones,
+    ResponseStats,
+    check_kl,
+    check_responses,
+    describe_kl,
+    is_kept,
+    teacher_name,
+)
+from opdcl.types import Batch, Prompts, Stream, StreamName
 
 # Share of base's answers, in length and in how many end, from which the student's are worth grading: below,
 # they are stubs, or run on.
 LIKE_BASE = 0.5
 
-
-@dataclass(frozen=True)
-class Provided:
-    """What a recovery is given besides prompts and models, where its settings ask for it."""
-
-    reward: Judge | None = None
-    adapters: Mapping[str, Path] = field(default_factory=dict)
-    """The folders of teachers' adapters, by the place that the settings name."""
-    teachers: Mapping[str, Teacher] = field(default_factory=dict)
-    """Second models, and models on a server, by the teacher's name."""
-    student: Teacher | None = None
-    """The student as a server samples it."""
-    completions: Completions = SAMPLED
-    """What frozen teachers wrote in earlier runs, if that is kept."""
+# Bytes of teachers' states that are kept. They are in every checkpoint, so they are few.
+ROOM_IN_CHECKPOINT = 2**28
 
 
 @dataclass
 class Recovery:
-    """What a recovery works with: its steps with their completions, student and teachers, and records."""
+    """What a recovery works with: settings, steps with their completions, student and teachers, records."""
 
+    config: RecoverConfig
     queue: RolloutQueue
     learner: Learner
     held_out: HeldOut
@@ -73,7 +71,7 @@ def recover(
     tuned: Path,
     out: StageDir,
     report: StageReport,
-    provided: Provided = Provided(),
+    provided: Provided,
 ) -> None:
     """Train the tuned adapter towards base on general prompts, and hold it to tuned on domain prompts.
 
@@ -93,20 +91,20 @@ def recover(
     for name, stream in config.streams().items():
         own = [prompt.teacher for prompt in train[name] + prompts[name].held_out]
         teachers[name] = _teachers(config, stream, own, backbone, tuned, provided)
-    student = provided.student or student_here(backbone, report)
+    provided = replace(provided, student=provided.student or student_here(backbone, report))
     if config.method == "general":
         train["domain"] = []
     steps = plan_steps(config, len(train["general"]), len(train["domain"]))
-    more = provided.reward, provided.completions
-    queue = RolloutQueue(config, steps, train, student, teachers, report, *more)
-    learner = Learner(backbone, teachers, "recover.max_new_tokens", int(config.micro_batch_tokens))
-    held_out = HeldOut(learner, queue, prompts, report)
-    recovery = Recovery(queue, learner, held_out, StageLog(report, out, config.steps))
+    queue = RolloutQueue(config, steps, train, teachers, provided, report)
+    tokens = int(config.micro_batch_tokens)
+    learner = Learner(backbone, teachers, "recover.max_new_tokens", tokens, ROOM_IN_CHECKPOINT)
+    held_out = HeldOut(config, learner, queue, prompts, report)
+    recovery = Recovery(config, queue, learner, held_out, StageLog(report, out, config.steps))
     if config.steps:
         learn(recovery)
     else:
         keep_start(recovery)
-    queue.completions.log_hits(report.note)
+    provided.completions.log_hits(report.note)
     if config.steps and config.hands_over("general") and not queue.handed_over:
         writer = "the rows gave" if config.given_answers else f"{teacher_name(config, 'general')} wrote"
         hint = "--set recover.lmbda=0.5 lets the student write the last half"
@@ -124,15 +122,15 @@ def learn(recovery: Recovery) -> None:
     Raises:
         Interrupted: A signal came; a checkpoint is saved.
     """
-    queue, learner, log = recovery.queue, recovery.learner, recovery.log
-    config, clock = queue.config, learner.clock
+    config, queue, learner, log = recovery.config, recovery.queue, recovery.learner, recovery.log
+    clock = learner.clock
     optimizer = StudentOptimizer(learner.backbone, config)
     moving = [t.state for t in learner.all_teachers if isinstance(t, EmaTeacher)]
-    checkpoints = Checkpoints(learner.backbone, optimizer, queue, moving, log.out)
+    states, parts = ["student", *moving], (optimizer, queue, learner)
+    checkpoints = Checkpoints(learner.backbone, states, parts, log.out)
     checkpoint = last_checkpoint(log.out, log.report, config.steps)
     if checkpoint:
         checkpoints.restore(checkpoint)
-        learner.kept_states = queue.kept_states
     # A signal that comes here ends the stage at once: it takes minutes, and there is nothing new to save.
     with clock.part("validation"):
         milestones = begin(recovery, is_new=not checkpoint)
@@ -157,8 +155,7 @@ def learn(recovery: Recovery) -> None:
 
 def begin(recovery: Recovery, is_new: bool) -> Milestones:
     """Let the teachers answer; in a stage that `is_new`, find the start; return what to compare with."""
-    queue, held_out, log = recovery.queue, recovery.held_out, recovery.log
-    config = queue.config
+    config, held_out, log = recovery.config, recovery.held_out, recovery.log
     held_out.let_teachers_answer()
     if is_new:
         start, found = find_start(recovery)
@@ -181,7 +178,7 @@ def begin(recovery: Recovery, is_new: bool) -> Milestones:
 
 def find_start(recovery: Recovery) -> tuple[Start, Milestones]:
     """Measure base and tuned, and put the student where it starts; return that place and what it measures."""
-    held_out, learner, config = recovery.held_out, recovery.learner, recovery.queue.config
+    config, held_out, learner = recovery.config, recovery.held_out, recovery.learner
     base, tuned = held_out.measure_base(), held_out.measure_tuned()
 
     def measure_kl(doing: str) -> dict[StreamName, float]:
@@ -223,7 +220,7 @@ def take_step(recovery: Recovery, optimizer: StudentOptimizer, step: int) -> tup
 
 def step_metrics(batch: Batch, sums: Sums) -> dict[str, float]:
     """Return what a step logs about its completions: means per token (nats) or per completion."""
-    rollouts, tokens = batch.examples, sums["tokens"]
+    rollouts, tokens = batch.rollouts, sums["tokens"]
     metrics: dict[str, float] = {}
     if batch.fresh:
         metrics["mismatch"] = sums["mismatched"] / tokens
@@ -247,7 +244,7 @@ def validate_step(recovery: Recovery, milestones: Milestones, step: int, optimiz
     Raises:
         OpdclError: The KL has drifted, or the student writes badly for the second time.
     """
-    held_out, log, config = recovery.held_out, recovery.log, recovery.queue.config
+    config, held_out, log = recovery.config, recovery.held_out, recovery.log
     now = held_out.measure_student()
     score = now.score(config.method)
     is_best = is_kept(config, score, milestones.lowest_score)
@@ -269,8 +266,8 @@ def validate_step(recovery: Recovery, milestones: Milestones, step: int, optimiz
 
 def hand_over(recovery: Recovery, milestones: Milestones, step: int, now: Measurement) -> None:
     """Let the student write from here on if its answers are like base's."""
-    queue, own, base = recovery.queue, now.own, milestones.base.own
-    config = queue.config
+    config, queue = recovery.config, recovery.queue
+    own, base = now.own, milestones.base.own
     if not config.hands_over("general") or queue.handed_over or step >= config.steps:
         return
     if not own or not base or not writes_like(own, base):
@@ -309,7 +306,7 @@ def keep_start(recovery: Recovery) -> None:
         {"step": 1, "validation": {**kept, "best": True}},
     ]
     write_atomic(log.out.metrics, "".join(json.dumps(row) + "\n" for row in rows))
-    log.report.note(f"{start}: {describe_kl(recovery.queue.config, found.start, found.base, found.tuned)}")
+    log.report.note(f"{start}: {describe_kl(recovery.config, found.start, found.base, found.tuned)}")
 
 
 def student_here(backbone: Backbone, report: StageReport) -> Teacher:

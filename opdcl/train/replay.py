@@ -9,19 +9,16 @@ import random
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from opdcl import parallel
 from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
 from opdcl.model.backbone import Backbone
 from opdcl.model.hardware import is_out_of_memory, release
 from opdcl.rundir.files import read_jsonl, write_atomic
+from opdcl.train.learner import Learner
+from opdcl.train.stage import StageReport, counted, endless
 from opdcl.train.teachers import SAMPLED, Completions, Teacher
-from opdcl.training import StageReport, counted, endless
-from opdcl.types import Batch, Loss, Prompt, Rollout, Stream, StreamName
-
-# Bytes of base's states at replayed answers that are kept: those of some ten thousand rows of a small model.
-KEPT_STATES = 2**30
+from opdcl.types import Batch, Example, Loss, Prompt, Rollout, Stream, StreamName
 
 # How many answers are written between two savings.
 REPLAYED_AT_ONCE = 512
@@ -65,7 +62,7 @@ def finetune_streams(config: FinetuneConfig) -> dict[StreamName, Stream]:
     return {"domain": domain, "general": general}
 
 
-def lay_out(rows: Sequence[Any], batch_size: int, steps: int, seed: int) -> list[list[Any]]:
+def lay_out(rows: Sequence[Example], batch_size: int, steps: int, seed: int) -> list[list[Example]]:
     """Return the rows of each step, epoch after epoch; rows of similar length mostly share a step.
 
     Otherwise half of a batch of short rows would be padding. Every step has `batch_size` rows: after the last
@@ -105,29 +102,34 @@ def interleave(domain: list[Batch], replayed: list[Batch]) -> list[Batch]:
 
 
 def read_by_base(
-    config: FinetuneConfig, replayed: list[Rollout], backbone: Backbone, report: StageReport
-) -> None:
-    """Let base read the answers to replay, and keep its last hidden states with each.
+    config: FinetuneConfig, replayed: list[Rollout], learner: Learner, report: StageReport
+) -> list[Example]:
+    """Return the answers to replay as examples; base reads them first, and the learner keeps its states.
 
     Base says the same of a row in every epoch. It reads the rows of each step instead if each row comes once,
-    if the states would not fit into `KEPT_STATES`, or if workers share the rows.
+    if the learner has no room for the states, or if workers share the rows.
     """
+    backbone = learner.backbone
+    examples = [rollout.to_example() for rollout in replayed]
     hidden, dtype = backbone.head_VH.shape[1], backbone.causal_lm.dtype
-    size = sum(row.answer_length for row in replayed) * hidden * dtype.itemsize
-    if not replayed or config.epochs < 2 or size > KEPT_STATES or parallel.worker_count() > 1:
-        return
+    size = sum(example.answer_length for example in examples) * hidden * dtype.itemsize
+    if not replayed or config.epochs < 2 or size > learner.room or parallel.worker_count() > 1:
+        return examples
     base, count = Teacher(backbone, "base"), counted(report, "base reads rows to replay", len(replayed))
-    ordered = sorted(replayed, key=lambda row: row.length)  # a batch of similar lengths has little padding
+    # A batch of similar lengths has little padding.
+    ordered = sorted(range(len(examples)), key=lambda i: examples[i].length)
     backbone.causal_lm.eval()
     for start in range(0, len(ordered), int(config.batch_size)):
         rows = ordered[start : start + int(config.batch_size)]
         try:
-            read = base.states(rows)
+            read = base.states([replayed[i] for i in rows])
         except (RuntimeError, MemoryError) as fault:
             if not is_out_of_memory(fault):
                 raise
             release()
-            return  # steps cut their rows finer
-        for row, states_NH in zip(rows, read.split([row.answer_length for row in rows]), strict=True):
-            row.recurs, row.states_NH = True, states_NH.clone()
+            break  # steps cut their rows finer
+        for i, states_NH in zip(rows, read.split([examples[i].answer_length for i in rows]), strict=True):
+            examples[i] = replayed[i].to_example(f"general/{i}")
+            learner.keep(examples[i].place, states_NH)
         count(rows)
+    return examples

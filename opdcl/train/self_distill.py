@@ -12,10 +12,11 @@ from opdcl.data.chat import check_turn_end
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.layout import StageDir
-from opdcl.train.completion_cache import CompletionCache
+from opdcl.train.answer_cache import CompletionCache
 from opdcl.train.finetune import planned_steps
-from opdcl.train.recover import Provided, recover
-from opdcl.training import StageReport, save_adapter
+from opdcl.train.recover import recover
+from opdcl.train.stage import StageReport, save_adapter
+from opdcl.train.teachers import Provided
 from opdcl.types import Prompts, StreamName
 
 

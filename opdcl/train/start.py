@@ -124,7 +124,8 @@ def put_at_start(
         backbone.shrink(scale or 1.0)
         return Start(scale or 1.0, None, measured)
 
-    prompts, texts = [prompt.ids for prompt in general], [text.example.ids[:-1] for text in domain()]
+    prompts = [prompt.ids for prompt in general]
+    texts = [(rollout.prompt_ids + rollout.completion_ids)[:-1] for rollout in domain()]
     tokens = int(config.micro_batch_tokens)
     compute = partial(project, backbone, prompts, texts, tokens)
     # Workers with a sharded base run in step. All take the first one's result: with another rounding, each

@@ -10,7 +10,7 @@
 | `model` | another model of the same family: strong to weak | arXiv 2306.13649 |
 | `remote` | a model on a server, which returns whole distributions or the top tokens | |
 
-All but the last two, which are in `teachers_elsewhere`, are adapter states of the student's own backbone, so
+All but the last two, which are in `external_teachers`, are adapter states of the student's own backbone, so
 they need no second model. A `context` shows the teacher what the student does not see: the answer, or a
 demonstration. With the answer in its prompt, base does not penalize facts that it does not know (arXiv
 2606.00147).
@@ -21,7 +21,9 @@ A prompt may name a teacher of its own, so that several specialists can teach on
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ from opdcl.model.distributions import HiddenStates, TeacherDistribution
 from opdcl.model.forward import answer_states
 from opdcl.model.lora import adapter_weights
 from opdcl.sampling.sample import sample
-from opdcl.types import Example, Prompt, Rollout
+from opdcl.types import Example, Judge, Prompt, Rollout
 
 # Receives the completions that have ended since its last call.
 OnFinished = Callable[[list[Rollout]], None]
@@ -159,13 +161,28 @@ class Completions:
 SAMPLED = Completions()
 
 
+@dataclass(frozen=True)
+class Provided:
+    """What a recovery is given besides prompts and models, where its settings ask for it."""
+
+    reward: Judge | None = None
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+    """The folders of teachers' adapters, by the place that the settings name."""
+    teachers: Mapping[str, Teacher] = field(default_factory=dict)
+    """Second models, and models on a server, by the teacher's name."""
+    student: Teacher | None = None
+    """The student as a server samples it."""
+    completions: Completions = SAMPLED
+    """What frozen teachers wrote in earlier runs, if that is kept."""
+
+
 # The teachers of a stream by the names that its prompts give; "" is the stream's own.
 Teachers = Mapping[str, Teacher]
 
 
-def by_teacher(texts: Sequence[Any]) -> dict[str, list[int]]:
-    """Return the indices of each teacher's prompts or texts, by its name in alphabetical order."""
+def by_teacher(names: Iterable[str]) -> dict[str, list[int]]:
+    """Return the places at which each teacher is named, by its name in alphabetical order."""
     indices: dict[str, list[int]] = {}
-    for i, text in enumerate(texts):
-        indices.setdefault(text.teacher, []).append(i)
+    for i, name in enumerate(names):
+        indices.setdefault(name, []).append(i)
     return dict(sorted(indices.items()))

@@ -2,29 +2,81 @@
 
 Two texts tell how near the student is: the teachers' answers, which it has to be able to write, and the
 student's own, because drift shows there first.
+
+Signs that a recovery goes wrong while its loss looks fine: a held-out KL that has risen far above the start's
+halts the run. The student's own answers are compared with base's and tuned's: when they first go wrong, the
+learning rate is halved, the next time the run halts. The best adapter is kept either way. A step that is not
+finite is another sign, which `opdcl.train.stage` reacts to.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from opdcl.config.recover import NO_WORSE, RecoverConfig
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import State
-from opdcl.train.health import CHECK_BASE, TEACHER_ENTROPY, ResponseStats
+from opdcl.repetition import distinct, repetition
+from opdcl.rundir.records import read_metrics
+from opdcl.train.checkpoints import StudentOptimizer
 from opdcl.train.learner import Graded, Learner, kl_by_teacher
-from opdcl.train.rollout_queue import RolloutQueue
+from opdcl.train.rollouts import RolloutQueue
+from opdcl.train.stage import StageLog, StageReport, counted
 from opdcl.train.start import KL_NOISE
 from opdcl.train.teachers import Teachers
-from opdcl.training import StageReport, counted
 from opdcl.types import STREAMS, Prompts, Rollout, StreamName
 
 # Measures a stream's progress where its own teacher changes from step to step.
 FROZEN: dict[StreamName, State] = {"general": "base", "domain": "tuned"}
+
+# Nats per token above which a teacher's entropy is that of a guess; an instruct model's stays near 3.
+TEACHER_ENTROPY = 6.0
+
+# Alarm when held-out KL, summed over both streams, exceeds its start both by this factor and by these nats.
+KL_GROWTH = 1.5
+KL_SLACK = 0.5
+
+# Multiple of the mean length of base's or tuned's answers, whichever is longer.
+LENGTH_GROWTH = 3.0
+
+# Of held-out answers, shares above base's own, or tuned's if that is higher: repeated 4-grams, and answers
+# that are cut at the maximum length.
+REPETITION_EXCESS = 0.3
+TRUNCATED_EXCESS = 0.5
+
+RATE_HALVED = "rate halved"
+CHECK_BASE = "check that the base model loads correctly: opdcl chat RUN"
+LOWER_RATE = "lower recover.learning_rate"
+CHECK_ENDS = "check the end-of-sequence ids and the loss"
+
+
+@dataclass(frozen=True)
+class ResponseStats:
+    """How a model answers the held-out general prompts at temperature 1."""
+
+    length: float
+    """Mean, in tokens."""
+    ended: float
+    """Share of answers that end within the maximum length."""
+    repetition: float
+    """Share of 4-grams that occurred earlier in the same answer."""
+    distinct: float = 1.0
+    """Mean share of an answer's 2-grams that the answers to other prompts lack."""
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Rollout]) -> ResponseStats:
+        """Return how these answers are written."""
+        texts = [r.completion_ids for r in rollouts]
+        return cls(
+            length=sum(map(len, texts)) / len(texts),
+            ended=sum(r.finished for r in rollouts) / len(texts),
+            repetition=repetition(texts),
+            distinct=sum(distinct(texts)) / len(texts),
+        )
 
 
 @dataclass(frozen=True)
@@ -126,9 +178,14 @@ class HeldOut:
     """
 
     def __init__(
-        self, learner: Learner, queue: RolloutQueue, prompts: dict[StreamName, Prompts], report: StageReport
+        self,
+        config: RecoverConfig,
+        learner: Learner,
+        queue: RolloutQueue,
+        prompts: dict[StreamName, Prompts],
+        report: StageReport,
     ):
-        self.learner, self.queue, self.report, self.config = learner, queue, report, queue.config
+        self.config, self.learner, self.queue, self.report = config, learner, queue, report
         self.prompts = {stream: of_stream.held_out for stream, of_stream in prompts.items()}
         self.questions = itertools.cycle(enumerate(prompts["general"].questions))
         self.asked = self.prompts["general"]
@@ -148,9 +205,8 @@ class HeldOut:
             grades = counted(self.report, f"{name} grades", len(rollouts))
             loss = self.queue.streams[stream].loss
             self.answers[stream] = self.learner.grade(rollouts, loss, teachers, grades)
-        if "general" in self.answers:
-            name = teacher_name(self.config, "general")
-            self._written[name] = self.answers["general"].rollouts
+            if stream == "general":
+                self._written[name] = rollouts
 
     def _frozen_teachers(self, stream: StreamName) -> Teachers:
         teachers = self.learner.teachers[stream]
@@ -160,7 +216,8 @@ class HeldOut:
         """Measure base, whose answers are those of the general teacher."""
         with self.learner.backbone.scaled(0.0):
             base = self.on_teachers_answers("measure base", model="base")
-        return replace(base, own=ResponseStats.of(self.answers["general"].rollouts)) if self.asked else base
+        answers = self._written.get(teacher_name(self.config, "general"))
+        return replace(base, own=ResponseStats.of(answers)) if answers else base
 
     def measure_tuned(self) -> Measurement:
         """Measure the student while it is as tuned left it."""
@@ -179,7 +236,7 @@ class HeldOut:
         by_teacher: dict[StreamName, dict[str, float]] = {}
         missed_ends = None
         unknown = {s: graded for s, graded in self.answers.items() if not self._is_its_teacher(model, s)}
-        count = counted(self.report, doing, sum(len(graded.rollouts) for graded in unknown.values()))
+        count = counted(self.report, doing, sum(len(graded.examples) for graded in unknown.values()))
         for stream, graded in unknown.items():
             sums = self.learner.measure(graded, endings and stream == "general", count)
             if sums["ends"]:
@@ -253,3 +310,77 @@ def describe_kl(
         domain, farthest = now.kl["domain"], base.kl["domain"]
         parts.append(f"domain {domain:.2f} nats from {teacher_name(config, 'domain')} (base {farthest:.2f})")
     return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A value of the student's answers that is past its limit."""
+
+    name: str
+    value: float
+    bound: float
+    hint: str
+
+    def __str__(self) -> str:
+        return f"{self.name} is {self.value:.3g}, past its limit of {self.bound:.3g}"
+
+
+def response_sign(own: ResponseStats, teachers: Sequence[ResponseStats]) -> Sign | None:
+    """Return what is wrong with the student's answers, given how base and tuned write; None if nothing is."""
+    looped = max(teacher.repetition for teacher in teachers) + REPETITION_EXCESS
+    if own.repetition > looped:
+        return Sign("repetition", own.repetition, looped, LOWER_RATE)
+    longest = LENGTH_GROWTH * max(teacher.length for teacher in teachers)
+    if own.length > longest:
+        return Sign("answer length", own.length, longest, CHECK_ENDS)
+    truncated, most = 1 - own.ended, 1 - min(teacher.ended for teacher in teachers) + TRUNCATED_EXCESS
+    if truncated > most:
+        return Sign("share of truncated answers", truncated, most, CHECK_ENDS)
+    return None
+
+
+def check_kl(log: StageLog, step: int, before: float, after: float) -> None:
+    """Judge the held-out KL, given the start's.
+
+    Raises:
+        OpdclError: It has risen too far.
+    """
+    # Where little was forgotten, a small rise is no alarm.
+    if after > max(KL_GROWTH * before, before + KL_SLACK):
+        reason = f"held-out KL rose from {before:.2f} to {after:.2f} nats per token"
+        raise _halt(log, step, reason, LOWER_RATE)
+
+
+def check_responses(
+    log: StageLog,
+    step: int,
+    own: ResponseStats,
+    teachers: Sequence[ResponseStats],
+    optimizer: StudentOptimizer,
+) -> None:
+    """Judge how the student writes, and halve the learning rate for the first bad sign of the run.
+
+    An interrupted run remembers by its metrics what it had seen.
+
+    Raises:
+        OpdclError: There is a bad sign, and the rate has been halved before.
+    """
+    sign = response_sign(own, teachers)
+    if sign is None:
+        return
+    was_halved = any(
+        row.get("health", {}).get("action") == RATE_HALVED for row in read_metrics(log.out.metrics)
+    )
+    action = "halted" if was_halved else RATE_HALVED
+    health = {"sign": sign.name, "value": sign.value, "bound": sign.bound, "action": action}
+    log.write({"step": step, "health": health})
+    log.report.note(f"step {step}: {sign}: {action}")
+    if was_halved:
+        raise _halt(log, step, str(sign), sign.hint)
+    optimizer.halve_rate()
+
+
+def _halt(log: StageLog, step: int, reason: str, hint: str) -> OpdclError:
+    """Return the error that ends a recovery and names the best adapter so far."""
+    message = f"recovery halted at step {step}: {reason}"
+    return OpdclError(message, f"{hint}; the best adapter so far is in {log.out.best}")

@@ -15,7 +15,6 @@ HEAVY_MODULES = (
     "sampling",
     "stages",
     "train",
-    "training",
     "model.architecture",
     "model.hardware",
     "data.similarity",

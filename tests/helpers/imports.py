@@ -22,7 +22,6 @@ ORDER = (
     ("data", "launcher"),
     ("model",),
     ("sampling",),
-    ("training",),
     ("train",),
     ("stages",),
     ("results",),

@@ -11,14 +11,14 @@ from opdcl.data.prompts import encode_prompts, read_recovery_source
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.train.completion_cache import texts_folder
+from opdcl.train.answer_cache import texts_folder
 from opdcl.train.learner import Learner
 from opdcl.train.provide import provided
 from opdcl.train.recover import recover
-from opdcl.train.rollout_queue import RolloutQueue
+from opdcl.train.rollouts import RolloutQueue
 from opdcl.train.schedule import plan_steps
-from opdcl.train.teachers import Teacher
-from opdcl.training import StageReport, save_adapter
+from opdcl.train.stage import StageReport, save_adapter
+from opdcl.train.teachers import Provided, Teacher
 from opdcl.types import Batch, Prompt
 
 PROMPT = [1, 520, 3690, 198]
@@ -142,7 +142,7 @@ def run(backbone, folder, **settings):
 
 
 def make_trainer(backbone, folder, **settings):
-    """Return queue, learner and model of four short steps: base teaches general prompts, tuned domain ones.
+    """Return what a recovery of four short steps works with: base teaches general prompts, tuned domain ones.
 
     `learn` takes completions, their stream, and whether they are fresh; it learns as if teachers had written
     them, and returns the sums.
@@ -154,9 +154,10 @@ def make_trainer(backbone, folder, **settings):
     teachers = {"general": {"": Teacher(backbone, "base")}, "domain": {"": Teacher(backbone, "tuned")}}
     learner = Learner(backbone, teachers, "recover.max_new_tokens", config.micro_batch_tokens)
     steps, student = plan_steps(config, 3, 3), Teacher(backbone, "student")
-    queue = RolloutQueue(config, steps, prompts, student, teachers, Silent())
+    queue = RolloutQueue(config, steps, prompts, teachers, Provided(student=student), Silent())
 
     def learn(rollouts, stream, fresh=False):
-        return learner.learn(Batch(queue.streams[stream], rollouts, "teacher", fresh))
+        examples = [rollout.to_example() for rollout in rollouts]
+        return learner.learn(Batch(queue.streams[stream], examples, "teacher", fresh))
 
-    return SimpleNamespace(queue=queue, learner=learner, model=backbone.peft, learn=learn)
+    return SimpleNamespace(config=config, queue=queue, learner=learner, model=backbone.peft, learn=learn)

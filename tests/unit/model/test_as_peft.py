@@ -16,7 +16,7 @@ from opdcl.model.adapters import adapter_scale, check_adapter, find_adapter
 from opdcl.model.lora import adapter_weights
 from opdcl.model.targets import lora_config
 from opdcl.rundir.files import read_json
-from opdcl.training import save_adapter
+from opdcl.train.stage import save_adapter
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PLAIN = {"r": 4, "lora_alpha": 8, "target_modules": ALL}

@@ -19,7 +19,7 @@ from opdcl.model.adapters import find_adapter
 from opdcl.model.lora import base_weight
 from opdcl.pipeline.checks import check_targets
 from opdcl.pipeline.forecast import adapted_share
-from opdcl.training import save_adapter
+from opdcl.train.stage import save_adapter
 
 # Stored as (experts, out, in), in gpt-oss as (experts, in, out) and with biases.
 FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "gpt_oss")

@@ -126,7 +126,7 @@ def test_training_evaluation_and_sampling_use_the_same_model_and_leave_it_unchan
             (alone,) = sample(sampler, batch[:1], **options)
         assert alone.completion_ids == rollouts[0].completion_ids
         with torch.no_grad(), backbone.state(state) as graded:
-            states = answer_states(graded, [rollout.example for rollout in rollouts])
+            states = answer_states(graded, [rollout.to_example() for rollout in rollouts])
         graded_logprobs = (states @ backbone.head_VH.T).log_softmax(-1)
         tokens = torch.tensor([token for r in rollouts for token in r.completion_ids])
         expected = torch.tensor([value for r in rollouts for value in r.logprobs])

@@ -16,8 +16,8 @@ from opdcl.model.accept import load_backbone
 from opdcl.model.adapters import start_files, tuned_model
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.sampling.sample import sample
+from opdcl.train.stage import save_adapter
 from opdcl.train.teachers import Teacher
-from opdcl.training import save_adapter
 from opdcl.types import Prompt, Rollout
 
 IDS = torch.arange(40, 60)[None]

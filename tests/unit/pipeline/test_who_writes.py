@@ -9,10 +9,10 @@ from helpers.recovering import run
 from opdcl.config.load import load
 from opdcl.config.shipped import package_folder
 from opdcl.pipeline.sweep import expand
-from opdcl.train.health import ResponseStats
 from opdcl.train.recover import writes_like
 from opdcl.train.schedule import plan_steps
 from opdcl.train.self_distill import as_distillation
+from opdcl.train.validation import ResponseStats
 
 # Recipe, arm -> general steps of the teacher and of the student, domain steps of the teacher and of the
 # student, as planned: the general ones of the teacher become the student's once its answers are long enough.

@@ -22,7 +22,7 @@ from opdcl.results import plots, render
 from opdcl.results.format import MISSING
 from opdcl.results.measurements import load_suites
 from opdcl.results.render import markdown, summarise
-from opdcl.results.samples import MOST_PROMPTS, RULE, regained_prompts, sort_samples
+from opdcl.results.samples import PROMPTS_SHOWN, RULE, regained_prompts, sort_samples
 from opdcl.results.status import STATES
 from opdcl.results.summary import Results
 from opdcl.rundir.records import read_samples
@@ -164,7 +164,7 @@ def test_suggested_prompts_are_short_single_questions_that_came_back(run):
 
 
 def test_a_group_of_very_many_prompts_says_how_many_are_left_out(run):
-    n = MOST_PROMPTS + 7
+    n = PROMPTS_SHOWN + 7
     measure_states(run, "instructions", (n, 0, n), n)
     html = pages(run)["report.html"]
     assert f"<small>({n})</small>" in html

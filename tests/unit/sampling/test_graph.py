@@ -14,10 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opdcl.config.lora import LoraSection
 from opdcl.model.architecture import architecture
 from opdcl.sampling import decode
-from opdcl.sampling.decoder import COLUMNS, STEPS, Decoder, bucket, draw
-from opdcl.sampling.layout import Layout
+from opdcl.sampling.decoder import COLUMNS, STEPS, Decoder, Layout, bucket, draw
 from opdcl.sampling.sample import default_rows, graphs_agree, pick_engine, sample
-from opdcl.training import save_adapter
+from opdcl.train.stage import save_adapter
 from opdcl.types import Prompt
 
 # What each family adds to the plain decoder: windows, norms of queries and keys, soft caps, biases, sinks.

@@ -15,7 +15,7 @@ from opdcl.rundir.layout import RunDir
 from opdcl.stages import relevance
 from opdcl.stages.answers import counter
 from opdcl.stages.evaluate import Asking, evaluate, max_answer_tokens, write_answers
-from opdcl.train.completion_cache import texts_folder
+from opdcl.train.answer_cache import texts_folder
 from opdcl.types import Prompt, Rollout
 
 QUESTIONS = [f"What is the code of room {i}?" for i in range(6)]

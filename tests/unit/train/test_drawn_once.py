@@ -7,7 +7,7 @@ import torch
 from helpers.recovering import run, short_recovery, train, whole_and_resumed
 from safetensors.torch import load_file
 
-from opdcl.train.rollout_queue import STATES
+from opdcl.train.learner import STATES
 from opdcl.train.teachers import Teacher
 
 # Two domain steps an epoch, six epochs; general prompts come once.
@@ -40,19 +40,15 @@ def test_a_teacher_reads_a_text_that_comes_again_once(backbone, tuned, read):
     assert 0 < 2 * len(read["tuned"]) <= answers
 
 
-def test_kept_states_change_no_loss(backbone, tuned, read, monkeypatch):
+@pytest.mark.parametrize("room", [0, 4_000])
+def test_kept_states_change_no_loss(backbone, tuned, read, monkeypatch, room):
+    """Also where only some of them fit."""
     kept = losses(backbone, tuned)
     of_kept = len(read["tuned"])
-    monkeypatch.setattr("opdcl.train.learner.KEPT_STATES", 0)
+    monkeypatch.setattr("opdcl.train.recover.ROOM_IN_CHECKPOINT", room)
     anew = losses(backbone, tuned)
     assert len(read["tuned"]) - of_kept > of_kept
     assert kept == pytest.approx(anew, rel=1e-3, abs=1e-5)
-
-
-def test_where_only_some_states_fit_the_loss_is_the_same(backbone, tuned, monkeypatch):
-    whole = losses(backbone, tuned)
-    monkeypatch.setattr("opdcl.train.learner.KEPT_STATES", 4_000)
-    assert losses(backbone, tuned) == pytest.approx(whole, rel=1e-3, abs=1e-5)
 
 
 def test_other_states_than_the_teachers_would_be_seen_in_the_loss(backbone, tuned, monkeypatch):
@@ -86,5 +82,5 @@ RARE = [(0, 7), (0, 9), (4_000, 9), (2**28, 7)]
     [(4_000, 7), (2**28, 9), *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in RARE)],
 )
 def test_a_resume_is_exact_however_many_states_fit(backbone, tuned, monkeypatch, room, stop):
-    monkeypatch.setattr("opdcl.train.learner.KEPT_STATES", room)
+    monkeypatch.setattr("opdcl.train.recover.ROOM_IN_CHECKPOINT", room)
     whole_and_resumed(backbone, tuned, short_recovery(tuned, **SETTINGS), stop)

@@ -1,15 +1,14 @@
 """The order of rows, and the fine-tune's loss against a plain computation."""
 
 import json
+import math
 from collections import Counter
 
 import pytest
 import torch
-from helpers.command import opdcl
 from helpers.learning import encode_example
 from helpers.near import ROUNDING, flat, relative_error
 from helpers.recovering import Notes, Silent
-from helpers.tiny import make_project
 from safetensors.torch import load_file
 
 from opdcl import parallel
@@ -27,7 +26,7 @@ from opdcl.rundir.layout import StageDir
 from opdcl.train.finetune import finetune, planned_steps
 from opdcl.train.learner import Learner, mean_loss
 from opdcl.train.replay import finetune_streams, interleave, lay_out
-from opdcl.train.rollout_queue import RolloutQueue
+from opdcl.train.schedule import plan_steps
 from opdcl.train.self_distill import as_distillation, self_distill
 from opdcl.train.teachers import Teacher
 from opdcl.types import Batch, Example, Prompt, Rollout
@@ -230,18 +229,17 @@ def test_a_worker_without_a_row_of_the_batch_adds_no_loss_and_no_gradient(backbo
     monkeypatch.setattr(parallel, "all_values", lambda value: [value])
     monkeypatch.setattr(parallel, "add_gradients", lambda model: None)
     row = Rollout(Prompt([5, 6, 7]), [8, 9])
-    assert learned(backbone, stream, [row if stream == "general" else row.example]) == 0
+    assert learned(backbone, stream, [row.to_example()]) == 0
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
 def test_rate_schedule_and_shape_of_the_adapter_are_those_asked_for(learn):
+    """The rate rises in a twentieth of the steps, here two of forty, and falls on a cosine."""
     lora = {"r": 2, "alpha": 8}
-    adapter, steps = learn("plain", "learning_rate", batch_size=1, learning_rate=2e-3, lora=lora)
+    adapter, steps = learn("plain", "learning_rate", epochs=5, batch_size=1, learning_rate=1e-2, lora=lora)
     assert {len(w) for name, w in adapter.items() if "lora_A" in name} == {2}
-    rates = [rate for _, rate in steps]
-    assert rates[0] == pytest.approx(2e-3)  # a twentieth of sixteen steps is the first one
-    assert rates == sorted(rates, reverse=True)
-    assert rates[-1] < 1e-4
+    falling = [0.5 + 0.5 * math.cos(math.pi * step / 38) for step in range(38)]
+    assert [rate for _, rate in steps] == pytest.approx([1e-2 * share for share in [0.5, 1, *falling]])
 
 
 def test_the_seed_chooses_the_rows_of_the_first_step(learn):
@@ -264,42 +262,8 @@ def test_self_distillation_takes_the_settings_of_its_section():
     assert (recovery.steps, recovery.rollouts, recovery.learning_rate) == (10, 8, 1e-3)
     assert "lmbda" in recovery.model_fields_set  # the default is another recipe's, and has changed before
     assert recovery.keep == "last"  # held-out KL to a teacher that moves does not say which adapter is best
-
-
-@pytest.fixture
-def writers(monkeypatch):
-    """The adapter states that write the completions of each step, step after step, as training goes on."""
-    writer_of, steps = {}, []
-    complete, take = Teacher.complete, RolloutQueue.take
-
-    def completed(self, *args, **kwargs):
-        rollouts = complete(self, *args, **kwargs)
-        writer_of.update((id(rollout), self.state) for rollout in rollouts)
-        return rollouts
-
-    def taken(self, index):
-        batch = take(self, index)
-        steps.append({writer_of[id(rollout)] for rollout in batch.examples})
-        return batch
-
-    monkeypatch.setattr(Teacher, "complete", completed)
-    monkeypatch.setattr(RolloutQueue, "take", taken)
-    return steps
-
-
-@pytest.mark.parametrize("share", [0, 1])
-def test_the_student_writes_every_step_of_self_distillation_whoever_writes_in_the_recovery(
-    tmp_path, tiny_model, writers, share
-):
-    settings = {"finetune.method": "self-distill", "finetune.self_distill.max_new_tokens": 6}
-    settings |= {"finetune.lora.r": 4, "finetune.lora.alpha": 8, "eval": None, "recover.steps": 4}
-    settings |= {"recover.lmbda": share, "recover.health": False}
-    words = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-    done = opdcl("run", "tiny.yaml", "-o", "out", *words, cwd=make_project(tmp_path, tiny_model))
-    assert done.returncode == 0, done.stderr
-    assert len(writers) == 12 + 4  # four epochs of three batches, then the recovery
-    assert writers[:12] == [{"student"}] * 12
-    assert writers[12:] == [{"student"} if share else {"base"}, {"tuned"}] * 2
+    steps = plan_steps(recovery, 0, 16)
+    assert {(step.stream, step.on_policy) for step in steps} == {("domain", True)}  # the student writes all
 
 
 def test_a_fault_that_is_no_lack_of_memory_ends_the_fine_tune(learn, memory_for):
@@ -437,8 +401,8 @@ def test_a_domain_row_is_imitated_and_a_replayed_row_has_bases_distribution(back
             torch.nn.init.normal_(weight, std=0.05)
     rows = [([5, 6, 7], [8, 9]), ([5, 6], [10]), ([5, 11, 12], [13, 14, 15])]
     is_replayed = stream == "general"
-    examples = [Rollout(Prompt(prompt), answer) for prompt, answer in rows]
-    loss = learned(backbone, stream, examples if is_replayed else [row.example for row in examples])
+    examples = [Rollout(Prompt(prompt), answer).to_example() for prompt, answer in rows]
+    loss = learned(backbone, stream, examples)
     assert loss == pytest.approx(naive_loss(model, rows, is_replayed), rel=1e-4)
     assert any(p.grad.any() for name, p in model.named_parameters() if "lora_B" in name)
 
@@ -461,15 +425,14 @@ def test_dropout_of_the_base_makes_no_distance_to_it(backbone):
         layer.self_attn.attention_dropout = 0.5
         layer.mlp.register_module("dropped", torch.nn.Dropout(0.5))
         layer.mlp.register_forward_hook(lambda mlp, _, output: mlp.dropped(output))
-    rows = [Rollout(Prompt([5, 6, 7]), [8, 9]), Rollout(Prompt([5, 6]), [10])]
+    rows = [Rollout(Prompt([5, 6, 7]), [8, 9]).to_example(), Rollout(Prompt([5, 6]), [10]).to_example()]
     assert learned(backbone, "general", rows) == pytest.approx(0, abs=1e-6)
-    imitated = [row.example for row in rows]
-    assert learned(backbone, "domain", imitated) != learned(backbone, "domain", imitated)  # it acts there
+    assert learned(backbone, "domain", rows) != learned(backbone, "domain", rows)  # it acts there
 
 
 def test_base_reads_each_replayed_row_once_and_the_loss_stays_the_same(learn, replay, tmp_path, monkeypatch):
     kept, steps = learn("kept", batch_size=4, epochs=3, replay=replay)
-    monkeypatch.setattr("opdcl.train.replay.KEPT_STATES", 0)
+    monkeypatch.setattr("opdcl.train.finetune.KEPT_STATES", 0)
     anew, steps_anew = learn("anew", batch_size=4, epochs=3, replay=replay)
     assert [loss for loss, _ in steps] == pytest.approx([loss for loss, _ in steps_anew], rel=1e-4, abs=1e-6)
     assert relative_error(flat(kept.values()), flat(anew[name] for name in kept)) < 10 * ROUNDING

@@ -57,7 +57,8 @@ def test_a_step_logs_means_per_token_and_per_completion():
     sums = {"kl": 4.5, "student_entropy": 18.0, "teacher_entropy": 2.25, "mismatched": 1, "tokens": 9}
     sums |= {"kl/a": 3.0, "tokens/a": 6}
     stream = Stream("general", "p", "student", "base", Loss(), 1.0)
-    metrics = step_metrics(Batch(stream, rollouts, "student", True), sums)
+    examples = [rollout.to_example() for rollout in rollouts]
+    metrics = step_metrics(Batch(stream, examples, "student", True), sums)
     assert metrics == {
         "mismatch": 1 / 9,
         "reward": pytest.approx(2.2 / 3),
@@ -72,7 +73,7 @@ def test_a_step_logs_means_per_token_and_per_completion():
     }
     for rollout in rollouts:
         rollout.reward = None
-    plain = step_metrics(Batch(stream, rollouts, "teacher"), sums)
+    plain = step_metrics(Batch(stream, examples, "teacher"), sums)
     assert metrics.keys() - plain.keys() == {"mismatch", "reward", "reward_tied"}
 
 
@@ -87,6 +88,7 @@ def test_the_kl_to_each_named_teacher_is_per_token_of_its_own():
         ([10, 10, 10], 30, [[0, 1, 2]]),
         ([10, 10, 10], 29, [[0, 1], [2]]),
         ([4, 10, 5], 100, [[1, 2], [0]]),  # a batch is never more than half padding
+        ([55, 35, 25, 25, 24, 100], 10_000, [[5, 0], [1, 2, 3, 4]]),  # nor is that of one long sequence
         ([50, 10], 20, [[0], [1]]),  # one that is too long runs alone
     ],
 )
@@ -187,5 +189,6 @@ def test_reverse_kl_weighs_in_where_the_student_wrote_and_nowhere_else(trainer, 
     log_p, log_q = (log_distributions(ours, state) for state in ("student", "base"))
     forward = float((log_q.exp() * (log_q - log_p)).sum())
     backward = float((log_p.exp() * (log_p - log_q)).sum())
-    sums = ours.learner.learn(Batch(ours.queue.streams["general"], ROLLOUTS, author))
+    examples = [rollout.to_example() for rollout in ROLLOUTS]
+    sums = ours.learner.learn(Batch(ours.queue.streams["general"], examples, author))
     assert sums["loss"] == pytest.approx((1 - reverse) * forward + reverse * backward, rel=1e-4)

@@ -6,7 +6,16 @@ from trl.experimental.gkd import GKDTrainer
 
 from opdcl.model.distributions import HiddenStates
 from opdcl.train import losses
-from opdcl.train.losses import CHUNK, missed_ends, token_losses
+from opdcl.train.losses import (
+    CHUNK,
+    THREAD_POSITIONS,
+    GradedTokens,
+    chunks,
+    for_each_part,
+    imitation_losses,
+    missed_ends,
+    token_losses,
+)
 from opdcl.types import Loss
 
 V, H = 37, 8
@@ -26,7 +35,8 @@ def graded(student, teacher, weight, tokens=None, sampler=None, **loss):
     n = len(student)
     tokens = torch.zeros(n, dtype=torch.long) if tokens is None else tokens
     sampler = torch.zeros(n) if sampler is None else sampler
-    return token_losses(student, weight, HiddenStates(teacher, weight), tokens, sampler, Loss(**loss))
+    of_tokens = GradedTokens(tokens, sampler, torch.zeros(n))
+    return token_losses(HiddenStates(student, weight), HiddenStates(teacher, weight), of_tokens, Loss(**loss))
 
 
 def reference(kind, *inputs):
@@ -82,10 +92,9 @@ def test_loss_gradient_and_kl_equal_an_independent_reference(kind):
         "reward and jsd": {"kind": "jsd", "beta": 0.3, "reward_weight": 0.5, "teacher_weight": 0.3},
     }
     loss = Loss(**chosen.get(kind) or of_kind(kind))
-    rewarded = advantage if "reward" in kind else None
     ours, plain = (student.clone().requires_grad_() for _ in range(2))
-    q = HiddenStates(teacher, weight)
-    result = token_losses(ours, weight, q, tokens, sampler, loss, rewarded)
+    p, q = HiddenStates(ours, weight), HiddenStates(teacher, weight)
+    result = token_losses(p, q, GradedTokens(tokens, sampler, advantage), loss)
     expected = reference(kind, plain, teacher, weight, tokens, sampler, advantage)
     torch.testing.assert_close(result.loss.detach().double(), expected.detach(), atol=1e-5, rtol=1e-4)
     for found, name in ((result.kl, "reverse_kl"), (-result.logprob, "cross_entropy")):
@@ -183,3 +192,40 @@ def test_missed_ends_are_counted_where_the_student_is_less_likely_to_end():
     ends, missed = missed_ends(HiddenStates(student, weight), HiddenStates(teacher, weight), [0, 1])
     torch.testing.assert_close(ends, torch.tensor([0.8, 0.2, 0.4]))
     torch.testing.assert_close(missed, torch.tensor([0.6, 0.0, 0.0]))
+
+
+@pytest.mark.parametrize("count", [1, 40, CHUNK + 3])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_equals_torchs_cross_entropy(count, threads):
+    torch.manual_seed(0)
+    states, head = torch.randn(count, 8, requires_grad=True), torch.randn(50, 8)
+    tokens, weight = torch.randint(50, (count,)), torch.rand(count)
+    reference = torch.nn.functional.cross_entropy(states @ head.T, tokens, reduction="none")
+    (expected,) = torch.autograd.grad((reference * weight).sum(), states)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        ours = imitation_losses(HiddenStates(states, head), tokens).loss
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(ours, reference)
+    torch.testing.assert_close(torch.autograd.grad((ours * weight).sum(), states)[0], expected)
+
+
+def test_no_answer_has_no_loss():
+    states = HiddenStates(torch.zeros(0, 8, requires_grad=True), torch.randn(50, 8))
+    assert imitation_losses(states, torch.zeros(0, dtype=torch.long)).loss.sum() == 0
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_each_position_is_in_one_part(threads):
+    for count in (0, 1, THREAD_POSITIONS, 3 * THREAD_POSITIONS + 1, CHUNK + 1):
+        seen = torch.zeros(count)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            for_each_part(seen, lambda part, seen=seen: seen[part].add_(1))
+        finally:
+            torch.set_num_threads(before)
+        assert bool((seen == 1).all())
+    assert max(p.stop - p.start for p in chunks(torch.zeros(10 * CHUNK), threads)) <= CHUNK

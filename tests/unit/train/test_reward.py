@@ -22,9 +22,8 @@ from opdcl.data.suites import load_suite
 from opdcl.errors import UsageError
 from opdcl.model.distributions import HiddenStates
 from opdcl.rundir.files import read_jsonl
-from opdcl.train.losses import clipped_gradient, token_losses
+from opdcl.train.losses import GradedTokens, clipped_gradient, token_losses
 from opdcl.train.reward import Reward, group_advantages
-from opdcl.train.schedule import plan_steps
 from opdcl.train.teachers import Teacher
 from opdcl.types import Loss, Prompt, Rollout
 
@@ -46,6 +45,7 @@ def test_an_advantage_is_the_distance_from_the_groups_mean_in_deviations():
     assert advantages[:4] == pytest.approx([(r - mean) / (deviation + 1e-4) for r in rewards[:4]])
     assert advantages[4:] == [0, 0, 0, 0]  # equal rewards teach nothing
     assert sum(advantages[:4]) == pytest.approx(0, abs=1e-12)
+    assert group_advantages([0.1] * 3 + [0.7] * 3, 3) == [0.0] * 6  # whatever their rounding
     assert group_advantages([10 * r + 3 for r in rewards], GROUP) == pytest.approx(advantages, rel=1e-3)
 
 
@@ -64,10 +64,6 @@ def test_a_token_that_has_moved_far_enough_is_pushed_no_further(advantage, drift
     if pushed:  # d(-r A)/d log p = -r A
         expected[0, 2] = -ratio * advantage
     torch.testing.assert_close(log_p.grad, expected)
-
-
-def test_equal_rewards_are_exactly_no_advantage_whatever_their_rounding():
-    assert group_advantages([0.1] * 3 + [0.7] * 3, 3) == [0.0] * 6
 
 
 def test_a_reward_is_the_score_that_an_evaluation_gives(backbone):
@@ -204,10 +200,14 @@ def test_the_teacher_weighs_in_beside_the_reward():
     head, token, sampler = torch.randn(30, 8, generator=generator), torch.arange(6), torch.full((6,), -3.0)
     advantage = torch.tensor([1.0, -1.0, 0.5, 0.0, 2.0, -0.3])
 
+    def graded(states, advantage, loss):
+        tokens = GradedTokens(token, sampler, advantage)
+        return token_losses(HiddenStates(states, head), HiddenStates(teacher, head), tokens, loss)
+
     def loss(weight, advantage):
         states = student.clone().requires_grad_()
         both = Loss(reward_weight=1.0, teacher_weight=weight)
-        found = token_losses(states, head, HiddenStates(teacher, head), token, sampler, both, advantage).loss
+        found = graded(states, advantage, both).loss
         found.sum().backward()
         return found.detach(), states.grad
 
@@ -216,8 +216,7 @@ def test_the_teacher_weighs_in_beside_the_reward():
     both, both_slope = loss(0.3, advantage)
     torch.testing.assert_close(both, alone + 0.3 * dense)
     torch.testing.assert_close(both_slope, slope + 0.3 * dense_slope, atol=1e-5, rtol=1e-4)
-    plain = token_losses(student, head, HiddenStates(teacher, head), token, sampler, Loss())
-    torch.testing.assert_close(dense, plain.loss)
+    torch.testing.assert_close(dense, graded(student, advantage, Loss()).loss)
 
 
 def test_a_completion_is_scored_as_the_evaluation_scores_it(backbone):
@@ -387,17 +386,6 @@ def test_two_documents_that_ask_the_same_are_refused(monkeypatch):
     monkeypatch.setattr(type(task), "eval_docs", property(lambda self: documents))
     with pytest.raises(UsageError, match="documents 0 and 2 of instructions_train ask the same"):
         reward_rows(RewardSection(**REWARDED), task)
-
-
-def test_the_group_stands_together_in_the_schedule():
-    steps = plan_steps(RecoverConfig(steps=6, domain_rollouts=3, **SETTINGS), 5, 4)
-    for step in steps:
-        if step.stream == "general":
-            assert len(step.prompts) == 8
-            assert all(len(set(step.prompts[i : i + GROUP])) == 1 for i in (0, GROUP))
-            assert step.on_policy
-        else:
-            assert len(step.prompts) == 3
 
 
 def test_the_metric_by_default_is_the_suites_first(backbone):

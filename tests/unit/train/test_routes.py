@@ -14,9 +14,9 @@ from opdcl.config.teacher import TeacherSection
 from opdcl.errors import UsageError
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
+from opdcl.train.external_teachers import make_teacher
+from opdcl.train.stage import save_adapter
 from opdcl.train.teachers import Teacher
-from opdcl.train.teachers_elsewhere import make_teacher
-from opdcl.training import save_adapter
 
 
 def routed(*indices):

@@ -9,7 +9,6 @@ from opdcl.config.lora import LoraSection
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.forward import Pass, answer_ids, answer_states
 from opdcl.sampling import decode
-from opdcl.train.learner import micro_batches
 from opdcl.train.validation import HeldOut
 from opdcl.types import Loss, Prompt, Prompts, Rollout
 
@@ -82,14 +81,6 @@ def test_only_the_student_is_trainable_and_gets_a_gradient(trainer):
         assert (parameter.grad is not None) == parameter.requires_grad, name
 
 
-def test_sampling_and_grading_leave_the_base_bit_identical(trainer):
-    before = trainer.learner.backbone.fingerprint()
-    for step in range(4):
-        trainer.queue.take(step)
-        gradient(trainer, trainer.queue.steps[step].stream)
-    assert trainer.learner.backbone.fingerprint() == before
-
-
 def test_merged_weights_answer_as_the_adapter_does(trainer):
     ids = torch.tensor([PROMPT])
     for state in ("student", "tuned", "base"):
@@ -99,18 +90,6 @@ def test_merged_weights_answer_as_the_adapter_does(trainer):
             with trainer.learner.backbone.merged(state) as model:
                 merged = model(ids).logits
         torch.testing.assert_close(merged, plain, atol=1e-4, rtol=1e-4)
-
-
-def test_sampling_ahead_takes_the_prompts_of_the_same_stream(backbone, tmp_path):
-    backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
-    queue = make_trainer(backbone, tmp_path, sample_ahead=2).queue
-    streams = [s.stream for s in queue.steps]
-    assert streams == ["general", "general", "general", "domain"]
-    assert queue.take(0).fresh
-    assert set(queue._ahead) == {1}
-    assert not queue.take(1).fresh
-    prompts = [r.prompt for r in queue.take(3).examples]
-    assert prompts == [queue.prompts["domain"][i] for i in queue.steps[3].prompts]
 
 
 def test_unfinished_completions_resume_and_each_is_learned_from_once(backbone, tmp_path, monkeypatch):
@@ -128,7 +107,7 @@ def test_unfinished_completions_resume_and_each_is_learned_from_once(backbone, t
             queue.save(tmp_path)
             queue._ahead, queue._unfinished = {}, {}
             queue.restore(tmp_path)
-        rollouts = queue.take(index).examples
+        rollouts = queue.take(index).rollouts
         assert rollouts
         assert all(r.finished or len(r.completion_ids) == 30 for r in rollouts)
         if step.stream == "general":
@@ -182,24 +161,10 @@ def test_when_completions_may_stay_unfinished(backbone, tmp_path, monkeypatch, s
     assert limits == [most, 0]
 
 
-def test_micro_batches_hold_every_rollout_once_within_bounds():
-    lengths = {i: len(r.prompt_ids) + len(r.completion_ids) for i, r in enumerate(ROLLOUTS)}
-    batches = micro_batches(lengths, 40)
-    assert sorted(i for batch in batches for i in batch) == list(lengths)
-    for batch in batches:
-        assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= 40
-
-
-def test_one_long_sequence_makes_no_padding_of_the_others():
-    lengths = dict(enumerate((55, 35, 25, 25, 24, 100)))
-    batches = micro_batches(lengths, 10_000)
-    assert [[lengths[i] for i in batch] for batch in batches] == [[100, 55], [35, 25, 25, 24]]
-
-
 @pytest.mark.parametrize("way", [Pass.BY_LENGTH, Pass.BEHIND_PREFIX])
 def test_the_shared_prefix_changes_neither_states_nor_gradient(way, backbone, monkeypatch):
     model = backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
-    examples = [rollout.example for rollout in ROLLOUTS]
+    examples = [rollout.to_example() for rollout in ROLLOUTS]
     results = []
     for one in (way, Pass.PADDED):
         model.zero_grad()
@@ -213,18 +178,6 @@ def test_the_shared_prefix_changes_neither_states_nor_gradient(way, backbone, mo
     for shared, plain in zip(*results, strict=True):
         assert relative_error(shared, plain) < ROUNDING
     assert len(results[0][0]) == len(answer_ids(examples, torch.device("cpu")))
-
-
-def test_shrinking_scales_what_the_adapter_adds(trainer):
-    student = {k: v.clone() for k, v in student_delta(trainer).items()}
-    trainer.learner.backbone.shrink(0.25)
-    for name, delta in student_delta(trainer).items():
-        torch.testing.assert_close(delta, 0.25 * student[name])
-
-
-def student_delta(trainer):
-    layers = trainer.learner.backbone.adapted_layers()
-    return {str(i): layer.get_delta_weight("student") for i, layer in enumerate(layers)}
 
 
 @pytest.mark.parametrize("tokens", [40, 10])
@@ -270,10 +223,10 @@ def test_the_seed_chooses_the_completions_and_the_held_out_texts(backbone, tuned
     def texts(seed):
         trainer = make_trainer(backbone, tuned, seed=seed)
         prompts = {"general": Prompts([], [Prompt([*PROMPT, 9])] * 3)}
-        held_out = HeldOut(trainer.learner, trainer.queue, prompts, Silent())
+        held_out = HeldOut(trainer.config, trainer.learner, trainer.queue, prompts, Silent())
         held_out.let_teachers_answer()
-        both = (trainer.queue.take(0).examples, held_out.answers["general"].rollouts)
-        return [[r.completion_ids for r in rollouts] for rollouts in both]
+        both = trainer.queue.take(0).examples, held_out.answers["general"].examples
+        return [[example.ids for example in examples] for examples in both]
 
     (sampled_0, held_out_0), again, (sampled_1, held_out_1) = texts(0), texts(0), texts(1)
     assert again == [sampled_0, held_out_0]
@@ -281,13 +234,8 @@ def test_the_seed_chooses_the_completions_and_the_held_out_texts(backbone, tuned
     assert held_out_0 != held_out_1
 
 
-def learn_from_first_step(trainer):
-    batch = trainer.queue.take(0)
-    trainer.learner.learn(batch)
-
-
 def test_a_sequence_too_long_for_memory_is_an_error_with_a_hint(trainer, memory_for):
     memory_for(0, torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(OpdclError, match="does not fit") as caught:
-        learn_from_first_step(trainer)
+        trainer.learner.learn(trainer.queue.take(0))
     assert "max_new_tokens" in caught.value.hint

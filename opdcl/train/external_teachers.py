@@ -20,14 +20,14 @@ from opdcl.config.teacher import TeacherSection
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.architecture import architecture, eos_ids
 from opdcl.model.backbone import Backbone
-from opdcl.model.compatibility import HINT, PROBES, check_same_tokenizer
+from opdcl.model.compatibility import OTHER_FAMILY, PROBES, check_same_tokenizer
 from opdcl.model.distributions import Served, TeacherDistribution, join
 from opdcl.model.forward import answer_states
 from opdcl.model.load import load_base, load_tokenizer
 from opdcl.sampling.server import Server
 from opdcl.train.losses import token_logprobs
+from opdcl.train.stage import save_adapter
 from opdcl.train.teachers import Teacher
-from opdcl.training import save_adapter
 from opdcl.types import Prompt, Rollout
 
 # Nats per token by which a model may differ from its copy on a server: between rounding and another model.
@@ -140,7 +140,7 @@ def make_teacher(
             message = (
                 f"teacher {config.model.id} ends answers with ids {ids}, the student with {backbone.eos_ids}"
             )
-            raise UsageError(message, HINT)
+            raise UsageError(message, OTHER_FAMILY)
         return SecondModel(backbone, model.requires_grad_(False))
     server = reach_server(config.server.url, backbone, notify, named, config.server.model)
     compare_with_base(server, backbone)
@@ -163,7 +163,7 @@ def reach_server(
         if local_ids != server_ids:
             server.close()
             difference = f"it encodes {probe!r} as {server_ids[:8]}, the student as {local_ids[:8]}"
-            raise UsageError(f"the server at {url} has another tokenizer: {difference}", HINT)
+            raise UsageError(f"the server at {url} has another tokenizer: {difference}", OTHER_FAMILY)
     return server
 
 

@@ -22,7 +22,7 @@ from opdcl.rundir.layout import StageDir
 from opdcl.train.cost import dose
 from opdcl.train.learner import Learner
 from opdcl.train.recover import student_here
-from opdcl.training import Interruption, Schedule, StageLog, is_finite
+from opdcl.train.stage import Interruption, Schedule, StageLog, is_finite
 
 
 class Shown(Silent):

@@ -10,19 +10,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-
 from opdcl import parallel
 from opdcl.config.recover import PROMPTS_OF_START, RecoverConfig
 from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
 from opdcl.train.schedule import prompt_order, sampled_together
-from opdcl.train.teachers import SAMPLED, Completions, OnFinished, Teacher, Teachers, by_teacher
-from opdcl.training import StageReport, counted
-from opdcl.types import STREAMS, Author, Batch, Judge, Prompt, Rollout, Step, StreamName
-
-# The file of a checkpoint with the teachers' states over texts that come again.
-STATES = "states.safetensors"
+from opdcl.train.stage import StageReport, counted
+from opdcl.train.teachers import OnFinished, Provided, Teachers, by_teacher
+from opdcl.types import STREAMS, Author, Batch, Example, Prompt, Rollout, Step, StreamName
 
 
 class RolloutQueue:
@@ -40,15 +35,14 @@ class RolloutQueue:
         config: RecoverConfig,
         steps: list[Step],
         prompts: dict[StreamName, list[Prompt]],
-        student: Teacher,
         teachers: Mapping[StreamName, Teachers],
+        provided: Provided,
         report: StageReport,
-        reward: Judge | None = None,
-        completions: Completions = SAMPLED,
     ):
+        """Take the sampler of the student, the reward and the cache of answers from what is `provided`."""
         self.config, self.steps, self.prompts, self.streams = config, steps, prompts, config.streams()
-        self.student, self.teachers, self.reward = student, teachers, reward
-        self.report, self.completions = report, completions
+        self.student, self.reward, self.completions = provided.student, provided.reward, provided.completions
+        self.teachers, self.report = teachers, report
         self.drawn: dict[StreamName, dict[int, Rollout]] = {s: {} for s in STREAMS if not self._is_dynamic(s)}
         """What frozen teachers wrote and steps will learn from, by stream and number of the prompt."""
         self.handed_over = False
@@ -60,15 +54,15 @@ class RolloutQueue:
         step = self.steps[index]
         fresh = False
         if step.stream in self.drawn and not step.on_policy:
-            rollouts = self._draw_once(index)
+            examples = self._draw_once(index)
         else:
             if index not in self._ahead:
                 fresh = self._sample_from(index)
-            rollouts = self._ahead.pop(index)
+            examples = [rollout.to_example() for rollout in self._ahead.pop(index)]
         author: Author = "student" if step.on_policy else "teacher"
-        if author == "teacher" and rollouts[0].prompt.answer is not None:
+        if author == "teacher" and self.prompts[step.stream][step.prompts[0]].answer is not None:
             author = "rows"
-        return Batch(self.streams[step.stream], rollouts, author, fresh)
+        return Batch(self.streams[step.stream], examples, author, fresh)
 
     def hand_over(self, done: int) -> None:
         """Let the student write in all steps after the first `done`; its answers are no stubs any more."""
@@ -76,12 +70,6 @@ class RolloutQueue:
         for index in range(done, len(self.steps)):
             if self.config.hands_over(self.steps[index].stream):
                 self.steps[index] = replace(self.steps[index], on_policy=True)
-
-    @property
-    def kept_states(self) -> int:
-        """The bytes of teachers' states that texts hold."""
-        texts = [text for drawn in self.drawn.values() for text in drawn.values()]
-        return sum(text.states_NH.nbytes for text in texts if text.states_NH is not None)
 
     def _is_dynamic(self, stream: StreamName) -> bool:
         return any(teacher.is_dynamic for teacher in self.teachers[stream].values())
@@ -93,7 +81,7 @@ class RolloutQueue:
         numbers = list(islice(order, min(PROMPTS_OF_START["domain"], size)))
         return self._write_once("domain", numbers, 0, self.config.seed + 9)
 
-    def _draw_once(self, index: int) -> list[Rollout]:
+    def _draw_once(self, index: int) -> list[Example]:
         """Return the texts of step `index`; those not written yet are written first."""
         step = self.steps[index]
         if any(number not in self.drawn[step.stream] for number in step.prompts):
@@ -101,7 +89,11 @@ class RolloutQueue:
             asked = [number for i in batch for number in self.steps[i].prompts]
             self._write_once(step.stream, asked, index, self._seed(index))
         drawn = self.drawn[step.stream]
-        return [drawn[number] if drawn[number].recurs else drawn.pop(number) for number in step.prompts]
+        examples = []
+        for number in step.prompts:
+            place = f"{step.stream}/{number}" if drawn[number].recurs else ""
+            examples.append((drawn[number] if place else drawn.pop(number)).to_example(place))
+        return examples
 
     def _write_once(self, stream: StreamName, numbers: list[int], index: int, seed: int) -> list[Rollout]:
         """Return the texts of these prompts; before step `index`, those not written yet are written."""
@@ -162,11 +154,10 @@ class RolloutQueue:
 
     def _hand_out(self, batch: list[int], new: list[Rollout], resumed: list[Rollout]) -> None:
         """Give each step of the batch its own new completions, and the last one the resumed ones too."""
-        start = 0
+        rest = iter(new)
         for i in batch:
             step = self.steps[i]
-            of_step = new[start : start + len(step.prompts)]
-            start += len(step.prompts)
+            of_step = [*islice(rest, len(step.prompts))]
             if i == batch[-1]:
                 of_step += resumed
             if step.on_policy:
@@ -210,7 +201,7 @@ class RolloutQueue:
             if self._is_rewarded(stream):  # what its teacher sees is known only when all are scored
                 return
             # A remote teacher grades them while others are being sampled.
-            for name, positions in by_teacher(rollouts).items():
+            for name, positions in by_teacher(r.prompt.teacher for r in rollouts).items():
                 self.teachers[stream][name].prefetch([rollouts[i] for i in positions])
 
         return finished
@@ -230,7 +221,7 @@ class RolloutQueue:
         if prompts and prompts[0].answer is not None:
             return self._given(prompts, stream, on_finished)
         rollouts = [Rollout(prompt) for prompt in prompts]
-        for name, positions in by_teacher(prompts).items():
+        for name, positions in by_teacher(prompt.teacher for prompt in prompts).items():
             shown = [replace(prompts[i], ids=prompts[i].shown, context=None) for i in positions]
             limit = self.config.limit(stream)
             written = self.completions.complete(
@@ -257,13 +248,7 @@ class RolloutQueue:
     def save(self, folder: Path) -> None:
         """Write into a checkpoint the completions that are still needed."""
         content = {"ahead": self._ahead, "unfinished": self._unfinished, "drawn": self.drawn}
-        write_atomic(folder / "rollouts.json", json.dumps(content, default=_row))
-        states = {}
-        for stream, texts in self.drawn.items():
-            for number, text in texts.items():
-                if text.states_NH is not None:
-                    states[f"{stream}/{number}"] = text.states_NH
-        save_file(states, folder / STATES)
+        write_atomic(folder / "rollouts.json", json.dumps(content, default=vars))
 
     def restore(self, folder: Path) -> None:
         """Take back what `save` wrote.
@@ -282,15 +267,6 @@ class RolloutQueue:
         except (KeyError, TypeError) as fault:
             hint = "remove that folder: the run resumes from the checkpoint before it, or starts over"
             raise UsageError(f"another version of opdcl wrote {folder}", hint) from fault
-        states = load_file(folder / STATES, device=str(self.student.backbone.device))
-        for stream, texts in self.drawn.items():
-            for number, text in texts.items():
-                text.states_NH = states.get(f"{stream}/{number}")
-
-
-def _row(record: Rollout | Prompt) -> dict[str, Any]:
-    """Return a record for JSON; the teacher's states over a completion are written apart."""
-    return {name: value for name, value in vars(record).items() if name != "states_NH"}
 
 
 def _rollouts(rows: list[dict[str, Any]]) -> list[Rollout]:

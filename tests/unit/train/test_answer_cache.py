@@ -13,10 +13,10 @@ from helpers.scripts import load_script
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
-from opdcl.train import completion_cache
-from opdcl.train.completion_cache import CompletionCache, texts_folder
+from opdcl.train import answer_cache
+from opdcl.train.answer_cache import CompletionCache, texts_folder
+from opdcl.train.external_teachers import SecondModel
 from opdcl.train.teachers import EmaTeacher, Teacher
-from opdcl.train.teachers_elsewhere import SecondModel
 from opdcl.types import Prompt, Rollout
 
 PROMPTS = [Prompt([1, 520, 3690, 198, 9 + i]) for i in range(3)]
@@ -100,11 +100,11 @@ def more_threads(backbone, monkeypatch):
 
 
 def other_packages(backbone, monkeypatch):
-    monkeypatch.setattr(completion_cache, "versions", lambda: {"torch": "0"})
+    monkeypatch.setattr(answer_cache, "versions", lambda: {"torch": "0"})
 
 
 def another_device(backbone, monkeypatch):
-    monkeypatch.setattr(completion_cache, "machine_of", lambda device: {"name": "another processor"})
+    monkeypatch.setattr(answer_cache, "machine_of", lambda device: {"name": "another processor"})
 
 
 @pytest.mark.parametrize(
@@ -186,14 +186,14 @@ def test_a_reader_beside_two_writers_finds_whole_files_only(cache):
 
     def write():
         while running:
-            completion_cache._keep(file, rollouts)
+            answer_cache._keep(file, rollouts)
 
     writers = [threading.Thread(target=write) for _ in range(2)]
     for writer in writers:
         writer.start()
     while not file.exists():
         pass
-    found = [completion_cache._read(file) for _ in range(30)]
+    found = [answer_cache._read(file) for _ in range(30)]
     running = False
     for writer in writers:
         writer.join()
@@ -217,7 +217,7 @@ def test_what_is_no_file_is_not_read(tmp_path):
     (tmp_path / "device").symlink_to("/dev/zero")
     (tmp_path / "folder").mkdir()
     for name in ("pipe", "device", "folder", "nothing"):
-        assert completion_cache._read(tmp_path / name) is None
+        assert answer_cache._read(tmp_path / name) is None
 
 
 def test_the_record_holds_a_faster_recovery_with_the_same_adapter():

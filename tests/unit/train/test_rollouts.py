@@ -5,8 +5,8 @@ from helpers.recovering import PROMPT, make_trainer
 
 from opdcl.config.lora import LoraSection
 from opdcl.sampling import decode
+from opdcl.train.stage import save_adapter
 from opdcl.train.teachers import Teacher
-from opdcl.training import save_adapter
 from opdcl.types import Prompt
 
 
@@ -26,7 +26,7 @@ def queue(backbone, tmp_path):
 
 def test_domain_completions_have_a_limit_of_their_own(queue):
     steps = queue(general_per_domain=1, max_new_tokens=6, domain_max_new_tokens=3)
-    general, domain = (steps.take(i).examples for i in range(2))
+    general, domain = (steps.take(i).rollouts for i in range(2))
     assert {len(r.completion_ids) for r in general} == {6}
     assert {len(r.completion_ids) for r in domain} == {3}
 
@@ -34,7 +34,7 @@ def test_domain_completions_have_a_limit_of_their_own(queue):
 def test_the_seed_and_the_step_decide_what_is_sampled(queue):
     def completions(seed):
         steps = queue(seed=seed)
-        return [[r.completion_ids for r in steps.take(i).examples] for i in range(2)]
+        return [[r.completion_ids for r in steps.take(i).rollouts] for i in range(2)]
 
     first = completions(1)
     assert first == completions(1)
@@ -56,7 +56,7 @@ def test_the_student_does_not_see_its_teachers_context(queue):
     for prompt in (Prompt(plain, context=[*PROMPT, 9, 33, 34]), Prompt(plain)):
         steps = queue()
         steps.prompts["general"] = [prompt] * 3
-        written.append(steps.take(0).examples)
+        written.append(steps.take(0).rollouts)
     with_context, without = written
     assert [r.completion_ids for r in with_context] == [r.completion_ids for r in without]
     assert all(r.prompt.context for r in with_context)
@@ -101,19 +101,19 @@ def test_the_student_alone_writes_at_its_temperature_and_is_compared_with_the_tr
     steps = queue(steps=5, **settings)
     by_base, *_, by_student = (steps.take(i) for i in range(4))
     for batch, state, expected in ((by_base, "base", 1.0), (by_student, "student", temperature)):
-        prompts = [rollout.prompt for rollout in batch.examples]
+        prompts = [rollout.prompt for rollout in batch.rollouts]
         seed = steps._seed(0 if state == "base" else 3)
         again = Teacher(backbone, state).complete(prompts, max_new_tokens=6, seed=seed, temperature=expected)
-        found = batch.examples[: len(again)]
+        found = batch.rollouts[: len(again)]
         assert [r.completion_ids for r in found] == [r.completion_ids for r in again]
     assert by_student.author == "student"
     assert by_student.fresh == (temperature == 1)
     if temperature == 0:
-        assert not by_student.examples[0].logprobs
+        assert not by_student.rollouts[0].logprobs
     steps.save(tmp_path)
     resumed = queue(steps=5, **settings)
     resumed.restore(tmp_path)
-    assert resumed.take(3).examples == by_student.examples
+    assert resumed.take(3).rollouts == by_student.rollouts
 
 
 def test_a_completion_that_earlier_weights_began_is_not_fresh(backbone, tmp_path, monkeypatch):
@@ -123,8 +123,8 @@ def test_a_completion_that_earlier_weights_began_is_not_fresh(backbone, tmp_path
     settings = {"steps": 3, "rollouts": 24, "sample_ahead": 2, "max_new_tokens": 30}
     steps = make_trainer(backbone, tmp_path, **settings).queue
     first, second, third = (steps.take(i) for i in range(3))
-    assert len(first.examples) + len(second.examples) < 48  # some stayed unfinished
-    assert len(third.examples) > 24
+    assert len(first.rollouts) + len(second.rollouts) < 48  # some stayed unfinished
+    assert len(third.rollouts) > 24
     assert (first.fresh, second.fresh, third.fresh) == (True, False, False)
 
 
@@ -134,7 +134,7 @@ def test_a_frozen_teacher_answers_each_prompt_once(queue, backbone, tmp_path):
     assert len(steps.prompts["general"]) == 3
     seen: dict[int, list] = {}
     for index in range(6):
-        for number, rollout in zip(steps.steps[index].prompts, steps.take(index).examples, strict=True):
+        for number, rollout in zip(steps.steps[index].prompts, steps.take(index).rollouts, strict=True):
             assert rollout.prompt == steps.prompts["general"][number]
             seen.setdefault(number, []).append(rollout)
         if index == 1:
@@ -144,21 +144,7 @@ def test_a_frozen_teacher_answers_each_prompt_once(queue, backbone, tmp_path):
     resumed = queue(steps=6, rollouts=2, lmbda=0.0, general_per_domain=6)
     resumed.restore(tmp_path)
     for index in range(2, 6):
-        assert resumed.take(index).examples == [seen[number][0] for number in steps.steps[index].prompts]
+        assert resumed.take(index).rollouts == [seen[number][0] for number in steps.steps[index].prompts]
     moving = queue(steps=6, rollouts=2, lmbda=0.0, general_per_domain=6)
     moving.teachers["general"] = {"": Teacher(backbone, "student")}
     assert moving._is_dynamic("general")
-
-
-def test_a_frozen_teacher_samples_a_full_batch_ahead_and_nothing_of_it_is_fresh(queue, monkeypatch):
-    steps = queue(steps=98, rollouts=1, lmbda=0.0, general_per_domain=98)
-    steps.drawn = {}  # as if no prompt came twice
-    sizes, plain = [], steps.write
-
-    def write(prompts, *args):
-        sizes.append(len(prompts))
-        return plain(prompts, *args)
-
-    monkeypatch.setattr(steps, "write", write)
-    assert not any(steps.take(i).fresh for i in range(98))
-    assert sizes == [96, 2]
