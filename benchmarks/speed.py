@@ -52,7 +52,7 @@ from opdcl.sampling.sample import sample
 from opdcl.train.checkpoints import StudentOptimizer
 from opdcl.train.cost import peak_memory, reset_peak_memory
 from opdcl.train.learner import Learner, micro_batches
-from opdcl.train.recover import ROOM_IN_CHECKPOINT, take_step
+from opdcl.train.recover import KEPT_ROOM, take_step
 from opdcl.train.rollouts import RolloutQueue
 from opdcl.train.schedule import plan_steps
 from opdcl.train.teachers import Provided, Teacher
@@ -159,9 +159,7 @@ def prompt_ids(count: int, tokenizer: Any) -> list[list[int]]:
 def queue_of(backbone: Backbone, config: RecoverConfig, ids: list[list[int]]) -> tuple[RolloutQueue, Learner]:
     """Return what samples and what grades in a recovery towards base."""
     teachers = {"general": {"": Teacher(backbone, "base")}}
-    learner = Learner(
-        backbone, teachers, "recover.max_new_tokens", config.micro_batch_tokens, ROOM_IN_CHECKPOINT
-    )
+    learner = Learner(backbone, teachers, "recover.max_new_tokens", config.micro_batch_tokens, KEPT_ROOM)
     student, plan = Teacher(backbone, "student"), plan_steps(config, len(ids), 0)
     given = {"general": [*map(Prompt, ids)], "domain": []}
     report = Output("quiet").stage("recover")

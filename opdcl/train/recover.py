@@ -50,7 +50,7 @@ from opdcl.types import Batch, Prompts, Stream, StreamName
 LIKE_BASE = 0.5
 
 # Bytes of teachers' states that are kept. They are in every checkpoint, so they are few.
-ROOM_IN_CHECKPOINT = 2**28
+KEPT_ROOM = 2**28
 
 
 @dataclass
@@ -97,7 +97,7 @@ def recover(
     steps = plan_steps(config, len(train["general"]), len(train["domain"]))
     queue = RolloutQueue(config, steps, train, teachers, provided, report)
     tokens = int(config.micro_batch_tokens)
-    learner = Learner(backbone, teachers, "recover.max_new_tokens", tokens, ROOM_IN_CHECKPOINT)
+    learner = Learner(backbone, teachers, "recover.max_new_tokens", tokens, KEPT_ROOM)
     held_out = HeldOut(config, learner, queue, prompts, report)
     recovery = Recovery(config, queue, learner, held_out, StageLog(report, out, config.steps))
     if config.steps:
