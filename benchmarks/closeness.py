@@ -3,7 +3,7 @@
     python benchmarks/closeness.py TUNED [--recovered ADAPTER]   # an hour on one core
 
 A spoilt model is base whose next-token distribution is changed by a rule: the rule acts on the real model's
-log-probabilities, where it samples and where it is graded. All numbers come from `opdcl.stages.closeness` and
+log-probabilities, where it samples and where it is graded. All numbers come from `opdcl.measure.distance` and
 `opdcl.results.ratios`, as in a run. `C` counts from TUNED or the floor, whichever is nearer to base.
 """
 
@@ -27,16 +27,16 @@ from opdcl.config.model import ModelConfig
 from opdcl.console import Output
 from opdcl.data.chat import encode_prompt
 from opdcl.data.rows import Row, load_rows
+from opdcl.measure import distance
 from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
 from opdcl.results.intervals import ratio
 from opdcl.results.measurements import load_closeness, pooled
 from opdcl.results.ratios import closeness_of
 from opdcl.rundir.layout import RunDir
-from opdcl.stages import closeness
 from opdcl.train import teachers
 from opdcl.train.losses import forward_kl, reverse_kl
-from opdcl.types import Prompt, Rollout
+from opdcl.words import Prompt, Rollout
 
 # Prompt, answer so far, log-probabilities of base -> those of the spoilt model.
 Rule = Callable[[list[int], list[int], torch.Tensor], torch.Tensor]
@@ -117,7 +117,7 @@ def spoilt(rule: Rule) -> Iterator[None]:
             mask = torch.cat([mask, torch.ones(len(prompts), 1, dtype=mask.dtype)], 1)
         return rollouts
 
-    hidden = closeness.read_states
+    hidden = distance.read_states
 
     def remember(model, texts, count):
         if not graded:  # the student's pass, which comes first
@@ -133,8 +133,8 @@ def spoilt(rule: Rule) -> Iterator[None]:
 
     with (
         patch.object(teachers, "sample", torch.no_grad()(sample)),
-        patch.object(closeness, "read_states", remember),
-        patch.object(closeness, "both_divergences", divergences),
+        patch.object(distance, "read_states", remember),
+        patch.object(distance, "both_divergences", divergences),
     ):
         yield
 
@@ -151,7 +151,7 @@ def other_content(prompts: list[list[int]]) -> Iterator[None]:
     shift = max(1, len(prompts) // 3)
     others = map(Prompt, prompts[shift:] + prompts[:shift])
     another = {tuple(p): q for p, q in zip(prompts, others, strict=True)}
-    sample, hidden = teachers.sample, closeness.read_states
+    sample, hidden = teachers.sample, distance.read_states
     passes = []
 
     def answer(model, asked, **options):
@@ -166,14 +166,14 @@ def other_content(prompts: list[list[int]]) -> Iterator[None]:
             texts = [Rollout(another[tuple(t.prompt_ids)], t.completion_ids) for t in texts]
         return hidden(model, texts, count)
 
-    with patch.object(teachers, "sample", answer), patch.object(closeness, "read_states", states):
+    with patch.object(teachers, "sample", answer), patch.object(distance, "read_states", states):
         yield
 
 
 @contextlib.contextmanager
 def other_precision(backbone: Backbone) -> Iterator[None]:
     """Round base's weights to bfloat16 in the student's pass; the arithmetic stays as it is."""
-    hidden, weights, passes = closeness.read_states, dict(backbone.causal_lm.named_parameters()), []
+    hidden, weights, passes = distance.read_states, dict(backbone.causal_lm.named_parameters()), []
 
     def states(model, texts, count):
         passes.append(1)
@@ -188,7 +188,7 @@ def other_precision(backbone: Backbone) -> Iterator[None]:
             for name, weight in weights.items():
                 weight.data = kept[name]
 
-    with patch.object(closeness, "read_states", states):
+    with patch.object(distance, "read_states", states):
         yield
 
 
@@ -241,7 +241,7 @@ def measure(options: argparse.Namespace, work: Path) -> dict:
         "base with weights in bfloat16": (None, 1.0, lambda: other_precision(backbone)),
         "tuned, scaled by 0.25": (options.tuned, 0.25, nothing),
         "tuned, scaled by 0": (options.tuned, 0.0, nothing),
-        "base on other draws": (None, 1.0, lambda: patch.object(closeness, "SEED", closeness.SEED + 1)),
+        "base on other draws": (None, 1.0, lambda: patch.object(distance, "SEED", distance.SEED + 1)),
     }
     found = []
     for name in ["tuned", *(n for n in options.cases or cases if n != "tuned")]:
@@ -266,7 +266,7 @@ def state_of(run: RunDir, state: str, everything: tuple, adapter: Path | None = 
     if not run.eval_result(state, "closeness").exists():
         line = Output("quiet").stage("closeness")
         config, rows, backbone = everything
-        closeness.measure_closeness(config, rows, backbone, state, run, {}, line, adapter)
+        distance.measure_closeness(config, rows, backbone, state, run, {}, line, adapter)
 
 
 def copy_of_base(base: RunDir, run: RunDir) -> None:

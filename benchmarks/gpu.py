@@ -27,7 +27,7 @@ from opdcl.config.lora import LoraSection
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_json
 from opdcl.sampling.sample import sample
-from opdcl.types import Prompt
+from opdcl.words import Prompt
 
 EMBEDDED = "smollm2-135m"
 # What is wanted of each arm, and what vLLM does where that is published: 8B on one H100, in the ML.ENERGY

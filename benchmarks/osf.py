@@ -29,10 +29,10 @@ from opdcl.config.model import ModelConfig
 from opdcl.data.examples import encode_row
 from opdcl.data.rows import load_rows
 from opdcl.model.accept import load_backbone
-from opdcl.model.targets import adaptable
+from opdcl.model.lora import adaptable
 from opdcl.train.replay import lay_out
 from opdcl.train.stage import LONGEST_GRADIENT, Schedule
-from opdcl.types import Example
+from opdcl.words import Example
 
 EPOCHS, BATCH, WARM_UP = 4, 16, 0.05
 

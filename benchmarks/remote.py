@@ -44,6 +44,7 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
 from opdcl.data.prompts import encode_prompts, encode_stream, read_recovery_source
 from opdcl.data.suites import load_suite
+from opdcl.measure.evaluate import evaluate
 from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
 from opdcl.results.intervals import mean
@@ -51,14 +52,13 @@ from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import RunDir, StageDir
 from opdcl.sampling.sample import sample
 from opdcl.sampling.server import Server
-from opdcl.stages.evaluate import evaluate
 from opdcl.train.external_teachers import ServedStudent, reach_server
 from opdcl.train.losses import GradedTokens, token_losses
 from opdcl.train.provide import provided
 from opdcl.train.recover import recover
 from opdcl.train.stage import StageReport
 from opdcl.train.teachers import Teacher
-from opdcl.types import Loss, Rollout
+from opdcl.words import Loss, Rollout
 
 IN_FLIGHT = (1, 8, 32)
 

@@ -56,7 +56,7 @@ from opdcl.train.recover import KEPT_ROOM, take_step
 from opdcl.train.rollouts import RolloutQueue
 from opdcl.train.schedule import plan_steps
 from opdcl.train.teachers import Provided, Teacher
-from opdcl.types import Loss, Prompt
+from opdcl.words import Loss, Prompt
 
 ARMS = {
     "stock": "TRL DistillationTrainer, its defaults",

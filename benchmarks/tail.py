@@ -22,7 +22,7 @@ from opdcl.model.backbone import Backbone
 from opdcl.results.status import DOMAIN_STYLE
 from opdcl.train.learner import Learner
 from opdcl.train.teachers import Teacher
-from opdcl.types import Loss, Prompt
+from opdcl.words import Loss, Prompt
 
 REQUESTS, TOKENS, SHORT, SEED = 300, 24, 8, 11
 

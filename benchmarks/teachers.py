@@ -29,7 +29,7 @@ from opdcl.sampling.sample import sample
 from opdcl.train.external_teachers import make_teacher
 from opdcl.train.losses import GradedTokens, token_losses
 from opdcl.train.teachers import EmaTeacher, Teacher
-from opdcl.types import Loss, Prompt, Rollout
+from opdcl.words import Loss, Prompt, Rollout
 
 CONTEXT = "{prompt}\n\nThe answer is: {answer}"
 PROMPTS = 24

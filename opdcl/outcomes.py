@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from opdcl.errors import OpdclError, typed
 from opdcl.results.format import Table
 from opdcl.rundir.layout import RunDir
-from opdcl.rundir.verify import Finding, verify
+from opdcl.rundir.seals import Finding, verify
 from opdcl.sanitize import readable
 
 if TYPE_CHECKING:

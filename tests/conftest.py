@@ -116,7 +116,7 @@ def without_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-layer model, see `helpers.tiny`; OPDCL_TINY_MODEL names one that is there already."""
     for module in (
-        "opdcl.stages.evaluate",
+        "opdcl.measure.evaluate",
         "opdcl.train.finetune",
         "opdcl.train.recover",
         "matplotlib.figure",

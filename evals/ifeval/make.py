@@ -16,7 +16,7 @@ import random
 from collections import Counter
 from pathlib import Path
 
-from opdcl.data.nltk_tables import ensure_punkt
+from opdcl.data.stock_tasks import ensure_punkt
 
 HERE = Path(__file__).parent
 # How many rows have one, two and three instructions, in parts of 20.

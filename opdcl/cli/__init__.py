@@ -13,12 +13,10 @@ from typing import Annotated, Any
 import typer
 
 from opdcl import parallel
-from opdcl.cli import runs, screen, stages, streams
-from opdcl.cli.clean import clean
-from opdcl.cli.config import config_app, suites_app, workflows_app
-from opdcl.cli.guidance import describe_commands, hint_for
-from opdcl.cli.help import TwoLists
-from opdcl.cli.init import init
+from opdcl.cli import runs, screen, stages
+from opdcl.cli.config import config_app, init, suites_app, workflows_app
+from opdcl.cli.guidance import TwoLists, describe_commands, hint_for
+from opdcl.cli.runs import clean
 from opdcl.console import silence
 from opdcl.errors import EnvironmentFault, Interrupted, OpdclError, UsageError, translate, typed
 from opdcl.sanitize import redact
@@ -64,7 +62,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 def main() -> None:
     """Run the command line. A failure prints a message and a hint, not a traceback, and has an exit code."""
-    streams.prepare()
+    screen.prepare()
     screen.reset()
     stdout = sys.stdout
     try:
@@ -80,7 +78,7 @@ def main() -> None:
     except OpdclError as fault:
         code = _fail(fault)
     except BrokenPipeError as fault:
-        code = 0 if streams.reader_is_gone() else _fail_unexpectedly(fault)
+        code = 0 if screen.reader_is_gone() else _fail_unexpectedly(fault)
         if not code:
             silence(1)
     except SystemExit:

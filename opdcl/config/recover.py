@@ -25,7 +25,7 @@ from opdcl.config.section import (
 )
 from opdcl.config.teacher import BUILT_IN, LossSection, TeacherName, TeacherSection
 from opdcl.errors import nearest
-from opdcl.types import STREAMS, WHOLE, Loss, Stream, StreamName, Weighting
+from opdcl.words import STREAMS, WHOLE, Loss, Stream, StreamName, Weighting
 
 
 class OnPolicySection(Section):

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from opdcl.config.model import NamedServer, TeacherModel
 from opdcl.config.section import Positive, Section, Share
-from opdcl.types import LossKind
+from opdcl.words import LossKind
 
 # The part of the distance to the student that an EMA of it moves at each step.
 EMA_RATE = 0.05

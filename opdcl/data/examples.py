@@ -12,13 +12,22 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from opdcl.config.finetune import REPLAYED_TOKENS, FinetuneConfig
-from opdcl.data.chat import encode_prompt, has_thought, render, render_whole, same_length, text_ids
+from opdcl.data.chat import (
+    control_tokens,
+    encode_prompt,
+    find_control,
+    has_thought,
+    markup,
+    render,
+    render_whole,
+    same_length,
+    text_ids,
+)
 from opdcl.data.formats import BadRow, Row, did_you_mean
 from opdcl.data.messages import Message
 from opdcl.data.rows import Tell, check_prompts, telling
-from opdcl.data.special_tokens import control_tokens, find_control, markup
 from opdcl.errors import UsageError
-from opdcl.types import Example
+from opdcl.words import Example
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

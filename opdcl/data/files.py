@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from opdcl.data.formats import BadRow
-from opdcl.data.messages import MAX_ROW_CHARS, are_messages
-from opdcl.data.values import DECODER
+from opdcl.data.messages import DECODER, MAX_ROW_CHARS, are_messages
 from opdcl.errors import UsageError, listed
 
 PlacedRows = Iterator[tuple[Any, str]]

@@ -16,17 +16,20 @@ from opdcl.data.messages import (
     FIELDS_HINT,
     ONLY_TEXT,
     PICTURES,
+    Fields,
     Message,
     are_messages,
+    as_flag,
     checked_text,
     content_of,
+    from_json_text,
     json_kind,
+    number_as_text,
     read_message,
     read_objects,
     read_tools,
     role_of,
 )
-from opdcl.data.values import Fields, as_flag, from_json_text, number_as_text
 from opdcl.errors import UsageError, listed, nearest
 
 # Columns of a row whose names are compared with ours to find a misspelt one.

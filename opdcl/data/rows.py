@@ -22,9 +22,8 @@ from opdcl.config.shipped import SHIPPED_DATA, package_folder, split_part
 from opdcl.data.files import BATCH, read_file, rows_of
 from opdcl.data.folders import list_folder
 from opdcl.data.formats import DECIDING, BadRow, Row, check_row
-from opdcl.data.messages import FIELDS_HINT, json_kind
+from opdcl.data.messages import DECODER, FIELDS_HINT, is_missing, json_kind
 from opdcl.data.own_tasks import task_files
-from opdcl.data.values import DECODER, is_missing
 from opdcl.errors import UsageError, listed, nearest, nearest_path
 from opdcl.hub import Repository, parse, snapshot
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
+from opdcl.data.formats import PACKED_ROW, Row
+from opdcl.data.messages import split_thought
+from opdcl.errors import UsageError
 from opdcl.repetition import UNSPACED
 
 # Marks by what they are compared as. Every dash but the short ones is compared as an en dash.
@@ -151,3 +156,75 @@ def process_results(doc: dict, results: list[str]) -> dict[str, float]:
         "token_f1": max(token_f1(answer, g, question) for g in golds),
         "contains": max(float(f" {normalise(g)} " in f" {words} " and not listed) for g in golds),
     }
+
+
+def question_task(name: str, rows: Callable[[], list[Row]], max_tokens: int) -> dict[str, Any]:
+    """Describe a closed-book task over rows of questions and answers; headline: token F1."""
+    import datasets
+
+    def load(**kwargs: Any) -> dict[str, Any]:
+        return {"test": datasets.Dataset.from_list([document(row) for row in rows()])}
+
+    metrics = ("token_f1", "exact_match", "contains")
+    return {
+        "task": name,
+        "custom_dataset": load,
+        "output_type": "generate_until",
+        "test_split": "test",
+        "num_fewshot": 0,
+        "doc_to_text": "question",
+        "doc_to_target": "{{answers[0]}}",
+        "process_results": process_results,
+        "generation_kwargs": {"until": [], "do_sample": False, "max_gen_toks": max_tokens},
+        "metric_list": [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in metrics],
+    }
+
+
+def document(row: Row) -> dict[str, Any]:
+    """Return a row as a document: its last question, its answer, and packed, all that the model is shown.
+
+    Raises:
+        UsageError: It has no question or no answer in words.
+    """
+    thought, _, answer = split_thought(row.answer or "")
+    answer = answer if thought is None else answer.lstrip()
+    if not answer or not row.prompt:
+        reason = "its answer is a tool call" if row.reply.get("tool_calls") else "a domain suite needs both"
+        raise UsageError(f"{row.where} has no question and answer", reason)
+    questions = [message["content"] for message in row.prompt if message["role"] == "user"]
+    return {"question": questions[-1], "answers": [answer], "cluster": row.cluster, PACKED_ROW: row.packed()}
+
+
+# The scores of an answer, by metric.
+Scores = dict[str, Any]
+
+
+def score_answers(task: Any, docs: list[dict], answers: list[str]) -> list[Scores]:
+    """Return the scores of an answer to each document."""
+    return score_documents(task, docs, [[answer] for answer in answers])
+
+
+def score_documents(task: Any, docs: Sequence[dict], answers: Sequence[Sequence[Any]]) -> list[Scores]:
+    """Return the scores of documents by the answers to each: one text, or the likelihood of each choice.
+
+    lm-eval's chains of filters leave the part of a text that counts, such as a number. Each chain has a score
+    of its own, named as lm-eval does, `METRIC,CHAIN`; that of the first has the metric's name, too.
+    """
+    from lm_eval.api.instance import Instance
+
+    requests = []
+    for number, (doc, own) in enumerate(zip(docs, answers, strict=True)):
+        place = None, number, 1
+        requests.append([Instance(task.OUTPUT_TYPE, doc, ("", {}), 0, place, [answer]) for answer in own])
+    # Likelihoods have no parts.
+    chains = task._filters if task.OUTPUT_TYPE == "generate_until" else task._filters[:1]
+    for chain in chains:
+        chain.apply([request for own in requests for request in own])
+    scores = []
+    for doc, own in zip(docs, requests, strict=True):
+        found: Scores = {}
+        for chain in chains:
+            by_chain = task.process_results(doc, [request.filtered_resps[chain.name] for request in own])
+            found = by_chain | found | {f"{metric},{chain.name}": by_chain[metric] for metric in by_chain}
+        scores.append(found)
+    return scores

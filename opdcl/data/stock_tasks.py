@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from opdcl.errors import UsageError
+from opdcl.rundir.files import cache_home, write_atomic
 
 _NAME = re.compile(
     rb"""^["']?(task|group)["']?[ \t]*:[ \t]*["']?([\w.-]+)["']?[ \t]*(?:#.*)?\r?$""", re.MULTILINE
@@ -133,3 +137,88 @@ def _dataset(records: list[tuple[dict[str, Any], str]]) -> Any:
                 message = f"{where} holds other kinds of values than {places[0]}: {fault}"
                 raise UsageError(message, "give each column values of one kind") from fault
         raise
+
+
+READ = ("until", "do_sample", "temperature", "max_gen_toks")
+# Options that we do not support, with the values that turn them off. Greedy decoding ignores some of them.
+TURNED_OFF: dict[str, tuple[float | None, ...]] = {
+    "num_beams": (None, 1),
+    "top_p": (None, 1),
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0),
+}
+ONLY_DRAWS = ("top_p", "top_k", "min_p")
+
+
+@dataclass(frozen=True)
+class Answering:
+    """How answers are written: the texts that end one, its most tokens, and the temperature; 0 is greedy."""
+
+    stops: list[str]
+    max_tokens: int
+    temperature: float
+
+
+def answering_of(options: Mapping[str, Any] | None, suite: str | None = None) -> Answering:
+    """Return how a task has its answers written.
+
+    Args:
+        options: The task's `generation_kwargs`.
+        suite: Its name, for the error.
+
+    Raises:
+        UsageError: lm-eval cannot read the options, or we cannot do what one of them asks for.
+    """
+    from lm_eval.models.utils import normalize_gen_kwargs
+
+    who = f"suite {suite!r}" if suite else "a suite"
+    hint = "correct generation_kwargs in the task, or choose another task"
+    try:
+        read = normalize_gen_kwargs(dict(options or {}))
+    except (TypeError, ValueError) as fault:
+        raise UsageError(f"{who} has generation_kwargs that lm-eval cannot read: {fault}", hint) from fault
+    stops, is_drawn, limit = read["until"], read["do_sample"], read["max_gen_toks"]
+    temperature = float(read.get("temperature") or 0)
+    if not all(stop and isinstance(stop, str) for stop in stops):
+        raise UsageError(f"{who} has until: {stops}, of which one is empty or no text", hint)
+    if not isinstance(is_drawn, bool):
+        raise UsageError(f"{who} has do_sample: {is_drawn!r}, which is neither true nor false", hint)
+    if limit < 1:
+        raise UsageError(f"{who} has max_gen_toks: {limit}, which leaves no room for an answer", hint)
+    if is_drawn and not 0 < temperature < float("inf"):
+        raise UsageError(f"{who} samples at temperature {temperature:g}, which lm-eval cannot", hint)
+    for key, value in read.items():
+        is_off = value in TURNED_OFF.get(key, ()) or (key in ONLY_DRAWS and not is_drawn)
+        if key not in READ and not is_off:
+            doing = "samples" if is_drawn else "decodes"
+            raise UsageError(f"{who} {doing} with {key}: {value}, which is not supported", hint)
+    return Answering(stops, limit, temperature if is_drawn else 0.0)
+
+
+def ensure_punkt() -> None:
+    """Put `punkt_tab` for English where NLTK looks, unless it is there already."""
+    import nltk
+
+    # NLTK searches its folders in order; this one goes last, so that an installed copy wins.
+    root = cache_home() / "nltk"
+    folder = root / "tokenizers" / "punkt_tab" / "english"
+    if not (folder / "ortho_context.tab").exists():
+        _write_tables(folder)
+    if str(root) not in nltk.data.path:
+        nltk.data.path.append(str(root))
+
+
+def _write_tables(folder: Path) -> None:
+    from punkt.data import english
+
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    os.chmod(folder, 0o700)
+    tables = {
+        "collocations.tab": ("\t".join(pair) for pair in sorted(english.COLLOCATIONS)),
+        "sent_starters.txt": sorted(english.SENT_STARTERS),
+        "abbrev_types.txt": sorted(english.ABBREV_TYPES),
+        # Written last: its presence shows that the folder is complete.
+        "ortho_context.tab": (f"{word}\t{bits}" for word, bits in sorted(english.ORTHO_CONTEXT.items())),
+    }
+    for name, lines in tables.items():
+        write_atomic(folder / name, "".join(f"{line}\n" for line in lines))

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.own_tasks import is_task_file
 from opdcl.config.shipped import shipped_suites
-from opdcl.data.answering import Answering, answering_of
 from opdcl.data.chat import render_request, request_ids
 from opdcl.data.floors import content_free
 from opdcl.data.formats import PACKED_ROW, Row
-from opdcl.data.grading import Scores, score_answers
-from opdcl.data.nltk_tables import ensure_punkt
 from opdcl.data.own_tasks import own_task
-from opdcl.data.questions import question_task
 from opdcl.data.rows import load_records, load_rows
+from opdcl.data.scoring import Scores, question_task, score_answers
 from opdcl.data.stock_tasks import (
+    Answering,
+    answering_of,
+    ensure_punkt,
     refuse_unsafe,
     stock_file,
     stock_names,

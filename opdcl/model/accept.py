@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from opdcl.config.model import ModelConfig
-from opdcl.model.adapter_files import (
+from opdcl.model.backbone import Backbone, State
+from opdcl.model.check_adapter import (
     PREFIX,
     checked_settings,
     copied_weights,
@@ -17,9 +19,44 @@ from opdcl.model.adapter_files import (
     refuse_misfit,
     refuse_other_copies,
 )
-from opdcl.model.backbone import Backbone, State
-from opdcl.model.extended_vocabulary import read_more_tokens, shared_tokenizer
-from opdcl.model.load import load_base, load_model
+from opdcl.model.load import load_base, load_model, load_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def shared_tokenizer(
+    base: ModelConfig,
+    tuned: ModelConfig | None,
+    load: Callable[[ModelConfig], PreTrainedTokenizerBase] = load_tokenizer,
+) -> PreTrainedTokenizerBase:
+    """Return base's tokenizer, or that of a model tuned from it which has more tokens."""
+    tokenizer = load(base)
+    if tuned is None or not has_tokenizer(tuned):
+        return tokenizer
+    own = load(tuned)
+    return own if len(own) > len(tokenizer) else tokenizer
+
+
+def has_tokenizer(tuned: ModelConfig) -> bool:
+    """Return whether a tuned model was saved with its tokenizer; a merged one is often saved without."""
+    from opdcl.model.adapters import start_files
+
+    place = f"{tuned.id}@{tuned.revision}" if tuned.revision else tuned.id
+    folder = start_files(place)[0].parent
+    return any(folder.glob("tokenizer*"))
+
+
+@torch.no_grad()
+def read_more_tokens(base_lm: PreTrainedModel, tuned_lm: PreTrainedModel) -> None:
+    """Give base's input embeddings the rows that only the tuned model has; base's head is not changed."""
+    embeddings = base_lm.get_input_embeddings()
+    before_VH, after_VH = embeddings.weight, tuned_lm.get_input_embeddings().weight
+    if len(after_VH) > len(before_VH):
+        added_NH = after_VH[len(before_VH) :].to(before_VH)
+        # Where base ties both, its head keeps the parameter that was shared.
+        embeddings.weight = torch.nn.Parameter(torch.cat([before_VH, added_NH]))
+        embeddings.num_embeddings = len(after_VH)
 
 
 def load_backbone(

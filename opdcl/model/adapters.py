@@ -11,7 +11,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.shipped import ROW_FILES
 from opdcl.errors import UsageError, nearest_path
 from opdcl.hub import HUB_IDS, Repository, holds, parse, snapshot
-from opdcl.model.adapter_files import checked_settings
+from opdcl.model.check_adapter import checked_settings
 from opdcl.model.consent import base_of_run, stored_model
 from opdcl.model.rules import LOW_RANK, SERVED, WEIGHTS, AdapterFiles, refuse_broken
 from opdcl.model.tensors import headers

@@ -19,9 +19,8 @@ from opdcl.config.lora import LoraSection
 from opdcl.errors import OpdclError
 from opdcl.model.adapter_door import put_adapter
 from opdcl.model.architecture import eos_ids
-from opdcl.model.lora import adapter_weights, base_weight, fuse, merged_weight, scale
+from opdcl.model.lora import adapter_weights, base_weight, fuse, lora_config, merged_weight, scale
 from opdcl.model.quantized import is_quantized, quantized_layers
-from opdcl.model.targets import lora_config
 
 # `base`, `tuned`, `student`, or the name of a teacher that has an adapter of its own; `bare` is without any.
 State = str

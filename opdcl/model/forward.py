@@ -20,7 +20,7 @@ from opdcl.model.architecture import architecture
 from opdcl.model.hardware import run_in_threads
 from opdcl.model.llama import attends_within_rows, packed_states, trains_as_llama
 from opdcl.model.quantized import is_quantized
-from opdcl.types import Example
+from opdcl.words import Example
 
 # Fewest tokens of a part that runs on its own: with fewer, reading the weights takes longer than multiplying.
 PART_TOKENS = 96

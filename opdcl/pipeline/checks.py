@@ -21,8 +21,8 @@ from opdcl.model.consent import refuse_stored_places, trackers_of
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Measure, Task, Train, make_plan
-from opdcl.pipeline.records import Records, learned_rows, read_records
 from opdcl.pipeline.reuse import outcomes
+from opdcl.pipeline.stage_record import Records, learned_rows, read_records
 from opdcl.pipeline.trackers import check_trackers
 from opdcl.results.origins import count_learned, holder, learned_by, line_of
 from opdcl.rundir.layout import TEMPLATE, RunDir
@@ -30,7 +30,7 @@ from opdcl.rundir.layout import TEMPLATE, RunDir
 if TYPE_CHECKING:
     from opdcl.data.prompts import RecoverySource
     from opdcl.data.suites import Suite
-    from opdcl.types import Prompts, StreamName
+    from opdcl.words import Prompts, StreamName
 
 
 # What a tuned model and its base have in common.
@@ -162,8 +162,8 @@ def _check_gates(workflow: Workflow, tasks: list[Task]) -> None:
 
 def _check_tuned_model(job: Job) -> None:
     """Refuse a whole model with another base, and settings that need an adapter on base."""
+    from opdcl.model.accept import has_tokenizer
     from opdcl.model.compatibility import check_same_tokenizer
-    from opdcl.model.extended_vocabulary import has_tokenizer
 
     workflow, base, tuned = job.workflow, job.workflow.model, job.tuned
     if tuned is None:
@@ -253,8 +253,7 @@ def _check_finetune(job: Job) -> list[str]:
 
 def _check_recovery(job: Job, source: RecoverySource) -> list[str]:
     """Check that there is an adapter to recover, its teachers and every prompt; return notes on prompts."""
-    from opdcl.data.prompts import SHIPPED
-    from opdcl.data.reward_rows import count_short_of_room
+    from opdcl.data.prompts import SHIPPED, count_short_of_room
     from opdcl.model.compatibility import check_same_tokenizer
 
     workflow, run, config = job.workflow, job.run, job.workflow.recover
@@ -326,8 +325,8 @@ def _check_prompts(prompts: dict[StreamName, Prompts]) -> None:
 
 def check_adapters(job: Job) -> list[str]:
     """Check that the adapters of a run's start and of its teachers fit its base; return notes."""
-    from opdcl.model.adapter_files import check_on_base
     from opdcl.model.adapters import new_tokens, own_template
+    from opdcl.model.check_adapter import check_on_base
     from opdcl.model.compatibility import template_difference
 
     model, start, notes = job.workflow.model, job.adapter, list[str]()
@@ -355,7 +354,7 @@ def check_targets(model: ModelConfig, lora: LoraSection) -> None:
     if targets == "all-linear":
         return
     from opdcl.model.load import skeleton
-    from opdcl.model.targets import adaptable, is_target
+    from opdcl.model.lora import adaptable, is_target
 
     layers = adaptable(skeleton(model))
     wanted = [targets] if isinstance(targets, str) else [[target] for target in targets]
@@ -373,8 +372,8 @@ def check_targets(model: ModelConfig, lora: LoraSection) -> None:
 def _check_suites(job: Job, near: list[Row], to_do: bool) -> list[str]:
     """Check that each prompt and its longest answer fit; note answers that would be cut, and learned rows."""
     from opdcl.data.chat import encode_prompt
+    from opdcl.measure.evaluate import max_answer_tokens
     from opdcl.results.notes import learned_note  # it brings numpy
-    from opdcl.stages.evaluate import max_answer_tokens
 
     config, notes = job.workflow.eval, []
     suites = [job.suite(name) for name in config.suites()]
@@ -414,10 +413,10 @@ def _note_on_cut(job: Job, suite: Suite) -> str:
 
 def _check_servers(job: Job, todo: set[str], sends_key: bool) -> None:
     """Check that every server that the unfinished stages need grants access."""
-    from opdcl.model.adapter_files import checked_settings
     from opdcl.model.adapters import refuse_unserved
+    from opdcl.model.check_adapter import checked_settings
     from opdcl.model.load import skeleton
-    from opdcl.model.targets import lora_config
+    from opdcl.model.lora import lora_config
     from opdcl.sampling.server import check_access
 
     workflow, own = job.workflow, []

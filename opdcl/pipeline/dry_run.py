@@ -11,7 +11,7 @@ from opdcl.pipeline.checks import checked_plan, repeated_rows
 from opdcl.pipeline.forecast import forecast, memory_words
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Measure
-from opdcl.pipeline.records import read_records
+from opdcl.pipeline.stage_record import read_records
 from opdcl.results.format import Table
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.lock import refuse_foreign

@@ -24,7 +24,8 @@ from opdcl.model.consent import trackers_of
 from opdcl.pipeline.checks import checked_plan
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Measure, Task, Train
-from opdcl.pipeline.records import (
+from opdcl.pipeline.reuse import copy_finished, refuse_other_base, take_start
+from opdcl.pipeline.stage_record import (
     finish_stage,
     read_record,
     read_records,
@@ -32,7 +33,6 @@ from opdcl.pipeline.records import (
     write_learned,
     write_record,
 )
-from opdcl.pipeline.reuse import copy_finished, refuse_other_base, take_start
 from opdcl.pipeline.trackers import Tracking, scores
 from opdcl.results.origins import SET_ASIDE
 from opdcl.rundir import seals
@@ -225,7 +225,7 @@ class Session:
         Raises:
             OpdclError: A task failed, or the base weights changed on the way.
         """
-        from opdcl.pipeline.times import Timetable, work_of
+        from opdcl.pipeline.forecast import Timetable, work_of
 
         started = time.perf_counter()
         base, workflow = self.manifest["base"], self.job.workflow
@@ -328,8 +328,8 @@ class Session:
 
     def _measure(self, task: Measure) -> None:
         """Measure one state on one suite, or its closeness to base."""
-        from opdcl.stages.closeness import measure_closeness
-        from opdcl.stages.evaluate import evaluate
+        from opdcl.measure.distance import measure_closeness
+        from opdcl.measure.evaluate import evaluate
 
         job, config, run, backbone = self.job, self.job.workflow.eval, self.run, self.backbone
         state, adapter = task.state, run.adapters()[task.state] if task.state != "base" else None

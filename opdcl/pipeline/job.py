@@ -15,14 +15,14 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.shipped import shipped_suites
 from opdcl.config.workflow import Workflow
-from opdcl.data import grading, scoring
+from opdcl.data import scoring
 from opdcl.data.chat import encode_prompt
 from opdcl.data.examples import Examples, bad_rows, read_examples
 from opdcl.data.rows import Row, check_prompts
 from opdcl.pipeline.defaults import named_after, resolve_for_machine, text_config, with_steps
 from opdcl.pipeline.inputs import Inputs
 from opdcl.pipeline.plan import Task, make_plan
-from opdcl.pipeline.records import read_records
+from opdcl.pipeline.stage_record import read_records
 from opdcl.rundir.hashes import hash_value
 from opdcl.rundir.layout import RunDir
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from opdcl.data.prompts import RecoverySource
     from opdcl.data.suites import Suite
-    from opdcl.types import Prompts, StreamName
+    from opdcl.words import Prompts, StreamName
 
 
 class Job:
@@ -119,7 +119,7 @@ class Job:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The base model's tokenizer, or that of a tuned model with more tokens."""
-        from opdcl.model.extended_vocabulary import shared_tokenizer
+        from opdcl.model.accept import shared_tokenizer
 
         return shared_tokenizer(self.workflow.model, self.tuned, self.inputs.tokenizer)
 
@@ -251,7 +251,7 @@ class Job:
         for name, teacher in workflow.teachers().items():
             if teacher.model and (files := model_files(teacher.model)):
                 hashes[f"recover.teachers.{name}.model"] = hash_of(files)
-        scorers = [Path(grading.__file__), Path(scoring.__file__)]
+        scorers = [Path(scoring.__file__), Path(scoring.__file__)]
         for key, suite in suites.items():
             if shipped := shipped_suites().get(suite):
                 files = sorted(p for p in shipped.parent.iterdir() if p.is_file())

@@ -14,7 +14,7 @@ from opdcl.config.lora import LoraSection
 from opdcl.errors import UsageError, typed
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Measure, Task, Train
-from opdcl.pipeline.records import finish_stage, stage_folder
+from opdcl.pipeline.stage_record import finish_stage, stage_folder
 from opdcl.rundir.files import folder_appears_whole, write_atomic
 from opdcl.rundir.identity import weights_of_base
 from opdcl.rundir.layout import RunDir, StageDir

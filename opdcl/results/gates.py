@@ -25,7 +25,7 @@ from opdcl.results.status import FAULT, NoRatio, Retention
 from opdcl.results.summary import Results
 from opdcl.results.verdict import why_no_domain_retention, why_no_ratio
 from opdcl.rundir.layout import RunDir
-from opdcl.rundir.verify import verify
+from opdcl.rundir.seals import verify
 
 # A verdict in the JSON of a report: the gate, its outcome, and a sentence for people. Outcomes are `passed`,
 # `missed` and `inconclusive`.

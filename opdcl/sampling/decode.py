@@ -22,7 +22,7 @@ from opdcl import parallel
 from opdcl.model.forward import common_prefix
 from opdcl.model.hardware import is_out_of_memory, release
 from opdcl.sampling.decoder import COLUMNS, Decoder, Layout, bucket, cheapest_batches
-from opdcl.types import Rollout
+from opdcl.words import Rollout
 
 logger = logging.getLogger(__name__)
 

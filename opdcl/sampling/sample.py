@@ -23,7 +23,7 @@ from opdcl import parallel
 from opdcl.model.architecture import architecture
 from opdcl.model.quantized import is_quantized
 from opdcl.sampling.decode import Request, decode
-from opdcl.types import Prompt, Rollout
+from opdcl.words import Prompt, Rollout
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ import torch
 from opdcl.config.model import SERVED_TOKENS, WHOLE_VOCABULARY, is_this_machine
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.distributions import LogProbs, Served, TopTokens
-from opdcl.types import Prompt, Rollout
+from opdcl.words import Prompt, Rollout
 
 # The key, and the address of the one server that may have it. Without the address, it is one of this machine.
 KEY, OWNER = "OPDCL_SERVER_KEY", "OPDCL_SERVER_URL"

@@ -23,7 +23,7 @@ from opdcl.rundir.environment import machine_of, versions
 from opdcl.rundir.files import cache_home, write_atomic
 from opdcl.rundir.hashes import hash_files, hash_value
 from opdcl.train.teachers import Completions, OnFinished, Teacher
-from opdcl.types import Prompt, Rollout
+from opdcl.words import Prompt, Rollout
 
 logger = logging.getLogger(__name__)
 

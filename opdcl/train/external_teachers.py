@@ -28,7 +28,7 @@ from opdcl.sampling.server import Server
 from opdcl.train.losses import token_logprobs
 from opdcl.train.stage import save_adapter
 from opdcl.train.teachers import Teacher
-from opdcl.types import Prompt, Rollout
+from opdcl.words import Prompt, Rollout
 
 # Nats per token by which a model may differ from its copy on a server: between rounding and another model.
 SAME_MODEL = 0.3

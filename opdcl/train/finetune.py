@@ -37,7 +37,7 @@ from opdcl.train.stage import (
     seal_with_records,
 )
 from opdcl.train.teachers import SAMPLED, Completions, Teacher
-from opdcl.types import Batch, Example, Rollout
+from opdcl.words import Batch, Example, Rollout
 
 # Bytes of base's states at replayed answers that are kept: those of some ten thousand rows of a small model.
 KEPT_STATES = 2**30

@@ -26,7 +26,7 @@ from opdcl.sampling.sample import MISMATCH_RATIO
 from opdcl.train.losses import GradedTokens, TokenLosses, imitation_losses, missed_ends, token_losses
 from opdcl.train.stage import Clock, is_finite
 from opdcl.train.teachers import Teacher, Teachers, by_teacher
-from opdcl.types import Batch, Example, Loss, Rollout, StreamName, Weighting
+from opdcl.words import Batch, Example, Loss, Rollout, StreamName, Weighting
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ import torch
 
 from opdcl.model.distributions import HiddenStates, TeacherDistribution, rows_at_once, shared_rows
 from opdcl.model.hardware import run_in_threads
-from opdcl.types import Loss
+from opdcl.words import Loss
 
 # How far a token's probability ratio may move before the reward stops pushing it (PPO, arXiv 1707.06347).
 CLIP = 0.2

@@ -15,7 +15,7 @@ from opdcl.train.answer_cache import CompletionCache
 from opdcl.train.external_teachers import ServedStudent, make_teacher, reach_own_model
 from opdcl.train.reward import Reward
 from opdcl.train.teachers import Provided, Teacher
-from opdcl.types import Prompts, StreamName
+from opdcl.words import Prompts, StreamName
 
 
 @contextlib.contextmanager

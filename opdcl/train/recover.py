@@ -43,7 +43,7 @@ from opdcl.train.validation import (
     is_kept,
     teacher_name,
 )
-from opdcl.types import Batch, Prompts, Stream, StreamName
+from opdcl.words import Batch, Prompts, Stream, StreamName
 
 # Share of base's answers, in length and in how many end, from which the student's are worth grading: below,
 # they are stubs, or run on.

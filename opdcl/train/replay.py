@@ -18,7 +18,7 @@ from opdcl.rundir.files import read_jsonl, write_atomic
 from opdcl.train.learner import Learner
 from opdcl.train.stage import StageReport, counted, endless
 from opdcl.train.teachers import SAMPLED, Completions, Teacher
-from opdcl.types import Batch, Example, Loss, Prompt, Rollout, Stream, StreamName
+from opdcl.words import Batch, Example, Loss, Prompt, Rollout, Stream, StreamName
 
 # How many answers are written between two savings.
 REPLAYED_AT_ONCE = 512

@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from opdcl.config.recover import RewardSection
-from opdcl.data.answering import answering_of
 from opdcl.data.chat import answer_text, encode_prompt
 from opdcl.data.formats import Row
-from opdcl.data.grading import score_answers
-from opdcl.data.reward_rows import metric_of
-from opdcl.types import Rollout
+from opdcl.data.prompts import metric_of
+from opdcl.data.scoring import score_answers
+from opdcl.data.stock_tasks import answering_of
+from opdcl.words import Rollout
 
 if TYPE_CHECKING:
     from opdcl.model.backbone import Backbone

@@ -17,7 +17,7 @@ from opdcl.rundir.files import write_atomic
 from opdcl.train.schedule import prompt_order, sampled_together
 from opdcl.train.stage import StageReport, counted
 from opdcl.train.teachers import OnFinished, Provided, Teachers, by_teacher
-from opdcl.types import STREAMS, Author, Batch, Example, Prompt, Rollout, Step, StreamName
+from opdcl.words import STREAMS, Author, Batch, Example, Prompt, Rollout, Step, StreamName
 
 
 class RolloutQueue:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.train.stage import endless
-from opdcl.types import STREAMS, Step, StreamName
+from opdcl.words import STREAMS, Step, StreamName
 
 # A batch of this many sequences leaves little of the hardware idle; the student's go stale as it learns.
 FULL_BATCH, STUDENT_BATCH = 96, 64

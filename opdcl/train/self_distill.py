@@ -17,7 +17,7 @@ from opdcl.train.finetune import planned_steps
 from opdcl.train.recover import recover
 from opdcl.train.stage import StageReport, save_adapter
 from opdcl.train.teachers import Provided
-from opdcl.types import Prompts, StreamName
+from opdcl.words import Prompts, StreamName
 
 
 def self_distill(

@@ -33,7 +33,7 @@ from opdcl.model.backbone import Backbone, State
 from opdcl.model.forward import common_prefix
 from opdcl.model.lora import adapter_weights
 from opdcl.train.learner import Learner, micro_batches
-from opdcl.types import Prompt, Rollout, StreamName
+from opdcl.words import Prompt, Rollout, StreamName
 
 # Weights of the general prompts, mu, that are measured for a start, from tuned towards base.
 WEIGHTS_OF_GENERAL = (0.03, 0.1, 0.3, 1.0, 3.0)

@@ -35,7 +35,7 @@ from opdcl.model.distributions import HiddenStates, TeacherDistribution
 from opdcl.model.forward import answer_states
 from opdcl.model.lora import adapter_weights
 from opdcl.sampling.sample import sample
-from opdcl.types import Example, Judge, Prompt, Rollout
+from opdcl.words import Example, Judge, Prompt, Rollout
 
 # Receives the completions that have ended since its last call.
 OnFinished = Callable[[list[Rollout]], None]

@@ -28,7 +28,7 @@ from opdcl.train.rollouts import RolloutQueue
 from opdcl.train.stage import StageLog, StageReport, counted
 from opdcl.train.start import KL_NOISE
 from opdcl.train.teachers import Teachers
-from opdcl.types import STREAMS, Prompts, Rollout, StreamName
+from opdcl.words import STREAMS, Prompts, Rollout, StreamName
 
 # Measures a stream's progress where its own teacher changes from step to step.
 FROZEN: dict[StreamName, State] = {"general": "base", "domain": "tuned"}

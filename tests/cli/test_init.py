@@ -10,7 +10,7 @@ from helpers import command as runner
 from helpers.tiny import make_project
 
 from opdcl.cli import screen
-from opdcl.cli.init import init
+from opdcl.cli.config import init
 from opdcl.errors import UsageError
 
 ENDINGS = ("mar", "vane", "noch", "wick", "esk", "ton", "by", "ham")

@@ -13,7 +13,7 @@ HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "lm_eval", "acceler
 # Packages and modules that may import torch and its like; everything else must stay light.
 HEAVY_MODULES = (
     "sampling",
-    "stages",
+    "measure",
     "train",
     "model.architecture",
     "model.hardware",
@@ -23,18 +23,15 @@ HEAVY_MODULES = (
     "model.forward",
     "model.head",
     "model.lora",
-    "model.targets",
     "model.llama",
     "model.precision",
     "model.distributions",
     "model.compatibility",
-    "model.extended_vocabulary",
     "pipeline.dry_run",
     "pipeline.forecast",
-    "pipeline.times",
     "results",
-    "deploy.browser",
-    "deploy.chat",
+    "export.browser",
+    "export.chat",
     "__main__",
 )
 MODULES = sorted(

@@ -12,7 +12,7 @@ import pytest
 from helpers import command as runner
 from helpers.command import ENV, OPDCL, ROOT
 
-from opdcl.cli import streams
+from opdcl.cli import screen
 from opdcl.console import Output
 
 
@@ -41,7 +41,7 @@ def test_a_closed_stream_stops_no_command(tmp_path, closed):
 def test_output_in_another_encoding_loses_no_result(encoding, monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
-    streams.prepare()
+    screen.prepare()
     answer = {"answer": "Prüfung ⟦1⟧ 😀"}
     Output("json").result("", answer)
     sys.stdout.flush()

@@ -18,7 +18,7 @@ from helpers.command import ROOT
 from helpers.serving import serving
 
 from opdcl.model.backbone import Backbone
-from opdcl.types import Example
+from opdcl.words import Example
 
 pytestmark = pytest.mark.nightly
 
@@ -198,7 +198,7 @@ def server(loaded):
 
 
 def test_remote_grades_on_a_server_as_in_the_process(script, server, backbone, finished):
-    from opdcl.types import Prompt, Rollout
+    from opdcl.words import Prompt, Rollout
 
     remote = script("remote")
     texts = [Rollout(Prompt([1, 520, 3690, 198, i]), [i + 30, 40, 2], [], True) for i in range(3)]

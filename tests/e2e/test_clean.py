@@ -9,7 +9,7 @@ import sys
 from helpers.command import opdcl
 
 from opdcl.cli import screen
-from opdcl.cli.clean import clean
+from opdcl.cli.runs import clean
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.lock import locked
 

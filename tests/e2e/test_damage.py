@@ -10,7 +10,7 @@ from helpers.command import opdcl
 
 from opdcl.rundir.files import UNFINISHED
 from opdcl.rundir.layout import RunDir
-from opdcl.rundir.verify import verify
+from opdcl.rundir.seals import verify
 
 # Made from the others, and made again by `opdcl report`; or a log.
 RENDERED = {"report.md", "report.html", ".lock"}

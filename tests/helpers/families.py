@@ -16,7 +16,7 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrain
 
 from opdcl.model.backbone import Backbone
 from opdcl.sampling.sample import sample
-from opdcl.types import Prompt, Rollout
+from opdcl.words import Prompt, Rollout
 
 # The settings of a tiny model of any family.
 SIZES = {

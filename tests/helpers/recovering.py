@@ -19,7 +19,7 @@ from opdcl.train.rollouts import RolloutQueue
 from opdcl.train.schedule import plan_steps
 from opdcl.train.stage import StageReport, save_adapter
 from opdcl.train.teachers import Provided, Teacher
-from opdcl.types import Batch, Prompt
+from opdcl.words import Batch, Prompt
 
 PROMPT = [1, 520, 3690, 198]
 

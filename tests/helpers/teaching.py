@@ -6,7 +6,7 @@ import torch
 
 from helpers.recovering import PROMPT, make_trainer
 from opdcl.data.prompts import encode_stream, read_recovery_source
-from opdcl.types import Prompt, Rollout
+from opdcl.words import Prompt, Rollout
 
 ROLLOUTS = [
     Rollout(Prompt([*PROMPT, 7 * i + 3]), list(range(50 + i, 53 + 3 * i)), [], True) for i in range(4)

@@ -8,7 +8,7 @@ from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.recover import RecoverConfig, RewardSection
 from opdcl.train.replay import finetune_streams
 from opdcl.train.self_distill import as_distillation
-from opdcl.types import Loss, Stream, StreamName
+from opdcl.words import Loss, Stream, StreamName
 
 ROWS = "rows.jsonl"
 ANSWERED = "answered.jsonl"

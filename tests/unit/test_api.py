@@ -18,7 +18,7 @@ from opdcl.results.format import Table
 from opdcl.results.summary import Results
 from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.layout import RunDir
-from opdcl.rundir.verify import Finding
+from opdcl.rundir.seals import Finding
 
 # 16 rows and 37 replayed ones, three times, 16 to a step.
 THREE_EPOCHS = 10

@@ -2,7 +2,7 @@
 
 import pytest
 
-from opdcl.data.answering import Answering, answering_of
+from opdcl.data.stock_tasks import Answering, answering_of
 from opdcl.data.suites import cut_at
 from opdcl.errors import UsageError
 

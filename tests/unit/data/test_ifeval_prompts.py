@@ -12,8 +12,8 @@ from helpers.scripts import load_script
 from helpers.wording import nearest
 
 from opdcl.config.shipped import package_folder
-from opdcl.data.nltk_tables import ensure_punkt
 from opdcl.data.similarity import request_of
+from opdcl.data.stock_tasks import ensure_punkt
 
 ensure_punkt()
 import langdetect  # noqa: E402

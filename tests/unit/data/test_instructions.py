@@ -14,8 +14,8 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.shipped import package_folder
 from opdcl.data.similarity import similarity
 from opdcl.data.suites import PER_CONSTRAINT, constraints_of, load_suite
+from opdcl.measure import relevance
 from opdcl.model.accept import load_backbone
-from opdcl.stages import relevance
 
 ROOT = Path(__file__).parents[3]
 SUITE = package_folder("evals") / "instructions"

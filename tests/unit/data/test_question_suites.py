@@ -9,13 +9,13 @@ from helpers.recovering import Silent
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.recover import RewardSection
 from opdcl.data.chat import encode_prompt, render
-from opdcl.data.reward_rows import reward_rows
+from opdcl.data.prompts import reward_rows
 from opdcl.data.rows import load_rows
 from opdcl.data.suites import load_suite
 from opdcl.errors import UsageError
+from opdcl.measure.evaluate import evaluate
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
-from opdcl.stages.evaluate import evaluate
 
 QWEN3 = FAMILIES["qwen3"]
 

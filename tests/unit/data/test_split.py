@@ -12,8 +12,8 @@ from helpers.tiny import make_project
 
 from opdcl.api import finetune
 from opdcl.config.shipped import package_folder
-from opdcl.data.questions import document
 from opdcl.data.rows import check_lines, load_records
+from opdcl.data.scoring import document
 from opdcl.data.split import split_rows
 from opdcl.errors import UsageError
 from opdcl.results.intervals import difference

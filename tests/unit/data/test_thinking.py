@@ -12,8 +12,8 @@ from opdcl.config.model import ModelConfig
 from opdcl.data.chat import answer_text, encode_prompt, render, render_request
 from opdcl.data.formats import check_row
 from opdcl.errors import UsageError
+from opdcl.measure.evaluate import Asking, write_answers
 from opdcl.model.load import load_tokenizer
-from opdcl.stages.evaluate import Asking, write_answers
 
 QWEN3, GPT_OSS = FAMILIES["qwen3"], FAMILIES["gpt-oss"]
 ASKED = ["<|im_start|>", *"user\n2+2?", "<|im_end|>", "\n", "<|im_start|>", *"assistant\n"]

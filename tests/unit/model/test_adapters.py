@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from opdcl.config.model import ModelConfig
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.accept import accept_adapter
-from opdcl.model.adapter_files import check_on_base
 from opdcl.model.adapters import base_of, find_adapter
+from opdcl.model.check_adapter import check_on_base
 from opdcl.rundir.files import read_json
 
 

@@ -11,10 +11,9 @@ from peft import LoraConfig, PeftModel
 from opdcl.config.lora import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.model.accept import load_backbone
-from opdcl.model.adapter_files import check_on_base
 from opdcl.model.adapters import adapter_scale, check_adapter, find_adapter
-from opdcl.model.lora import adapter_weights
-from opdcl.model.targets import lora_config
+from opdcl.model.check_adapter import check_on_base
+from opdcl.model.lora import adapter_weights, lora_config
 from opdcl.rundir.files import read_json
 from opdcl.train.stage import save_adapter
 

@@ -14,8 +14,8 @@ from opdcl.config.lora import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
 from opdcl.model.accept import load_backbone
-from opdcl.model.adapter_files import check_on_base
 from opdcl.model.adapters import find_adapter
+from opdcl.model.check_adapter import check_on_base
 from opdcl.model.lora import base_weight
 from opdcl.pipeline.checks import check_targets
 from opdcl.pipeline.forecast import adapted_share

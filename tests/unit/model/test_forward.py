@@ -5,7 +5,7 @@ import math
 import torch
 
 from opdcl.model.forward import answer_ids, answer_states
-from opdcl.types import Example
+from opdcl.words import Example
 
 
 def test_the_prefix_of_all_rows_runs_once_up_to_the_first_graded_position(loaded):

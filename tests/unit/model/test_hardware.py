@@ -8,7 +8,7 @@ import torch
 from opdcl.model import forward
 from opdcl.model.forward import answer_states
 from opdcl.model.hardware import run_in_threads
-from opdcl.types import Example
+from opdcl.words import Example
 
 PREFIX = [1, 520, 3690, 198, 60]
 

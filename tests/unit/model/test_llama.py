@@ -13,7 +13,7 @@ from opdcl.model import forward, llama
 from opdcl.model.forward import Pass, answer_states, pick_pass
 from opdcl.model.llama import rms_norm
 from opdcl.model.lora import fuse
-from opdcl.types import Example
+from opdcl.words import Example
 
 FAMILIES = {
     "llama": {"attention_bias": True, "mlp_bias": True},

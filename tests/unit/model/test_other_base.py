@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
-from opdcl.model.adapter_files import check_on_base
 from opdcl.model.adapters import check_adapter
+from opdcl.model.check_adapter import check_on_base
 from opdcl.model.tensors import INDEX, weight_files
 
 

@@ -14,8 +14,8 @@ from peft.utils.integrations import dequantize_module_weight
 from opdcl.config.load import validate
 from opdcl.config.lora import LoraSection
 from opdcl.config.model import ModelConfig
-from opdcl.deploy.serve import serve_command
 from opdcl.errors import EnvironmentFault, UsageError
+from opdcl.export.serve import serve_command
 from opdcl.model import quantized
 from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
@@ -26,7 +26,7 @@ from opdcl.pipeline.job import Job
 from opdcl.rundir.files import read_json, write_json
 from opdcl.rundir.layout import RunDir
 from opdcl.sampling.sample import sample
-from opdcl.types import Prompt
+from opdcl.words import Prompt
 
 needs_bitsandbytes = pytest.mark.skipif(
     quantized.importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"

@@ -18,7 +18,7 @@ from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.sampling.sample import sample
 from opdcl.train.stage import save_adapter
 from opdcl.train.teachers import Teacher
-from opdcl.types import Prompt, Rollout
+from opdcl.words import Prompt, Rollout
 
 IDS = torch.arange(40, 60)[None]
 

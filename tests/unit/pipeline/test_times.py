@@ -8,10 +8,9 @@ from helpers.tiny import make_project
 
 from opdcl.config.load import load
 from opdcl.pipeline.dry_run import describe
-from opdcl.pipeline.forecast import memory_words
+from opdcl.pipeline.forecast import Timetable, Work, memory_words, time_of, work_of
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.records import stage_folder
-from opdcl.pipeline.times import Timetable, Work, time_of, work_of
+from opdcl.pipeline.stage_record import stage_folder
 from opdcl.rundir.files import write_atomic
 from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import RunDir

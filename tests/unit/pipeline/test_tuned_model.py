@@ -23,7 +23,7 @@ from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.hashes import file_hash
 from opdcl.rundir.layout import RunDir
 from opdcl.train.losses import GradedTokens, token_losses
-from opdcl.types import Loss
+from opdcl.words import Loss
 
 FLOAT = ("--set", "model.dtype=float32")
 MEASURE = ("--retention", "instructions", "--limit", "4", "--set", "eval.max_new_tokens=6", *FLOAT)

@@ -11,7 +11,7 @@ from opdcl.errors import UsageError
 from opdcl.pipeline.execute import execute
 from opdcl.pipeline.job import Job
 from opdcl.rundir.layout import RunDir
-from opdcl.rundir.verify import verify
+from opdcl.rundir.seals import verify
 
 _before_lock = []
 

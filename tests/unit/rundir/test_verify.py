@@ -5,8 +5,7 @@ import pytest
 from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.hashes import ADAPTER, SEAL, adapter_hash, damage, seal
 from opdcl.rundir.layout import STAGE_OF, RunDir
-from opdcl.rundir.seals import seal_new
-from opdcl.rundir.verify import verify
+from opdcl.rundir.seals import seal_new, verify
 
 
 @pytest.mark.parametrize("tenth", range(10))

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from opdcl.deploy.gguf import answer
+from opdcl.export.gguf import answer
 from opdcl.sampling.sample import pick_engine, sample
-from opdcl.types import Prompt
+from opdcl.words import Prompt
 
 PROMPT, VOCABULARY, DRAWS = [5, 9, 11, 7], 24, 4000
 

@@ -12,7 +12,7 @@ from opdcl.model.llama import decodes_as_llama
 from opdcl.sampling import decode
 from opdcl.sampling.decoder import DRAW_BLOCK, PREFILL, cheapest_batches, draw
 from opdcl.sampling.sample import pick_engine, sample
-from opdcl.types import Example, Prompt
+from opdcl.words import Example, Prompt
 
 TAILS = [[198], [198, 88, 99, 77], [33], [5, 6]]
 PROMPTS = [Prompt([1, 520, 3690, *tail]) for tail in TAILS]

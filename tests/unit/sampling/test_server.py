@@ -18,11 +18,11 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import TeacherSection
 from opdcl.data.suites import load_suite
 from opdcl.errors import OpdclError, UsageError
+from opdcl.measure.evaluate import Asking, write_answers
 from opdcl.model.accept import load_backbone
 from opdcl.model.distributions import HiddenStates, TopTokens, join
 from opdcl.rundir.files import read_jsonl
 from opdcl.sampling.server import KEY, _key_of, check_access
-from opdcl.stages.evaluate import Asking, write_answers
 from opdcl.train.external_teachers import (
     RemoteTeacher,
     ServedStudent,
@@ -32,7 +32,7 @@ from opdcl.train.external_teachers import (
 )
 from opdcl.train.losses import GradedTokens, token_logprobs, token_losses
 from opdcl.train.teachers import Teacher
-from opdcl.types import WHOLE, Loss, Prompt, Rollout
+from opdcl.words import WHOLE, Loss, Prompt, Rollout
 
 K = SERVED_TOKENS
 ROLLOUTS = [
@@ -577,7 +577,7 @@ def test_an_evaluation_on_a_server_gives_the_local_answers(backbone, tuned, else
 def test_a_sampled_evaluation_on_a_server_draws_the_same_again_also_after_an_interrupt(
     backbone, tuned, elsewhere, monkeypatch
 ):
-    monkeypatch.setattr("opdcl.stages.answers.SAMPLING_BATCH", 2)
+    monkeypatch.setattr("opdcl.measure.ask.SAMPLING_BATCH", 2)
     drawn, greedy = (load_suite(name) for name in ("instructions_sampled", "instructions"))
     answers = []
 

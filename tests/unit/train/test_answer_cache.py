@@ -17,7 +17,7 @@ from opdcl.train import answer_cache
 from opdcl.train.answer_cache import CompletionCache, texts_folder
 from opdcl.train.external_teachers import SecondModel
 from opdcl.train.teachers import EmaTeacher, Teacher
-from opdcl.types import Prompt, Rollout
+from opdcl.words import Prompt, Rollout
 
 PROMPTS = [Prompt([1, 520, 3690, 198, 9 + i]) for i in range(3)]
 OPTIONS = {"max_new_tokens": 5, "seed": 1}

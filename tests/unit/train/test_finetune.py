@@ -29,7 +29,7 @@ from opdcl.train.replay import finetune_streams, interleave, lay_out
 from opdcl.train.schedule import plan_steps
 from opdcl.train.self_distill import as_distillation, self_distill
 from opdcl.train.teachers import Teacher
-from opdcl.types import Batch, Example, Prompt, Rollout
+from opdcl.words import Batch, Example, Prompt, Rollout
 
 QA = Row([{"role": "user", "content": "What is the code?"}], "Seven", None, "here:1")
 

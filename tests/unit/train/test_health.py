@@ -14,7 +14,7 @@ from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.train.stage import StageLog
 from opdcl.train.validation import ResponseStats, check_kl, check_responses, response_sign
-from opdcl.types import Prompt, Rollout
+from opdcl.words import Prompt, Rollout
 
 BASE = ResponseStats(length=40.0, ended=0.8, repetition=0.02)
 TUNED = ResponseStats(length=9.0, ended=1.0, repetition=0.05)

@@ -11,7 +11,7 @@ from helpers.recovering import PROMPT, make_trainer, write_tuned
 from opdcl.train.learner import kl_by_teacher, micro_batches, token_weights
 from opdcl.train.recover import step_metrics
 from opdcl.train.teachers import Teacher
-from opdcl.types import Batch, Loss, Prompt, Rollout, Stream
+from opdcl.words import Batch, Loss, Prompt, Rollout, Stream
 
 ROLLOUTS = [
     Rollout(Prompt([*PROMPT, 7 * i + 3]), list(range(50 + i, 53 + 3 * i)), [], i != 1) for i in range(3)

@@ -16,7 +16,7 @@ from opdcl.train.losses import (
     missed_ends,
     token_losses,
 )
-from opdcl.types import Loss
+from opdcl.words import Loss
 
 V, H = 37, 8
 DIVERGENCES = ["reverse_kl", "forward_kl", "jsd", "top_k"]

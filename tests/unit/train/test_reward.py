@@ -16,8 +16,7 @@ from opdcl.config.evaluate import EvalConfig
 from opdcl.config.recover import RecoverConfig, RewardSection
 from opdcl.config.workflow import Workflow
 from opdcl.data.chat import encode_prompt
-from opdcl.data.prompts import read_recovery_source
-from opdcl.data.reward_rows import count_short_of_room, load_reward_task, reward_rows
+from opdcl.data.prompts import count_short_of_room, load_reward_task, read_recovery_source, reward_rows
 from opdcl.data.suites import load_suite
 from opdcl.errors import UsageError
 from opdcl.model.distributions import HiddenStates
@@ -25,7 +24,7 @@ from opdcl.rundir.files import read_jsonl
 from opdcl.train.losses import GradedTokens, clipped_gradient, token_losses
 from opdcl.train.reward import Reward, group_advantages
 from opdcl.train.teachers import Teacher
-from opdcl.types import Loss, Prompt, Rollout
+from opdcl.words import Loss, Prompt, Rollout
 
 GROUP = 4
 REWARDED = {"suite": "instructions_train", "metric": "inst_level_strict_acc", "group": GROUP}

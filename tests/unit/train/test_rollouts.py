@@ -7,7 +7,7 @@ from opdcl.config.lora import LoraSection
 from opdcl.sampling import decode
 from opdcl.train.stage import save_adapter
 from opdcl.train.teachers import Teacher
-from opdcl.types import Prompt
+from opdcl.words import Prompt
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from opdcl.train.start import (
     put_at_start,
 )
 from opdcl.train.teachers import Teacher
-from opdcl.types import Prompt, Rollout
+from opdcl.words import Prompt, Rollout
 
 
 def texts(seed, count=5, opening=PROMPT):

@@ -20,7 +20,7 @@ from opdcl.rundir.layout import StageDir
 from opdcl.train.external_teachers import make_teacher
 from opdcl.train.losses import GradedTokens, token_losses
 from opdcl.train.teachers import EmaTeacher, Teacher, teacher_here
-from opdcl.types import Loss
+from opdcl.words import Loss
 
 
 def test_an_ema_of_rate_one_is_the_student_and_of_rate_zero_is_frozen(adapted):

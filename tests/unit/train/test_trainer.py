@@ -10,7 +10,7 @@ from opdcl.errors import OpdclError, UsageError
 from opdcl.model.forward import Pass, answer_ids, answer_states
 from opdcl.sampling import decode
 from opdcl.train.validation import HeldOut
-from opdcl.types import Loss, Prompt, Prompts, Rollout
+from opdcl.words import Loss, Prompt, Prompts, Rollout
 
 ROLLOUTS = [
     Rollout(Prompt([*PROMPT, 7 * i + 3]), list(range(50 + i, 53 + 3 * i)), [], True) for i in range(6)

@@ -8,9 +8,9 @@ from helpers.recovering import Counting, write_tuned
 
 from opdcl.config.evaluate import EvalConfig
 from opdcl.data.suites import load_suite
+from opdcl.measure import evaluate as stage
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
-from opdcl.stages import evaluate as stage
 
 
 @pytest.fixture

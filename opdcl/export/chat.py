@@ -13,7 +13,7 @@ from opdcl.data.formats import Row
 from opdcl.errors import UsageError
 from opdcl.model.accept import accept_adapter, load_backbone
 from opdcl.sampling.sample import sample
-from opdcl.types import Prompt, Rollout
+from opdcl.words import Prompt, Rollout
 
 
 class Chat:

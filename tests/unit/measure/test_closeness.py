@@ -11,16 +11,17 @@ from opdcl.config.evaluate import EvalConfig
 from opdcl.data.chat import encode_prompt
 from opdcl.data.formats import check_row
 from opdcl.errors import OpdclError, UsageError
+from opdcl.measure import ask as asking
+from opdcl.measure import distance
+from opdcl.measure.ask import SEED
+from opdcl.measure.distance import measure_closeness
 from opdcl.model.backbone import Backbone
 from opdcl.results.measurements import load_closeness
 from opdcl.results.ratios import closeness_of
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import RunDir
-from opdcl.stages import answers, closeness
-from opdcl.stages.answers import SEED
-from opdcl.stages.closeness import measure_closeness
 from opdcl.train.teachers import Teacher
-from opdcl.types import Prompt
+from opdcl.words import Prompt
 
 CONFIG = EvalConfig(max_new_tokens=10, batch_size=4)
 ASKED = [
@@ -137,9 +138,9 @@ def test_the_distance_grows_with_the_adapter(adapted, run):
 def test_base_reads_its_own_answers_once_for_all_states(adapted, run, tmp_path):
     backbone, adapter = adapted
     measure(backbone, run)
-    assert closeness.BASE_HIDDEN_STATES[backbone]
+    assert distance.BASE_HIDDEN_STATES[backbone]
     _, kept = measure(backbone, run, "tuned", adapter)
-    closeness.BASE_HIDDEN_STATES.clear()
+    distance.BASE_HIDDEN_STATES.clear()
     other = RunDir(tmp_path / "other")
     shutil.copytree(run.evals / "base", other.evals / "base")
     _, again = measure(backbone, other, "tuned", adapter)
@@ -171,7 +172,7 @@ def test_the_noise_is_that_of_16_bits_and_above_that_of_32(adapted, run, tmp_pat
 
 
 def test_an_interrupted_measurement_ends_with_the_same_numbers(adapted, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(answers, "SAMPLING_BATCH", 4)
+    monkeypatch.setattr(asking, "SAMPLING_BATCH", 4)
     backbone, adapter = adapted
     clean = RunDir(tmp_path / "clean")
     for state, folder in (("base", None), ("tuned", adapter)):
@@ -192,7 +193,7 @@ def test_an_interrupted_measurement_ends_with_the_same_numbers(adapted, run, tmp
 
 
 def test_rows_of_another_model_or_limit_are_not_reused(backbone, run, monkeypatch):
-    monkeypatch.setattr(answers, "SAMPLING_BATCH", 4)
+    monkeypatch.setattr(asking, "SAMPLING_BATCH", 4)
     with pytest.raises(KeyboardInterrupt):
         measure(backbone, run, report=StopAt())
     _, rows = measure(backbone, run, config=EvalConfig(max_new_tokens=3, batch_size=4))

@@ -13,12 +13,12 @@ from opdcl.config.lora import LoraSection
 from opdcl.data.chat import render
 from opdcl.data.own_words import own_text
 from opdcl.data.suites import load_suite
+from opdcl.measure import relevance
+from opdcl.measure.evaluate import evaluate
+from opdcl.measure.relevance import Reader
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
-from opdcl.stages import relevance
-from opdcl.stages.evaluate import evaluate
-from opdcl.stages.relevance import Reader
 
 REQUESTS = ["Describe a lamp.", "Why do owls hoot?", "Compare tea with coffee.", "What is a fjord?"]
 DOCS = [{"prompt": f"{r} Answer in one sentence.", "request": r} for r in REQUESTS]

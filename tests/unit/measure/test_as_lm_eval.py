@@ -9,9 +9,9 @@ from helpers.stock import STOCK, Recorder, run_by_lm_eval, write_stock
 from opdcl.config.evaluate import EvalConfig
 from opdcl.data.suites import load_suite
 from opdcl.errors import UsageError
+from opdcl.measure import evaluate as stage
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
-from opdcl.stages import evaluate as stage
 
 MOST = 12  # tokens of an answer
 # What lm-eval would do and we do not, or whose scores are not those of single answers.

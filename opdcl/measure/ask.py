@@ -26,7 +26,7 @@ from opdcl.rundir.layout import RunDir
 from opdcl.train.cost import peak_memory
 from opdcl.train.learner import micro_batches
 from opdcl.train.stage import StageReport
-from opdcl.types import Example, Prompt, Rollout
+from opdcl.words import Example, Prompt, Rollout
 
 # The number of prompts whose answers are drawn together, in the order of the questions. A sample depends on a
 # prompt's place among them, so the number is fixed: batch size and interrupts change nothing. All states use

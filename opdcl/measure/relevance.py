@@ -19,20 +19,20 @@ from typing import Any
 
 from opdcl import parallel
 from opdcl.data.chat import render
-from opdcl.data.grading import Scores
 from opdcl.data.own_words import own_text
+from opdcl.data.scoring import Scores
 from opdcl.data.similarity import similarity
 from opdcl.data.suites import Suite
+from opdcl.measure.ask import read_states
 from opdcl.model.backbone import Backbone
 from opdcl.model.distributions import HiddenStates
 from opdcl.model.forward import answer_ids
 from opdcl.rundir.hashes import hash_files
-from opdcl.stages.answers import read_states
 from opdcl.train.answer_cache import CompletionCache
 from opdcl.train.losses import token_logprobs
 from opdcl.train.stage import StageReport, counted
 from opdcl.train.teachers import Teacher
-from opdcl.types import Example, Prompt, Rollout
+from opdcl.words import Example, Prompt, Rollout
 
 # Answers, or prompts, by the number of their document.
 Texts = dict[int, str]
@@ -60,7 +60,7 @@ FEWEST_WORDS = 4
 """An answer of fewer words than this is not asked for its order."""
 
 # The code that decides what is found, beside that of the models.
-READING = ("stages/answers.py", "train/learner.py", "train/losses.py")
+READING = ("measure/ask.py", "train/learner.py", "train/losses.py")
 READING_CODE = [Path(__file__).parents[1] / name for name in READING]
 
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from opdcl.config.model import ModelConfig
 from opdcl.data.rows import on_hub
-from opdcl.deploy.gguf import OUTTYPES, compare, find_converter, in_words, modelfile, to_gguf
 from opdcl.errors import UsageError, typed
+from opdcl.export.gguf import OUTTYPES, compare, find_converter, in_words, modelfile, to_gguf
 from opdcl.hub import HUB_IDS, parse, reachable
-from opdcl.model.adapter_files import note_other_base
 from opdcl.model.adapters import find_states
+from opdcl.model.check_adapter import note_other_base
 from opdcl.rundir.files import folder_appears_whole, write_atomic, write_json
 from opdcl.rundir.hashes import ADAPTER
 from opdcl.rundir.layout import STAGE_OF, RunDir, adapter_config
@@ -171,9 +171,8 @@ def merge(
 
 
 def _load(base: ModelConfig, tuned: ModelConfig | None, adapter: Path, as_stored: bool = False) -> Backbone:
-    from opdcl.model.accept import accept_adapter
+    from opdcl.model.accept import accept_adapter, shared_tokenizer
     from opdcl.model.backbone import Backbone
-    from opdcl.model.extended_vocabulary import shared_tokenizer
     from opdcl.model.load import load_base, load_model
 
     if tuned:

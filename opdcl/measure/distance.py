@@ -30,11 +30,7 @@ from opdcl.data.chat import encode_prompt
 from opdcl.data.formats import Row
 from opdcl.data.suites import mean_score
 from opdcl.errors import OpdclError, UsageError
-from opdcl.model.backbone import Backbone, State
-from opdcl.model.distributions import HiddenStates, rows_at_once, shared_rows
-from opdcl.rundir.files import RESTORE, read_jsonl
-from opdcl.rundir.layout import RunDir
-from opdcl.stages.answers import (
+from opdcl.measure.ask import (
     SEED,
     AnswerStates,
     Question,
@@ -45,12 +41,16 @@ from opdcl.stages.answers import (
     read_states,
     store,
 )
+from opdcl.model.backbone import Backbone, State
+from opdcl.model.distributions import HiddenStates, rows_at_once, shared_rows
+from opdcl.rundir.files import RESTORE, read_jsonl
+from opdcl.rundir.layout import RunDir
 from opdcl.train.answer_cache import CompletionCache
 from opdcl.train.cost import reset_peak_memory
 from opdcl.train.losses import chunks, forward_kl, reverse_kl
 from opdcl.train.stage import StageReport, counted
 from opdcl.train.teachers import Teacher
-from opdcl.types import Example, Rollout
+from opdcl.words import Example, Rollout
 
 # Base's answers that were drawn together, by their first prompt, with base's states of them: later states
 # need both.

@@ -7,11 +7,11 @@ from lm_eval.api.instance import Instance
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.shipped import package_folder
 from opdcl.data.suites import load_suite
+from opdcl.measure import evaluate as stage
+from opdcl.measure.evaluate import Asking, write_answers
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.hashes import hash_files
 from opdcl.rundir.layout import RunDir
-from opdcl.stages import evaluate as stage
-from opdcl.stages.evaluate import Asking, write_answers
 
 EVALS = package_folder("evals")
 QUESTIONS = [f"What is the code of room {i}{'?' * (i % 3 + 1)}" for i in range(7)]
@@ -33,7 +33,7 @@ class Interrupted(Silent):
 @pytest.fixture
 def ask(backbone, tmp_path, monkeypatch):
     """Return a function that answers questions with base, three at a time."""
-    monkeypatch.setattr("opdcl.stages.answers.SAMPLING_BATCH", 3)
+    monkeypatch.setattr("opdcl.measure.ask.SAMPLING_BATCH", 3)
 
     def run(options=SAMPLED, name="kept", questions=QUESTIONS, stop=None, batch_size=2):
         partial = tmp_path / name

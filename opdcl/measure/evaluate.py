@@ -19,16 +19,13 @@ from torch.nn.functional import pad
 
 from opdcl import parallel
 from opdcl.config.evaluate import EvalConfig
-from opdcl.data.answering import answering_of
 from opdcl.data.chat import request_ids
-from opdcl.data.grading import score_documents
+from opdcl.data.scoring import score_documents
+from opdcl.data.stock_tasks import answering_of
 from opdcl.data.suites import Grade, Suite, cut_at, quiet_lm_eval
 from opdcl.errors import UsageError
-from opdcl.model.backbone import Backbone, State
-from opdcl.rundir.identity import Identity
-from opdcl.rundir.layout import RunDir
-from opdcl.stages import relevance
-from opdcl.stages.answers import (
+from opdcl.measure import relevance
+from opdcl.measure.ask import (
     SECOND_SEED,
     SEED,
     AnswerCache,
@@ -41,12 +38,15 @@ from opdcl.stages.answers import (
     reuse_samples,
     store,
 )
+from opdcl.model.backbone import Backbone, State
+from opdcl.rundir.identity import Identity
+from opdcl.rundir.layout import RunDir
 from opdcl.train.answer_cache import CompletionCache
 from opdcl.train.cost import reset_peak_memory
 from opdcl.train.external_teachers import reach_own_model
 from opdcl.train.stage import StageReport
 from opdcl.train.teachers import Teacher
-from opdcl.types import Rollout
+from opdcl.words import Rollout
 
 # Memory for the logits of one batch of log-likelihoods, which are kept for every position, in bytes.
 LOGIT_BYTES = 2**30

@@ -10,13 +10,13 @@ from opdcl.config.evaluate import EvalConfig
 from opdcl.data.floors import CONSTANT_ANSWER
 from opdcl.data.suites import load_suite
 from opdcl.errors import UsageError
+from opdcl.measure import relevance
+from opdcl.measure.ask import counter
+from opdcl.measure.evaluate import Asking, evaluate, max_answer_tokens, write_answers
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
-from opdcl.stages import relevance
-from opdcl.stages.answers import counter
-from opdcl.stages.evaluate import Asking, evaluate, max_answer_tokens, write_answers
 from opdcl.train.answer_cache import texts_folder
-from opdcl.types import Prompt, Rollout
+from opdcl.words import Prompt, Rollout
 
 QUESTIONS = [f"What is the code of room {i}?" for i in range(6)]
 
