@@ -1,4 +1,4 @@
-"""Example commands, and the likely meaning of a command or option that was mistyped."""
+"""How `--help` looks, example commands, and the likely meaning of a command or option that was mistyped."""
 
 from __future__ import annotations
 

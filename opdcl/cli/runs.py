@@ -1,4 +1,4 @@
-"""The commands about finished runs: report, compare, verify, chat, export, serve; and doctor."""
+"""The commands about finished runs: report, compare, verify, chat, export, serve, clean; and doctor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The terminal of the command line: how it is set up, and how a result is printed."""
+"""The terminal of the command line: how streams and screen are set up, and how a result is printed."""
 
 from __future__ import annotations
 

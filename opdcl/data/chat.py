@@ -1,4 +1,7 @@
-"""Turn rows into token ids through the model's chat template, and completions into answers."""
+"""Turn rows into token ids through the model's chat template, and completions into answers.
+
+Tokens that are no text are found here too: which a vocabulary has, and which rows hold them in their text.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """One message of a conversation, as trainers and data sets write it: its role, text, thought and tool calls.
 
-What a message holds is kept, refused, or named as unread. The caller adds the row's place to an error."""
+What a message holds is kept, refused, or named as unread. The caller adds the row's place to an error.
+Fields are read alike from JSONL, CSV, Parquet and `datasets`, which write missing values, JSON in text,
+numbers and *no* differently."""
 
 from __future__ import annotations
 

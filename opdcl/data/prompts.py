@@ -1,7 +1,8 @@
 """The data of a recovery: rows, read once; token ids per stream, with each prompt's teacher and context.
 
 General prompts come from one source, or from several in given shares. A single file is used whole. The
-shipped prompts are drawn group by group."""
+shipped prompts are drawn group by group. With a reward, the documents of a suite are the prompts, asked word
+for word as an evaluation asks them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Score short answers against gold answers by their words, in any script. Shipped suites import it too."""
+"""Score answers: short ones against gold answers by their words, in any script, others by a task's own rules.
+
+A user's rows as a suite are asked with their whole conversation. Shipped suites import this file too.
+"""
 
 from __future__ import annotations
 

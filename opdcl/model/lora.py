@@ -1,6 +1,7 @@
 """One layer with a LoRA or DoRA adapter: its weights, the merged sum, and its pass as one autograd node.
 
-A layer is a linear one, or PEFT's `ParamWrapper` around the stacked weights of experts.
+A layer is a linear one, or PEFT's `ParamWrapper` around the stacked weights of experts, which transformers
+keeps in 3-D parameters.
 
 LoRA (arXiv 2106.09685, eq. 3): y = x W^T + s (x A^T) B^T. PEFT computes the two terms separately, then
 scales and adds them: two more passes over the output and about eight nodes per layer, which is a large part

@@ -1,4 +1,8 @@
-"""Forecast steps, memory and disk of a run from the model's config and its data."""
+"""Forecast steps, memory, disk and time of a run from the model's config, its data, and its own pace so far.
+
+Time is counted in tokens: those that a task learns, and those that it writes if every answer is as long as
+it may be. A rate is seconds per token of a kind of task: `finetune`, `recover` or `eval`.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A file that has changed since is refused; `--force` repeats the stage or the result that it belongs to. A call
 that is about to change a file forgets its hash first, so a crash in between leaves a file without a hash,
-never one with a wrong hash. The next call seals it."""
+never one with a wrong hash. The next call seals it. `verify` compares all of a run with what it recorded."""
 
 from __future__ import annotations
 
