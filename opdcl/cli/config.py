@@ -1,4 +1,4 @@
-"""The commands about recipes and settings: opdcl workflows ..., opdcl config ..., and init, which writes one."""
+"""The commands about recipes and settings: opdcl workflows ..., opdcl config ..., opdcl init."""
 
 from __future__ import annotations
 
