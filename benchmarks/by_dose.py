@@ -37,22 +37,14 @@ ARMS = {
         "before": "64 steps from the scaled one, the student in the second half",
         "half": "**32 steps from the projected one, the student in the second half**",
         "fast": "32 steps from the projected one, the student from the first step",
-        "base-writes": "32 steps from the projected one, base writes all answers, no reverse KL",
-        "student-writes": "32 steps from the projected one, the student writes all answers, no reverse KL",
-        "replay-30": "a fine-tune with 30 % replay, no recovery",
-        "replay-70": "a fine-tune with 70 % replay, no recovery",
     },
-    "rate": {
+    "words": {
         "tuned": "a plain fine-tune",
-        "r5-16": "16 steps, rate 5e-4",
-        "r10-16": "16 steps, rate 1e-3",
-        "r20-16": "16 steps, rate 2e-3",
-        "r5-32": "32 steps, rate 5e-4",
-        "r10-32": "32 steps, rate 1e-3",
-        "r20-32": "32 steps, rate 2e-3",
-        "r10-32-rows12": "32 steps, rate 1e-3, half of the domain rows",
-        "r10-32-scaled": "32 steps, rate 1e-3, from the scaled start",
-        "r5-64": "64 steps, rate 5e-4",
+        "projected": "the same, projected, no training",
+        "off": "32 steps from there, base writes all general answers",
+        "half": "32 steps, base writes half of them, then the student",
+        "on": "32 steps, the student writes all",
+        "long": "**64 steps, base writes half, then the student**",
     },
     "larger": {"tuned": "a plain fine-tune", "larger": "**the same, then a recovery of 48 steps**"},
     "documents": {
@@ -70,8 +62,11 @@ PAIRS = {
     "fast": {
         "projected - scaled, no training": ("projected", "scaled"),
         "32 steps from the projected start - 64 from the scaled one": ("half", "before"),
-        "the student writes half - base writes all": ("half", "base-writes"),
-        "the student writes all - base writes all": ("student-writes", "base-writes"),
+    },
+    "words": {
+        "the student writes half - base writes all": ("half", "off"),
+        "the student writes all - base writes all": ("on", "off"),
+        "64 steps - 32": ("long", "half"),
     },
 }
 

@@ -50,6 +50,23 @@ def closeness() -> str:
     return rows_of(columns, unbroken(rows, 1))
 
 
+def rate() -> str:
+    """Return what each rate reached on held-out prompts, beside the start."""
+    table = []
+    for row in read("rate").get("held_out", []):
+        name = f"{row['steps']} steps, rate {row['rate']:g}" if row["rate"] else row["arm"]
+        nats = [f"{row[key]:.2f}" for key in ("general_kl", "own_distance", "domain_kl")]
+        table.append([name, *nats, f"{row['own_length']:.0f}"])
+    columns = [
+        "recovery",
+        "KL to base on its answers",
+        "distance on own answers",
+        "KL to tuned, domain",
+        "tokens",
+    ]
+    return rows_of(columns, table) if table else NOT_MEASURED
+
+
 def quotes() -> str:
     """Return the quoted prompts with the answers of the three models."""
     rows = []
@@ -235,8 +252,9 @@ TABLES = {
     "contradictions": contradictions,
     "decided": decided,
     "decided-pairs": lambda: pairs(["decided"], DECIDED_PAIRS, SCORES),
-    **{record: partial(by_arm, record) for record in ("equal", "fast", "rate", "larger", "documents")},
-    **{f"{record}-pairs": partial(paired, record) for record in ("equal", "fast")},
+    **{record: partial(by_arm, record) for record in ("equal", "fast", "words", "larger", "documents")},
+    "rate": rate,
+    **{f"{record}-pairs": partial(paired, record) for record in ("equal", "fast", "words")},
     "replay": replayed,
     "replay-pairs": lambda: pairs(["start", "replay"], REPLAY_PAIRS, SCORES),
     "closeness": closeness,
