@@ -20,8 +20,8 @@ from opdcl.errors import UsageError, translate
 
 if TYPE_CHECKING:
     from opdcl.console import Output
-    from opdcl.export.browser import ChatServer
-    from opdcl.export.chat import Chat
+    from opdcl.deploy.browser import ChatServer
+    from opdcl.deploy.chat import Chat
     from opdcl.outcomes import Comparison, Outcome, Plan, Result, Verification
 
 # What takes time to import is imported by the verb that needs it.
@@ -347,7 +347,7 @@ def chat_page(
     """
     output = _output(False)
     states = _chat_states(source, temperature, trust_remote_code)(output)
-    from opdcl.export.browser import ChatServer
+    from opdcl.deploy.browser import ChatServer
     from opdcl.results.measurements import load_suites
     from opdcl.results.origins import system_prompt
     from opdcl.results.samples import regained_prompts
@@ -372,7 +372,7 @@ def _chat_states(source: PathLike, temperature: float, trust_remote_code: bool) 
 
     def load(output: "Output") -> "Chat":
         with output.busy("loading the model"), quiet_libraries():
-            from opdcl.export.chat import Chat
+            from opdcl.deploy.chat import Chat
 
             return Chat(base, adapters, tuned)
 
@@ -410,7 +410,7 @@ def export(
     Example: opdcl.export("runs/mine", "my-model")
     """
     from opdcl.console import quiet_libraries
-    from opdcl.export.export import export
+    from opdcl.deploy.export import export
     from opdcl.outcomes import Outcome
 
     with _output(quiet).stage("export") as line, quiet_libraries():

@@ -163,7 +163,7 @@ BASE = "Model: smollm2-135m (embedded), a Hub id, or a folder"
 
 
 def init(
-    data: Annotated[str | None, typer.Argument(metavar="ROWS_HELP", help=f"{ROWS_HELP}.")] = None,
+    data: Annotated[str | None, typer.Argument(metavar="ROWS", help=f"{ROWS_HELP}.")] = None,
     base: Annotated[str | None, typer.Option(help=f"{BASE}.")] = None,
     test_share: Annotated[float, typer.Option(help="Share of the rows to set aside as a test.")] = 0.1,
     out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="Workflow.")] = Path("mine.yaml"),
@@ -181,7 +181,7 @@ def init(
     files = [out, *(out.with_name(f"{out.stem}-{part}.jsonl") for part in ("rows", "test-rows"))]
     if there := [str(place) for place in (*files, Path("runs") / out.stem) if place.exists()]:
         raise UsageError(f"{there[0]} exists", "-o NAME.yaml chooses another name")
-    for name, given in (("ROWS_HELP", data), ("--base", base)):
+    for name, given in (("ROWS", data), ("--base", base)):
         if given == "" or (given is None and not screen.output.can_ask()):
             problem = "is empty" if given == "" else "is not given, and nobody can be asked"
             raise UsageError(f"{name} {problem}", "opdcl init rows.jsonl --base MODEL")

@@ -21,7 +21,7 @@ from opdcl.cli.screen import show, start, suggest
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError, typed
 
 if TYPE_CHECKING:
-    from opdcl.export.browser import ChatServer
+    from opdcl.deploy.browser import ChatServer
 import shutil
 
 from opdcl.rundir.files import RESTORE
@@ -221,7 +221,7 @@ def serve(
     json: opt.Json = False,
 ) -> None:
     """Serve base, tuned and recovered with vLLM, under these names. Arguments after -- are passed to vLLM."""
-    from opdcl.export.serve import serve_command
+    from opdcl.deploy.serve import serve_command
     from opdcl.rundir.layout import open_run
 
     start(json)

@@ -30,8 +30,8 @@ HEAVY_MODULES = (
     "pipeline.dry_run",
     "pipeline.forecast",
     "results",
-    "export.browser",
-    "export.chat",
+    "deploy.browser",
+    "deploy.chat",
     "__main__",
 )
 MODULES = sorted(

@@ -28,7 +28,7 @@ ORDER = (
     ("console",),
     ("arguments", "outcomes"),
     ("pipeline",),
-    ("export",),
+    ("deploy",),
     ("api", "doctor"),
     ("opdcl",),
     ("cli",),

@@ -14,8 +14,8 @@ from opdcl.cli.config import workflow_text
 from opdcl.config.load import load
 from opdcl.config.model import ModelConfig
 from opdcl.config.shipped import find_workflow
+from opdcl.deploy.export import write_readme
 from opdcl.errors import UsageError
-from opdcl.export.export import write_readme
 from opdcl.sanitize import harmless_json
 
 FILES = [Path(f"mine{end}") for end in (".yaml", "-rows.jsonl", "-test-rows.jsonl")]

@@ -222,8 +222,9 @@ def test_a_path_that_leads_nowhere_and_two_suites_of_one_name_are_refused(folder
 def test_the_example_on_the_page_is_measured(folder):
     page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     section = page.partition("## A scorer of your own")[2].partition("\n## ")[0]
-    flow, task, scorer = re.findall(r"```(?:text|python)\n(.*?)```", section, re.DOTALL)
-    for name, text in (("flow.yaml", flow), ("mytasks/flags.yaml", task), ("mytasks/utils.py", scorer)):
+    task, scorer = re.findall(r"```(?:text|python)\n(.*?)```", section, re.DOTALL)
+    (folder / "flow.yaml").write_text("eval: {retention: [mytasks/flags.yaml]}")
+    for name, text in (("mytasks/flags.yaml", task), ("mytasks/utils.py", scorer)):
         (folder / name).write_text(text)
     config = load([str(folder / "flow.yaml")])[0].eval
     suite = load_suite(config.retention[0], config, trusted=True)

@@ -14,8 +14,8 @@ from peft.utils.integrations import dequantize_module_weight
 from opdcl.config.load import validate
 from opdcl.config.lora import LoraSection
 from opdcl.config.model import ModelConfig
+from opdcl.deploy.serve import serve_command
 from opdcl.errors import EnvironmentFault, UsageError
-from opdcl.export.serve import serve_command
 from opdcl.model import quantized
 from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone

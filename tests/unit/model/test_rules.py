@@ -73,7 +73,7 @@ CASES = {
     ),
     "SERVED": ({}, {"use_dora": {"use_dora": True}, "target_parameters": {"target_parameters": ["a"]}}),
     "CONFIG": (AutoConfig.for_model("llama"), {"it is a language model": AutoConfig.for_model("gemma3")}),
-    "MODEL_FILES": (
+    "FILES_OF_A_MODEL": (
         found(unexpected=["visual.weight"]),
         {
             "no tensor is missing": found(missing=["a.weight"], unexpected=["module.a.weight"]),

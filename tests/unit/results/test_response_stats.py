@@ -6,7 +6,7 @@ from scipy.stats import t as student
 
 from opdcl.repetition import repetition
 from opdcl.results import estimates, ratios
-from opdcl.results.measurements import WRITTEN, MeasuredSuite, States, response_values, script_of
+from opdcl.results.measurements import OF_ANSWERS, MeasuredSuite, States, response_values, script_of
 from opdcl.results.ratios import MARGINS, ResponseTest
 
 ENGLISH, GERMAN, RUSSIAN, CHINESE = "Keep it short.", "Fasse dich kurz.", "Пиши коротко.", "请简短回答。"
@@ -67,7 +67,7 @@ def test_an_answer_may_be_in_the_script_of_the_prompt_or_of_base_s_answer():
 def test_what_rows_do_not_tell_is_left_out():
     old = {"response": ENGLISH, "tokens": 4}
     whole = old | {"ended": True}
-    assert set(response_values(suite_of(base=[whole, whole]), "base")) == {*WRITTEN}
+    assert set(response_values(suite_of(base=[whole, whole]), "base")) == {*OF_ANSWERS}
     assert column("ended", whole, old) is None
     # Where likelihoods were compared, the response is a choice.
     assert column("distinct", whole | {"likelihoods": [0.0, -1.0]}) is None

@@ -16,9 +16,9 @@ from helpers.synthetic import measure, measure_states, write
 import opdcl
 from opdcl.cli import runs
 from opdcl.config.model import ModelConfig
-from opdcl.export import browser
-from opdcl.export.browser import ChatServer, _Handler
-from opdcl.export.chat import Chat
+from opdcl.deploy import browser
+from opdcl.deploy.browser import ChatServer, _Handler
+from opdcl.deploy.chat import Chat
 from opdcl.rundir.layout import RunDir
 
 

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import opdcl
 from opdcl.config.model import ModelConfig
 from opdcl.data.chat import render
+from opdcl.deploy.export import copy_adapter, export, write_readme
+from opdcl.deploy.gguf import PROGRAM, SCRIPT, find_converter, modelfile, own_system_prompt
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
-from opdcl.export.export import copy_adapter, export, write_readme
-from opdcl.export.gguf import PROGRAM, SCRIPT, find_converter, modelfile, own_system_prompt
 from opdcl.model.load import load_model
 
 ZEPHYR = """{% for m in messages %}{{ '<|' + m['role'] + '|>

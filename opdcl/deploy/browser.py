@@ -18,8 +18,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from opdcl.deploy.chat import Chat
 from opdcl.errors import translate
-from opdcl.export.chat import Chat
 
 PAGE = Path(__file__).parent / "browser.html"
 

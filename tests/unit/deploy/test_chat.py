@@ -8,8 +8,8 @@ from helpers import command as runner
 
 import opdcl
 from opdcl.config.model import ModelConfig
+from opdcl.deploy.chat import Chat
 from opdcl.errors import UsageError
-from opdcl.export.chat import Chat
 from opdcl.rundir.files import write_json
 from opdcl.rundir.hashes import adapter_hash
 from opdcl.rundir.layout import RunDir

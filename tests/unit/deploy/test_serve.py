@@ -5,8 +5,8 @@ import shutil
 import pytest
 
 from opdcl.config.workflow import Workflow
+from opdcl.deploy.serve import serve_command
 from opdcl.errors import UsageError
-from opdcl.export.serve import serve_command
 from opdcl.rundir.files import write_json
 from opdcl.rundir.layout import RunDir
 

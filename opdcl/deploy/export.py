@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from opdcl.config.model import ModelConfig
 from opdcl.data.rows import on_hub
+from opdcl.deploy.gguf import OUTTYPES, compare, find_converter, in_words, modelfile, to_gguf
 from opdcl.errors import UsageError, typed
-from opdcl.export.gguf import OUTTYPES, compare, find_converter, in_words, modelfile, to_gguf
 from opdcl.hub import HUB_IDS, parse, reachable
 from opdcl.model.adapters import find_states
 from opdcl.model.check_adapter import note_other_base
