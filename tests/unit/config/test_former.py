@@ -89,7 +89,7 @@ def test_a_stored_run_of_an_earlier_version_is_read_and_its_stages_keep_their_fi
     origins = dict.fromkeys(("recover.save_steps", "model.device"), "old.yaml:3")
     read, _ = load_tree(stored, origins, [], {}, "eval")
     assert read == flow
-    inputs = {task.name: task.inputs for task in make_plan(read, {}, Records()) if task.name != "eval"}
+    inputs = {t.name: t.inputs for t in make_plan(read, {}, Records()) if t.name != "eval"}
     assert (inputs["finetune"]["schedule"], inputs["finetune"]["warmup"]) == ("cosine", 0.05)
     assert inputs["recover"]["server"] == {"model": None}
     assert inputs["recover"]["teachers"]["a"]["model"]["revision"] is None

@@ -220,12 +220,11 @@ def test_a_path_that_leads_nowhere_and_two_suites_of_one_name_are_refused(folder
 
 
 def test_the_example_on_the_page_is_measured(folder):
-    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
-    section = page.partition("## A scorer of your own")[2].partition("\n## ")[0]
-    task, scorer = re.findall(r"```(?:text|python)\n(.*?)```", section, re.DOTALL)
+    text = (ROOT / "docs/data.md").read_text().partition("## A scorer of your own")[2]
+    task, scorer = re.findall(r"```(?:text|python)\n(.*?)```", text.partition("\n## ")[0], re.DOTALL)
     (folder / "flow.yaml").write_text("eval: {retention: [mytasks/flags.yaml]}")
-    for name, text in (("mytasks/flags.yaml", task), ("mytasks/utils.py", scorer)):
-        (folder / name).write_text(text)
+    for name, file in (("mytasks/flags.yaml", task), ("mytasks/utils.py", scorer)):
+        (folder / name).write_text(file)
     config = load([str(folder / "flow.yaml")])[0].eval
     suite = load_suite(config.retention[0], config, trusted=True)
     scores = suite.scores(suite.documents(None), ["blue", "green", "", "", "", "it is green and blue"])
