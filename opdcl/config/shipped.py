@@ -28,7 +28,7 @@ SHIPPED_DATA = (
 
 
 # How the names of files with rows end.
-ROW_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
+ROW_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 
 
 def package_folder(name: str) -> Path:

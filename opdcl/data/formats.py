@@ -1,7 +1,7 @@
-"""The formats of rows, as trainers and data sets write them: each becomes a conversation or plain text.
+"""The columns of rows, as trainers and data sets name them: each row becomes a conversation or plain text.
 
 `CONVERSATIONS` and `PAIRS` are all of them; an error names the row's file and line. What a row holds is kept,
-refused, or named in `Row.unread`.
+refused, or named in `Row.unread`. File formats, such as CSV and Parquet, are in `data/files.py`.
 """
 
 from __future__ import annotations
