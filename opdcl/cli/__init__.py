@@ -16,7 +16,6 @@ from opdcl import parallel
 from opdcl.cli import runs, screen, stages
 from opdcl.cli.config import config_app, init, suites_app, workflows_app
 from opdcl.cli.guidance import TwoLists, describe_commands, hint_for
-from opdcl.cli.runs import clean
 from opdcl.console import silence
 from opdcl.errors import EnvironmentFault, Interrupted, OpdclError, UsageError, translate, typed
 from opdcl.sanitize import redact
@@ -37,7 +36,7 @@ app = typer.Typer(
 )
 app.command(name="eval")(stages.evaluate)
 _verbs = (init, stages.run, stages.finetune, stages.recover, runs.report, runs.ls, runs.compare, runs.chat)
-for _verb in (*_verbs, runs.export, runs.verify, clean, runs.doctor):
+for _verb in (*_verbs, runs.export, runs.verify, runs.clean, runs.doctor):
     app.command()(_verb)
 # What follows -- belongs to vLLM.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(runs.serve)
