@@ -165,14 +165,16 @@ class Judge(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step, which learns from completions of the prompts with these indices.
+    """One step, which learns from completions of the prompts with these indices.
 
-    The student completes them if `on_policy`, else the teacher.
+    The student completes them if `on_policy`, else the teacher. After a step that `ends_period` the weights
+    change, by the gradients of all its period's steps.
     """
 
     stream: StreamName
     prompts: tuple[int, ...]
     on_policy: bool
+    ends_period: bool
 
 
 @dataclass

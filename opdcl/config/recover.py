@@ -143,23 +143,21 @@ class RecoverConfig(Section):
     reward: RewardSection | None = None
     """Verifiable reward for general completions, in addition to the teacher."""
     steps: Steps | Auto = 96
-    """Optimizer steps, both streams together. 0: the start alone is recovered, without training. `auto`: as
+    """Batches of both streams together; the weights change after each domain step. 0: the start alone is recovered, without training. `auto`: as
     many as learn from the tokens that the fine-tune's rows have over all epochs, if all answers reach their
     maximum length; at least 32, at most 512. Without a fine-tune, 96."""
     rollouts: BatchSize | Auto = "auto"
-    """Completions per optimizer step. `auto`: 8 below hidden size 1536, 16 below 3072, 32 from there. For the
+    """Completions per step. `auto`: 8 below hidden size 1536, 16 below 3072, 32 from there. For the
     same number of completions in all, many small steps recover more than few large ones."""
     domain_rollouts: BatchSize | None = None
     """Completions per domain step. Default: as many as give it the tokens of a general step, if all answers
     reach their maximum length; at least `rollouts` and at most six times as many."""
     general_per_domain: Count = 1
     """General steps before each domain step; no step mixes the two. 0: domain steps only."""
-    lmbda: Share | Auto = "auto"
+    lmbda: Share = 0.5
     """Share of the general steps, the last ones, in which the student writes the answers; at least one step,
     if it is above 0 and there are two. In those before, their teacher writes, as it does in domain steps.
-    `auto`: from the first validation on at which the student's own answers are half as long as base's, or as
-    those that are given, and half as many end. 1 is on-policy, 0 off-policy. TRL's GKD draws each step with
-    this chance."""
+    1 is on-policy, 0 off-policy. TRL's GKD draws each step with this chance."""
     on_policy: OnPolicySection = OnPolicySection()
     """What is different where the student writes."""
     sample_ahead: Positive | Auto = "auto"
@@ -204,8 +202,13 @@ class RecoverConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _read_former_methods(cls, settings: Any) -> Any:
-        """Read a former method of a stored run, which names all settings, as the settings that it was."""
+        """Read a former method of a stored run, which names all settings, as the settings that it was.
+
+        With the former `lmbda: auto`, base wrote first and the student then, from a measured step on.
+        """
         method = settings.get("method") if isinstance(settings, dict) else None
+        if method and settings.get("lmbda") == "auto" and "loss" in settings:
+            settings = settings | {"lmbda": 0.5}
         if method == "replay":
             now, words = (
                 {"loss": {"kind": "cross_entropy"}, "lmbda": 0},
@@ -234,8 +237,6 @@ class RecoverConfig(Section):
             raise ValueError("without general prompts use method alternating and general_per_domain 0")
         for name, teacher in self.teachers.items():
             self._check_teacher(name, teacher)
-        if self.general is None and not self.reward and self.hands_over("domain"):
-            raise ValueError("lmbda auto compares general answers, and there are none: give lmbda a number")
         if self.given_answers and not self.reward and self.loss.kind == "policy_gradient":
             raise ValueError("given_answers needs another loss.kind: nobody sampled these answers")
         if self.on_policy.temperature != 1 and (self.reward or self.loss.kind == "policy_gradient"):
@@ -318,15 +319,8 @@ class RecoverConfig(Section):
         return round(rollouts * min(max(longer, 1), MOST_DOMAIN_ROWS))
 
     def on_policy_share(self, stream: StreamName) -> float:
-        """Return the share of a stream's steps that are the student's to write from the beginning."""
-        return float(self.lmbda) if self._may_write(stream) and self.lmbda != "auto" else 0.0
-
-    def hands_over(self, stream: StreamName) -> bool:
-        """Return whether the student takes over a stream's answers once its own are long enough."""
-        return self.lmbda == "auto" and self._may_write(stream)
-
-    def _may_write(self, stream: StreamName) -> bool:
-        return stream == "general" or self.on_policy.domain
+        """Return the share of a stream's steps that are the student's to write."""
+        return self.lmbda if stream == "general" or self.on_policy.domain else 0.0
 
     @property
     def served_tokens(self) -> int:
@@ -350,7 +344,7 @@ class RecoverConfig(Section):
             prompts["general"] = self.reward.suite
         streams = {}
         for name in STREAMS:
-            writes = self._may_write(name) and self.lmbda != 0
+            writes = self.on_policy_share(name) > 0
             author = "rows" if name == "general" and self.given_answers else teachers[name]
             if writes:
                 author = "student" if self.lmbda == 1 else f"{author}, then student"

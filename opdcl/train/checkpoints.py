@@ -26,32 +26,46 @@ OF_EACH_WEIGHT = ("step", "exp_avg", "exp_avg_sq")
 
 
 class StudentOptimizer:
-    """AdamW (arXiv 1711.05101) on the student's adapter, whose learning rate follows a schedule."""
+    """AdamW (arXiv 1711.05101) on the student's adapter, whose learning rate follows a schedule.
+
+    A period's steps, of both streams, change the weights together. Near the start their gradients are
+    opposed: a step of one stream alone undoes what the other has, and the next ones are spent on the repair.
+    """
 
     def __init__(self, backbone: Backbone, config: RecoverConfig):
-        self.schedule = Schedule(config.steps, RISING_SHARE, "held")
+        self.schedule = Schedule(config.steps, RISING_SHARE, "linear")
         self.peak = float(config.learning_rate)
         self.steps = 0
         self.weights = {n: weight for n, weight in backbone.peft.named_parameters() if weight.requires_grad}
         self.adamw = torch.optim.AdamW(self.weights.values(), lr=self.peak, weight_decay=0.0, fused=True)
+        self.gradients: dict[str, torch.Tensor] = {}
+        """The sum over the period's steps so far, each bounded."""
 
     @property
     def rate(self) -> float:
         """The learning rate of the next step."""
         return self.peak * self.schedule.share(self.steps)
 
-    def update(self) -> float:
-        """Change the weights by their gradients; return the norm that these had before they were bounded."""
+    def add(self) -> float:
+        """Add a step's gradients, bounded, to those of its period; return the norm that they had before."""
         norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), LONGEST_GRADIENT)
-        for group in self.adamw.param_groups:
-            group["lr"] = self.rate
-        self.adamw.step()
-        self.skip()
+        for name, weight in self.weights.items():
+            if weight.grad is not None:
+                before = self.gradients.get(name)
+                self.gradients[name] = weight.grad if before is None else before + weight.grad
+        self.adamw.zero_grad(set_to_none=True)
         return float(norm)
 
-    def skip(self) -> None:
-        """Pass over a step, whose gradients are dropped."""
-        self.adamw.zero_grad(set_to_none=True)
+    def end_step(self, ends_period: bool) -> None:
+        """Count a step; at the end of a period, change the weights by what its steps have added."""
+        if ends_period and self.gradients:
+            for name, weight in self.weights.items():
+                weight.grad = self.gradients.get(name)
+            for group in self.adamw.param_groups:
+                group["lr"] = self.rate
+            self.adamw.step()
+            self.adamw.zero_grad(set_to_none=True)
+            self.gradients = {}
         self.steps += 1
 
     def halve_rate(self) -> None:
@@ -59,7 +73,7 @@ class StudentOptimizer:
         self.peak /= 2
 
     def save(self, folder: Path) -> None:
-        tensors = {}
+        tensors = {f"gradient/{name}": gradient for name, gradient in self.gradients.items()}
         for name, weight in self.weights.items():
             for moment in OF_EACH_WEIGHT:
                 if weight in self.adamw.state:
@@ -70,6 +84,8 @@ class StudentOptimizer:
     def restore(self, folder: Path) -> None:
         tensors = load_file(folder / "optimizer.safetensors")
         for name, weight in self.weights.items():
+            if f"gradient/{name}" in tensors:
+                self.gradients[name] = tensors[f"gradient/{name}"].to(weight.device)
             for moment in OF_EACH_WEIGHT:
                 if f"{moment}/{name}" in tensors:
                     kept = tensors[f"{moment}/{name}"]

@@ -32,22 +32,8 @@ from opdcl.train.schedule import plan_steps
 from opdcl.train.stage import Interruption, StageLog, StageReport, last_checkpoint, save_adapter, step_of
 from opdcl.train.start import Start, put_at_start
 from opdcl.train.teachers import EmaTeacher, Provided, Teacher, Teachers, teacher_here
-from opdcl.train.validation import (
-    HeldOut,
-    Measurement,
-    Milestones,
-    ResponseStats,
-    check_kl,
-    check_responses,
-    describe_kl,
-    is_kept,
-    teacher_name,
-)
+from opdcl.train.validation import HeldOut, Milestones, check_kl, check_responses, describe_kl, is_kept
 from opdcl.words import Batch, Prompts, Stream, StreamName
-
-# Share of base's answers, in length and in how many end, from which the student's are worth grading: below,
-# they are stubs, or run on.
-LIKE_BASE = 0.5
 
 # Bytes of teachers' states that are kept. They are in every checkpoint, so they are few.
 KEPT_ROOM = 2**28
@@ -105,10 +91,6 @@ def recover(
     else:
         keep_start(recovery)
     provided.completions.log_hits(report.note)
-    if config.steps and config.hands_over("general") and not queue.handed_over:
-        writer = "the rows gave" if config.given_answers else f"{teacher_name(config, 'general')} wrote"
-        hint = "--set recover.lmbda=0.5 lets the student write the last half"
-        report.note(f"{writer} all general answers: at no validation were the student's like base's; {hint}")
     if problem := damage(out.best):
         hint = f"remove {out.trainer}: the same command then repeats the stage"
         raise OpdclError(f"{out.best}, the adapter to end with, is damaged: {problem}", hint)
@@ -167,13 +149,7 @@ def begin(recovery: Recovery, is_new: bool) -> Milestones:
         tuned, base = {**found.tuned.row(), "best": True}, found.base.row()
         chosen = start.row() | {"validation": found.start.row(), "score": score}
         log.write({"step": 0, "validation": tuned, "base": base, "start": chosen})
-    rows = read_metrics(log.out.metrics)
-    milestones = Milestones.restore(rows, config.method)
-    for row in rows:
-        if "validation" in row:
-            measured = row.get("start", row)["validation"]
-            hand_over(recovery, milestones, row["step"], Measurement.of_row(measured))
-    return milestones
+    return Milestones.restore(read_metrics(log.out.metrics), config.method)
 
 
 def find_start(recovery: Recovery) -> tuple[Start, Milestones]:
@@ -204,8 +180,9 @@ def take_step(recovery: Recovery, optimizer: StudentOptimizer, step: int) -> tup
     with learner.clock.part("sampling"):
         batch = recovery.queue.take(step - 1)
     sums = learner.learn(batch)
+    ends_period = recovery.queue.steps[step - 1].ends_period
     if sums is None:
-        optimizer.skip()
+        optimizer.end_step(ends_period)
         recovery.log.skip(step)
         return {}, 0
     tokens = int(sums["tokens"])
@@ -214,7 +191,8 @@ def take_step(recovery: Recovery, optimizer: StudentOptimizer, step: int) -> tup
     values |= {"answers": len(batch.examples), "graded": tokens}
     values["adapter_norm"] = learner.backbone.adapter_norm("student")
     with learner.clock.part("student"):
-        values["grad_norm"] = optimizer.update()
+        values["grad_norm"] = optimizer.add()
+        optimizer.end_step(ends_period)
     return values, tokens
 
 
@@ -251,7 +229,6 @@ def validate_step(recovery: Recovery, milestones: Milestones, step: int, optimiz
     milestones.lowest_score = min(milestones.lowest_score, score)
     if is_best:
         keep_adapter(recovery, step, score)
-    hand_over(recovery, milestones, step, now)
     values = now.row() | milestones.gaps_closed(now)
     log.write({"step": step, "validation": {**values, "score": score, "best": is_best}})
     described = describe_kl(config, now, milestones.base, milestones.tuned)
@@ -262,27 +239,6 @@ def validate_step(recovery: Recovery, milestones: Milestones, step: int, optimiz
         check_kl(log, step, before, after)
         if now.own:
             check_responses(log, step, now.own, [milestones.base.own, milestones.tuned.own], optimizer)
-
-
-def hand_over(recovery: Recovery, milestones: Milestones, step: int, now: Measurement) -> None:
-    """Let the student write from here on if its answers are like base's."""
-    config, queue = recovery.config, recovery.queue
-    own, base = now.own, milestones.base.own
-    if not config.hands_over("general") or queue.handed_over or step >= config.steps:
-        return
-    if not own or not base or not writes_like(own, base):
-        return
-    queue.hand_over(step)
-    writer = "those given" if config.given_answers else f"{teacher_name(config, 'general')}'s"
-    recovery.log.report.note(
-        f"step {step}: the student's answers have {own.length:.0f} tokens, and {own.ended:.0%} end "
-        f"({writer}: {base.length:.0f}, {base.ended:.0%}); from here on it writes the general answers"
-    )
-
-
-def writes_like(own: ResponseStats, base: ResponseStats) -> bool:
-    """Return whether answers are no stubs beside base's, and do not run on."""
-    return own.length >= LIKE_BASE * base.length and own.ended >= LIKE_BASE * base.ended
 
 
 def keep_adapter(recovery: Recovery, step: int, score: float) -> None:

@@ -45,7 +45,6 @@ class RolloutQueue:
         self.teachers, self.report = teachers, report
         self.drawn: dict[StreamName, dict[int, Rollout]] = {s: {} for s in STREAMS if not self._is_dynamic(s)}
         """What frozen teachers wrote and steps will learn from, by stream and number of the prompt."""
-        self.handed_over = False
         self._ahead: dict[int, list[Rollout]] = {}
         self._unfinished: dict[StreamName, list[Rollout]] = {}
 
@@ -63,13 +62,6 @@ class RolloutQueue:
         if author == "teacher" and self.prompts[step.stream][step.prompts[0]].answer is not None:
             author = "rows"
         return Batch(self.streams[step.stream], examples, author, fresh)
-
-    def hand_over(self, done: int) -> None:
-        """Let the student write in all steps after the first `done`; its answers are no stubs any more."""
-        self.handed_over = True
-        for index in range(done, len(self.steps)):
-            if self.config.hands_over(self.steps[index].stream):
-                self.steps[index] = replace(self.steps[index], on_policy=True)
 
     def _is_dynamic(self, stream: StreamName) -> bool:
         return any(teacher.is_dynamic for teacher in self.teachers[stream].values())

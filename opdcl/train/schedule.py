@@ -2,8 +2,8 @@
 
 In the first general steps base writes the answers, in the last ones the student; in domain steps tuned does.
 A student near base answers briefly at first, and grading stubs teaches little: base shows the way before the
-student meets its own mistakes (arXiv 2604.13016, 2608.06802). The two streams never share a step: their
-gradients counteract in one batch (CaMOPD, arXiv 2605.27115).
+student meets its own mistakes (arXiv 2604.13016, 2608.06802). The two streams never share a batch, in which
+their gradients counteract (CaMOPD, arXiv 2605.27115), but the weights change by both together.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
         streams.append("domain" if is_domain else "general")
     by_student = {s: iter(on_policy_steps(streams.count(s), config.on_policy_share(s))) for s in STREAMS}
     steps: list[Step] = []
-    for stream in streams:
+    for index, stream in enumerate(streams):
         size = config.completions(stream)
         reward = config.reward if stream == "general" else None
         group = reward.group if reward else 1
         drawn = [next(draws[stream]) for _ in range(size // group)]
         prompts = tuple(prompt for prompt in drawn for _ in range(group))
-        steps.append(Step(stream, prompts, next(by_student[stream])))
+        ends_period = not domain or stream == "domain" or index == config.steps - 1
+        steps.append(Step(stream, prompts, next(by_student[stream]), ends_period))
     return steps
 
 
@@ -59,15 +60,12 @@ def on_policy_steps(steps: int, share: float) -> list[bool]:
 def sampled_together(config: RecoverConfig, steps: Sequence[Step], index: int, dynamic: bool) -> list[int]:
     """Return the steps whose completions are sampled with those of step `index`: the next of its kind.
 
-    `dynamic` says whether their teacher changes as the student learns. Where the student may take over at the
-    next validation, nothing beyond that is sampled.
+    `dynamic` says whether their teacher changes as the student learns.
     """
-    step, end = steps[index], len(steps)
+    step = steps[index]
     is_stale = step.on_policy or dynamic
     ahead = max((STUDENT_BATCH if is_stale else FULL_BATCH) // len(step.prompts), 1)
     if is_stale and config.sample_ahead != "auto":
         ahead = config.sample_ahead
-    if not step.on_policy and config.hands_over(step.stream):
-        end = min(end, (index // config.validate_every + 1) * config.validate_every)
     kind = step.stream, step.on_policy
-    return [i for i in range(index, end) if (steps[i].stream, steps[i].on_policy) == kind][:ahead]
+    return [i for i in range(index, len(steps)) if (steps[i].stream, steps[i].on_policy) == kind][:ahead]

@@ -35,7 +35,7 @@ CHECKPOINTS = 2
 LONGEST_GRADIENT = 1.0
 
 
-Shape = Literal["held", "cosine"]
+Shape = Literal["linear", "cosine"]
 
 # Who wrote the answers of a step, on the screen.
 WRITTEN = {
@@ -73,25 +73,20 @@ def counted(report: StageReport, what: str, total: int, done: int = 0) -> Callab
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate over a stage's steps, which count from 0: it rises, and then has a shape."""
+    """The learning rate over a stage's steps, which count from 0: it rises, and then falls to zero."""
 
     steps: int
     warm_up: float
     """Share of the steps in which the rate rises; the first one has a rate above 0."""
     shape: Shape
-    """`held`: constant, then falling to zero on a line in the last quarter. `cosine`: falling to zero."""
 
     def share(self, step: int) -> float:
         """Return the rate of a step as a share of the peak."""
         rising = math.ceil(self.steps * self.warm_up)
         if step < rising:
             return (step + 1) / rising
-        if self.shape == "held":
-            falling = math.ceil(self.steps / 4)
-            fallen = step - (self.steps - falling)
-            return 1.0 - max(fallen, 0) / falling
         progress = (step - rising) / max(self.steps - rising, 1)
-        return 0.5 * (1.0 + math.cos(math.pi * progress))
+        return 1.0 - progress if self.shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 class Clock:

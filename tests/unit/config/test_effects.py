@@ -130,14 +130,14 @@ def test_an_override_leaves_out_what_it_makes_meaningless_and_says_so(tmp_path):
     (lmbda,) = said
     assert lmbda.startswith("recover.lmbda is left out: it has no effect with steps 0")
     with pytest.raises(UsageError, match=r"recover\.lmbda has no effect with steps 0.*--set"):
-        load(["quickstart"], ["recover.steps=0", "recover.lmbda=0.5"])
+        load(["quickstart"], ["recover.steps=0", "recover.lmbda=0.6"])
     (tmp_path / "taught.yaml").write_text("recover: {teachers: {a: {kind: adapter, adapter: runs/x}}}\n")
     flow, _ = load([str(tmp_path / "taught.yaml")], ["recover.teachers.a.kind=base"])
     assert flow.recover.teachers["a"].adapter is None
 
 
 def test_an_override_excuses_no_setting_that_had_no_effect_before_it(tmp_path):
-    (tmp_path / "flow.yaml").write_text("recover: {steps: 0, lmbda: 0.5}\n")
+    (tmp_path / "flow.yaml").write_text("recover: {steps: 0, lmbda: 0.6}\n")
     for override in ("name=other", "recover.steps=0"):
         with pytest.raises(UsageError, match=r"recover\.lmbda has no effect"):
             load([str(tmp_path / "flow.yaml")], [override])
@@ -195,7 +195,7 @@ def test_a_stage_added_to_a_stored_run_leaves_out_what_it_makes_meaningless():
         said = []
         override = ["recover.steps=0"]
         flow, _ = load_tree(stored, origins, override, {}, "recover", said.append)
-        assert flow.recover.lmbda == "auto"
+        assert flow.recover.lmbda == 0.5
         assert len(said) == count, "what nobody has set is no news"
 
 
@@ -216,11 +216,11 @@ def test_an_arm_leaves_out_what_it_makes_meaningless_and_may_not_set_it(tmp_path
 
 
 def test_a_former_default_without_effect_is_no_fault_of_a_stored_run():
-    """Runs of earlier versions hold `lmbda: 0.5`, which nobody had set, beside methods that do not use it."""
-    stored = {"model": {}, "finetune": {"data": "rows"}, "recover": {"steps": 0, "lmbda": 0.5}}
+    """Runs of earlier versions hold `lmbda: 0.8`, which nobody had set, beside methods that do not use it."""
+    stored = {"model": {}, "finetune": {"data": "rows"}, "recover": {"steps": 0, "lmbda": 0.8}}
     workflow, _ = load_tree(stored, {"recover.method": "flow.yaml:3"}, [], {}, "eval")
-    assert workflow.recover.lmbda == "auto"
-    stored = {"model": {}, "finetune": {"data": "rows"}, "recover": {"steps": 0, "lmbda": 0.5}}
+    assert workflow.recover.lmbda == 0.5
+    stored = {"model": {}, "finetune": {"data": "rows"}, "recover": {"steps": 0, "lmbda": 0.8}}
     with pytest.raises(UsageError, match="lmbda has no effect"):
         load_tree(stored, {"recover.lmbda": "flow.yaml:4"}, [], {}, "eval")
 

@@ -9,36 +9,34 @@ from helpers.recovering import run
 from opdcl.config.load import load
 from opdcl.config.shipped import package_folder
 from opdcl.pipeline.sweep import expand
-from opdcl.train.recover import writes_like
 from opdcl.train.schedule import plan_steps
 from opdcl.train.self_distill import as_distillation
-from opdcl.train.validation import ResponseStats
 
 # Recipe, arm -> general steps of the teacher and of the student, domain steps of the teacher and of the
 # student, as planned: the general ones of the teacher become the student's once its answers are long enough.
 WRITTEN = {
     "quickstart": (16, 16, 32, 0),
-    "handbook": (56, 0, 56, 0),
-    "own-data": (48, 0, 48, 0),
-    "repair": (48, 0, 48, 0),
-    "recover-thinking": (48, 0, 48, 0),
-    "qwen3-1.7b-24gb": (90, 0, 30, 0),
-    "qwen3-8b-80gb": (90, 0, 30, 0),
+    "handbook": (28, 28, 56, 0),
+    "own-data": (24, 24, 48, 0),
+    "repair": (24, 24, 48, 0),
+    "recover-thinking": (24, 24, 48, 0),
+    "qwen3-1.7b-24gb": (45, 45, 30, 0),
+    "qwen3-8b-80gb": (45, 45, 30, 0),
     "strong-to-weak": (13, 77, 30, 0),
-    "specialists-into-one one": (64, 0, 64, 0),
-    "continual-two-domains staff": (32, 0, 32, 0),
-    "continual-two-domains then-site": (32, 0, 32, 0),
-    "self-distillation imitation": (32, 0, 32, 0),
-    "self-distillation self-distillation": (32, 0, 32, 0),
-    "then-reinforce recovered": (32, 0, 32, 0),
+    "specialists-into-one one": (32, 32, 64, 0),
+    "continual-two-domains staff": (16, 16, 32, 0),
+    "continual-two-domains then-site": (16, 16, 32, 0),
+    "self-distillation imitation": (16, 16, 32, 0),
+    "self-distillation self-distillation": (16, 16, 32, 0),
+    "then-reinforce recovered": (16, 16, 32, 0),
     "then-reinforce reinforced": (0, 40, 20, 0),
-    "ablation ours": (32, 0, 32, 0),
-    "ablation from-tuned": (32, 0, 32, 0),
-    "ablation general-only": (32, 0, 0, 0),
+    "ablation ours": (16, 16, 32, 0),
+    "ablation from-tuned": (16, 16, 32, 0),
+    "ablation general-only": (16, 16, 0, 0),
     "ablation replay": (32, 0, 32, 0),
     "ablation off-policy": (32, 0, 32, 0),
     "ablation on-policy": (0, 32, 32, 0),
-    "ablation sampled-token": (32, 0, 32, 0),
+    "ablation sampled-token": (16, 16, 32, 0),
 }
 
 
@@ -92,50 +90,3 @@ def test_the_student_writes_every_step_of_self_distillation_in_every_recipe(tmp_
 def test_every_row_of_the_metrics_names_the_author(backbone, tuned, settings, authors):
     rows = [row for row in run(backbone, tuned, **settings) if "loss" in row]
     assert " ".join(row["author"][0] for row in rows) == authors
-
-
-@pytest.mark.parametrize(
-    ("nearly", "authors"), [(0.0, "s t s t s t"), (10.0, "t t t t t t")], ids=["at once", "never"]
-)
-def test_the_student_writes_once_its_own_answers_are_long_enough(
-    backbone, tuned, monkeypatch, nearly, authors
-):
-    monkeypatch.setattr("opdcl.train.recover.LIKE_BASE", nearly)
-    rows = [row for row in run(backbone, tuned, lmbda="auto") if "loss" in row]
-    assert " ".join(row["author"][0] for row in rows) == authors
-
-
-def test_the_student_takes_over_at_the_first_validation_with_long_enough_answers(
-    backbone, tuned, monkeypatch
-):
-    """As told by the metrics alone, so that a resumed run decides alike."""
-    settings = {"lmbda": "auto", "validate_every": 2}
-    monkeypatch.setattr("opdcl.train.recover.LIKE_BASE", 10.0)
-    first = run(backbone, tuned, **settings)[0]
-    length, base = first["start"]["validation"]["own_length"], first["base"]["own_length"]
-    # A little more than the start has: a later validation may reach it, and decides by its own answers.
-    nearly = (length + 0.25) / base
-    monkeypatch.setattr("opdcl.train.recover.LIKE_BASE", nearly)
-    rows = run(backbone, tuned, **settings)
-    taken_over = False
-    for row in rows:
-        if "validation" in row and "start" not in row:
-            taken_over = taken_over or row["validation"]["own_length"] >= nearly * base
-        elif row.get("stream") == "general":
-            assert row["author"] == ("student" if taken_over else "teacher")
-
-
-@pytest.mark.parametrize(
-    ("length", "ended", "expected"),
-    [
-        (80, 0.3, True),
-        (45, 0.2, True),
-        (12, 1.0, False),
-        (128, 0.0, False),
-        (39, 0.3, False),
-        (90, 0.14, False),
-    ],
-)
-def test_neither_stubs_nor_answers_that_run_on_are_graded(length, ended, expected):
-    base = ResponseStats(80, 0.3, 0.02)
-    assert writes_like(ResponseStats(length, ended, 0.02), base) == expected

@@ -90,18 +90,24 @@ def test_the_students_share_is_that_asked_for(steps, share):
     assert count == math.floor(share * steps + 0.5) or (count == 1 and 0 < share * steps < 0.5 and steps > 1)
 
 
-def test_by_default_no_step_is_the_students_before_its_answers_are_long_enough():
-    assert turns(steps=12) == "tttttt"
+def test_both_streams_of_a_period_change_the_weights_together():
+    for settings, domain, expected in (
+        ({"steps": 5}, 9, [False, True, False, True, True]),
+        ({"steps": 6, "general_per_domain": 2}, 9, [False, False, True] * 2),
+        ({"steps": 3, "method": "general"}, 0, [True] * 3),
+        (
+            {"steps": 2, "general": None, "general_per_domain": 0, "on_policy": {"domain": True}},
+            9,
+            [True] * 2,
+        ),
+    ):
+        steps = plan_steps(RecoverConfig(rollouts=4, **settings), 9, domain)
+        assert [step.ends_period for step in steps] == expected
 
 
-def test_what_base_writes_ahead_ends_where_the_student_may_take_over():
-    """Else it would be written in vain."""
-    for settings, expected in (({}, [2, 4, 6]), ({"lmbda": 0.0}, [2, 4, 6, 8, 10])):
-        config = RecoverConfig(rollouts=4, steps=12, validate_every=8, **settings)
-        steps = plan_steps(config, 20, 20)
-        assert sampled_together(config, steps, 2, dynamic=False) == expected
-    config = RecoverConfig(rollouts=4, steps=12, validate_every=8)
-    assert sampled_together(config, plan_steps(config, 20, 20), 1, dynamic=False) == [1, 3, 5, 7, 9, 11]
+def test_what_base_writes_ahead_fills_a_batch():
+    config = RecoverConfig(rollouts=4, steps=12, lmbda=0.0)
+    assert sampled_together(config, plan_steps(config, 20, 20), 2, dynamic=False) == [2, 4, 6, 8, 10]
     config = RecoverConfig(rollouts=1, steps=200, lmbda=0.0, general_per_domain=200)
     assert len(sampled_together(config, plan_steps(config, 20, 20), 0, dynamic=False)) == 96
 

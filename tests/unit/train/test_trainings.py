@@ -34,10 +34,9 @@ def test_a_recoverys_streams_have_their_share_of_the_steps_and_their_authors(set
         own = [step for step in steps if step.stream == name]
         assert len(own) == stream.share * len(steps)
         by_student = {step.on_policy for step in own}
-        if own and not config.hands_over(name):
+        if own:
             assert (True in by_student) == ("student" in stream.author)
             assert (False in by_student) == (stream.author != "student")
-        assert ("then student" in stream.author) >= config.hands_over(name)
         assert bool(stream.loss.reverse) == ("student" in stream.author)
 
 
