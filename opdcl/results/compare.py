@@ -258,7 +258,7 @@ def _figure(board: Arms) -> str | None:
             is_arm, at = column in board.columns, board.means(column)
             shape, colour = next(styles) if is_arm else (plots.SHAPES[column.state], column.state)
             marks.append(plots.Mark(column.name, at["domain"], at["retention"], shape, colour))
-    return plots.frontier(board.headline, marks)
+    return plots.frontier({role: suite.plain for role, suite in board.suites.items()}, marks)
 
 
 def _end_of(board: Chains) -> str:

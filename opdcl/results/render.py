@@ -20,8 +20,7 @@ from markupsafe import Markup
 
 from opdcl.results import format
 from opdcl.results.estimates import Summary
-from opdcl.results.notes import validations_of
-from opdcl.results.samples import RULE
+from opdcl.results.samples import RULE, WHAT_PASSES
 from opdcl.results.sections import Page, run_page
 from opdcl.results.status import HEADLINE_ROLES, STATES
 from opdcl.results.summary import Results
@@ -59,12 +58,9 @@ def write(results: Results) -> list[Path]:
     for row in read_metrics(stage.metrics) if stage else []:
         last[row.get("step", 0), "validation" in row, "loss" in row] = row
     rows = [last[key] for key in sorted(last)]
-    measured = validations_of(rows)
-    told = ({"tuned": measured.tuned} if measured.tuned else {}) | measured.by_step
-    tradeoff, kl = plots.tradeoff(results.summary), plots.recovery_kl(rows, _teachers(results.run))
     texts = [
-        render_page("report.md", page, recovery=rows, validations=told, best_step=measured.kept),
-        render_page("page.html", page, svg=tradeoff, kl=kl),
+        render_page("report.md", page),
+        render_page("page.html", page, kl=plots.recovery_kl(rows, _teachers(results.run))),
         _render_card(page, results.summary, []),
     ]
     changed = []
@@ -87,9 +83,9 @@ def _teachers(run: RunDir) -> dict[str, str]:
     return {"general": general, "domain": " and ".join(map(str, [*own, *further]))}
 
 
-def pull_request(run: RunDir, summary: Summary, gates: Sequence[Mapping[str, str]]) -> str:
+def pull_request(run: RunDir, gates: Sequence[Mapping[str, str]]) -> str:
     """Return the results as Markdown of about thirty lines; the report has the answers."""
-    return render_page("pull_request.md", run_page(Results(run), summary), gates=gates).strip() + "\n"
+    return render_page("pull_request.md", run_page(Results(run)), gates=gates).strip() + "\n"
 
 
 def card(
@@ -154,10 +150,11 @@ def _environment(is_html: bool) -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for filter in (format.percent, code, fence, quoted, nats):
+    for filter in (format.percent, code, fence, quoted):
         environment.filters[filter.__name__] = lambda value, write=filter: Markup(write(value))
     environment.filters |= {"unbroken": unbroken, "position": position}
-    environment.globals |= {"states": STATES, "missing": format.MISSING, "sample_rule": RULE}
+    environment.globals |= {"states": STATES, "missing": format.MISSING}
+    environment.globals |= {"sample_rule": RULE, "what_passes": WHAT_PASSES}
     return environment
 
 
@@ -169,11 +166,6 @@ def position(score: float, axis: float) -> str:
 def unbroken(text: str) -> str:
     """Keep a number and its percent sign, and an interval, on one line."""
     return re.sub(r" (?=%)|(?<=,) (?=-?\d+(?:\.\d+)?\])", "\N{NO-BREAK SPACE}", text)
-
-
-def nats(kl: float | None) -> str:
-    """Format a KL divergence in nats; an en dash for a stream that was not trained."""
-    return format.MISSING if kl is None else f"{kl:.3f}"
 
 
 def markdown(text: str) -> str:
@@ -224,7 +216,7 @@ def run_document(summary: Summary) -> Document:
     return {
         "verdict": summary.verdict.text,
         "further": summary.verdict.further,
-        "to_do": summary.verdict.to_do,
+        "to_do": summary.verdict.lead_on if summary.verdict.why else "",
         "name": summary.name,
         "alone": summary.alone,
         "headline": summary.headline,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from opdcl.config.shipped import SHIPPED_DATA
+from opdcl.errors import typed
 from opdcl.hub import HUB_IDS
 from opdcl.results import format
-from opdcl.results.estimates import Scores, Summary
+from opdcl.results.estimates import Summary
 from opdcl.results.format import CHANGE, NATS, SCORE, SHARE, Table, Unit, by_state, cell, distance_cells
 from opdcl.results.intervals import Estimate
 from opdcl.results.measurements import section
@@ -20,7 +21,7 @@ from opdcl.results.ratios import MARGINS, Closeness
 from opdcl.results.samples import Group, PickedExample, pick_examples, sort_samples
 from opdcl.results.status import HEADLINE_ROLES, NON_INFERIORITY_MARGIN, STATES
 from opdcl.results.summary import Results
-from opdcl.results.verdict import next_command, severity, why_no_domain_retention, why_no_ratio
+from opdcl.results.verdict import at_place, severity, why_no_domain_retention, why_no_ratio
 from opdcl.rundir.layout import RunDir
 
 # Labels and units of the response statistics.
@@ -95,9 +96,11 @@ class Page:
     verdict: str = ""
     """Heading and sentence of a run in one."""
     further: list[str] = field(default_factory=list)
-    """The sentences after the verdict, without what to do."""
-    to_do: str = ""
+    """The sentences after the verdict."""
     next: str = ""
+    """The next command, in which `place` is the run."""
+    why: str = ""
+    place: str = "RUN"
     severity: str = ""
     ratios: list[dict[str, str]] = field(default_factory=list)
     """R and D: name, meaning, value and bounds, or why there is none."""
@@ -115,9 +118,11 @@ class Page:
     the base that this is a fine-tune `of`, if it is one, and the id of an `embedded` base."""
 
 
-def run_page(results: Results, summary: Summary | None = None) -> Page:
-    """Lay out a run; `summary` is its own, perhaps with the place of the run in its commands."""
-    run, summary = results.run, summary or results.summary
+def run_page(results: Results) -> Page:
+    """Lay out a run. Its commands name its place, but for an absolute path, which may be private."""
+    run = results.run
+    place = "RUN" if run.path.is_absolute() else typed(run.path)
+    summary = at_place(results.summary, place)
     manifest = {"created": None, "device": None, "opdcl": None} | run.read_manifest()
     base = dict.fromkeys(("id", "revision", "license", "quantization")) | section(run, "model")
     base |= manifest.get("base") or {}
@@ -137,9 +142,10 @@ def run_page(results: Results, summary: Summary | None = None) -> Page:
         faults=summary.faults,
         notes=summary.notes,
         verdict=said.text,
-        further=[line for line in said.further if line != said.to_do],
-        to_do=said.to_do,
-        next=next_command(run, summary, "RUN"),
+        further=said.further,
+        next=said.next,
+        why=said.why,
+        place=place,
         severity=severity(summary),
         ratios=_ratios(results, summary),
         bars=bars(summary),
@@ -178,24 +184,26 @@ def bars(summary: Summary) -> list[dict[str, Any]]:
             highest = max(estimate.high for estimate in suite.states.values())
             block = {
                 "role": role,
-                "title": f"{summary.headline[role]}, {words}, {suite.n} prompts",
+                "title": f"{suite.plain}, {words}, {suite.n} prompts",
                 "axis": next((end for end in AXES if end >= highest), 1.0),
                 "floor": suite.floor,
                 "scores": {
                     state: suite.states.get(state) for state in STATES[: 1 if summary.alone else None]
                 },
-                "lines": [] if format.is_few(suite.n) else ["halo", "span"],
+                "spans": not format.is_few(suite.n),
             }
             blocks.append(block)
     return blocks
 
 
-def shown(summary: Summary, *tables: Table) -> list[Table]:
-    """Return the tables with rows; of base alone without the columns of other states, and of R."""
-    left_out = (*STATES[1:], "R") if summary.alone else ()
+def shown(*tables: Table) -> list[Table]:
+    """Return the tables with rows, without the columns of states, and of R, in which nothing is."""
     found = []
     for table in tables:
-        kept = [i for i, name in enumerate(table.columns) if name not in left_out]
+        kept = []
+        for i, name in enumerate(table.columns):
+            if name not in (*STATES, "R") or any(row[i] for row in table.rows):
+                kept.append(i)
         rows = [[row[i] for i in kept] for row in table.rows]
         if rows:
             found.append(table._replace(columns=[table.columns[i] for i in kept], rows=rows))
@@ -226,10 +234,11 @@ def brief_table(summary: Summary) -> list[Table]:
     for role in HEADLINE_ROLES:
         suite = summary.headline_suite(role)
         if suite and suite.n:
-            rows.append([f"{summary.headline[role]}\n{suite.n} prompts", *by_state(suite.states, n=suite.n)])
+            what = f"{suite.plain}\n{format.metric_words(suite.metric or '')}\n{suite.n} prompts"
+            rows.append([what, *by_state(suite.states, n=suite.n)])
     if near := summary.closeness:
-        rows.append([f"distance to base, nats\n{near.n} requests", *distance_cells(near)])
-    return shown(summary, Table("", ["", *STATES], rows))
+        rows.append([f"distance to base\nnats, {near.n} requests", *distance_cells(near)])
+    return shown(Table("", ["", *STATES], rows))
 
 
 def terminal_tables(summary: Summary) -> list[Table]:
@@ -251,7 +260,7 @@ def terminal_tables(summary: Summary) -> list[Table]:
     for label, (ratio, role) in ratios.items():
         if ratio:
             rows.append([label, "", "", "", "", cell(ratio, n=summary.prompts_of(role))])
-    return shown(summary, Table("", ["suite", "n", "floor", *STATES], rows))
+    return shown(Table("", ["suite", "n", "floor", *STATES], rows))
 
 
 def main_tables(summary: Summary) -> list[Table]:
@@ -271,7 +280,6 @@ def main_tables(summary: Summary) -> list[Table]:
     note = WHAT_GROUPS_ARE if set(summary.groups) == {"seen", "unseen"} else ""
     columns = [summary.headline["retention"] or "", *STATES, "R"]
     return shown(
-        summary,
         Table("Scores", ["suite", *STATES], rows, WHAT_SCORES_ARE),
         Table("Scores by group of prompts", columns, groups, note),
         *near,
@@ -288,8 +296,7 @@ def _closeness_table(near: Closeness) -> Table:
 
 
 def detail_tables(summary: Summary) -> list[Table]:
-    """Return what few readers look up: differences, all metrics, cost, and what was learned from."""
-    metrics = [row for name, suite in summary.suites.items() for row in _metric_rows(name, suite)]
+    """Return what few readers look up: differences, cost, and what was learned from."""
     cost, dose = [], []
     for stage, spent in summary.cost.items():
         cells = ["not run", "", ""]
@@ -300,17 +307,11 @@ def detail_tables(summary: Summary) -> list[Table]:
         for stream, authors in spent.get("graded", {}).items():
             for author, graded in authors.items():
                 dose.append([stage, stream, author, f"{graded['answers']:,}", f"{graded['tokens']:,}"])
-    spent = summary.cost.get("recover", {}).get("parts", {})
-    parts = [[part, format.clock(seconds)] for part, seconds in spent.items()]
-    small = "The names in small print are those of the JSON."
     learned = "What was learned from: an answer counts each time that a step learns from it."
     return shown(
-        summary,
         _differences_table(summary),
-        Table("All metrics", ["metric", *STATES], metrics, small),
         Table("Cost", ["stage", "time, min:s", "tokens", "peak memory"], cost),
         Table("Dose", ["stage", "prompts", "answers by", "answers", "tokens"], dose, learned),
-        Table("Time of the recovery", ["part", "min:s"], parts),
     )
 
 
@@ -338,17 +339,6 @@ def _differences_table(summary: Summary) -> Table:
         )
     columns = [summary.headline["retention"] or "", "points", "95 % interval"]
     return Table("Differences on the same prompts", columns, rows, caption)
-
-
-def _metric_rows(name: str, suite: Scores) -> Iterator[list[str]]:
-    headline = {state: score.value for state, score in suite.states.items()}
-    for metric, values in ({suite.metric or "": headline} | suite.metrics).items():
-        if values:
-            scores = [format.score(values[state]) if state in values else "" for state in STATES]
-            yield [f"{format.metric_words(metric)}\n{name}: {metric}", *scores]
-    # The table of scores has these lines for the retention suites.
-    if suite.role != "retention":
-        yield from writing_rows(suite.writing, suite.n, f"{name}, {suite.decoding}")
 
 
 def _made(run: RunDir, manifest: dict[str, Any], base_model: str) -> dict[str, str]:
