@@ -88,7 +88,7 @@ class Result(Outcome):
 
     def __init__(self, path: Path, results: Summary, gates: Sequence[dict[str, str]] = ()):
         from opdcl.results.render import run_document
-        from opdcl.results.sections import brief_table, terminal_tables
+        from opdcl.results.sections import brief_table, main_tables
         from opdcl.results.verdict import at_place, severity
 
         place = typed(path)
@@ -100,7 +100,7 @@ class Result(Outcome):
         report = [f"report: {self.report}"] if results.suites else []
         super().__init__(
             sentence="\n".join([results.verdict.text, *results.verdict.further]),
-            tables=terminal_tables(results),
+            tables=main_tables(results),
             data=self.summary,
             notes=[*report, f"next: {results.verdict.lead_on}"],
             faults=results.faults,

@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 
 Document = dict[str, Any]
 
-# Facts that a public card leaves out: the command and the paths may name private files.
-PRIVATE = ("base", "adapter tuned", "adapter recovered")
-
 # What is exported -> its relation to base and the library that loads it, in the Hub's words. Its `merge`
 # is made of several models.
 KINDS = {"adapter": ("adapter", "peft"), "merged": ("finetune", "transformers"), "gguf": ("finetune", "gguf")}
@@ -98,7 +95,7 @@ def card(
     results = Results(run)
     page, facts = run_page(results), {}
     for name, value in page.facts.items():
-        if name not in PRIVATE and not name.startswith("command"):
+        if name in ("versions", "device"):  # a command and a base may name private files
             facts[name] = value
     public = {"state": state, "base": base, "place": place, "license": license, "kind": kind}
     return _render_card(replace(page, facts=facts, model=page.model | public), results.summary, datasets)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -13,13 +13,13 @@ from opdcl.errors import typed
 from opdcl.hub import HUB_IDS
 from opdcl.results import format
 from opdcl.results.estimates import Summary
-from opdcl.results.format import CHANGE, NATS, SCORE, SHARE, Table, Unit, by_state, cell, distance_cells
+from opdcl.results.format import NATS, SCORE, SHARE, Table, by_state, cell, distance_cells
 from opdcl.results.intervals import Estimate
 from opdcl.results.measurements import section
 from opdcl.results.origins import as_named
-from opdcl.results.ratios import MARGINS, Closeness
+from opdcl.results.ratios import Closeness
 from opdcl.results.samples import Group, PickedExample, pick_examples, sort_samples
-from opdcl.results.status import HEADLINE_ROLES, NON_INFERIORITY_MARGIN, STATES
+from opdcl.results.status import HEADLINE_ROLES, STATES
 from opdcl.results.summary import Results
 from opdcl.results.verdict import at_place, severity, why_no_domain_retention, why_no_ratio
 from opdcl.rundir.layout import RunDir
@@ -32,16 +32,12 @@ WRITING = {
     "distinct": ("2-grams that no other answer has", SCORE),
     "script": ("in the prompt's script", SCORE),
 }
-# Labels and units of a state's closeness, of which the terminal has those `IN_BRIEF`.
+# Labels and units of a state's closeness.
 DISTANCES = {
     "distance": ("distance to base, mean\nnats per token", NATS),
     "median": ("distance to base, median\nnats per token", NATS),
     "domain_manner": (format.IN_DOMAIN_STYLE, SHARE),
-    "forward": ("forward KL\non base's answers", NATS),
-    "reverse": ("reverse KL\non the state's own answers", NATS),
 }
-IN_BRIEF = ("distance", "median", "domain_manner")
-RELATIVE = Unit("{:+.0f}", 100, " %")
 # Where the axis of a pair of bars may end.
 AXES = (0.05, 0.1, 0.25, 0.5, 1.0)
 
@@ -62,11 +58,6 @@ WHAT_DISTANCE_IS = (
 WHAT_C_IS = (
     "C is 1 for base, and 0 for a model as far from it as what it is compared with: tuned, or base's answers "
     "to unrelated prompts, whichever is nearer."
-)
-WHAT_RECOVERED_IS = (
-    f"“Recovered” means that the interval of recovered - base lies above -{100 * NON_INFERIORITY_MARGIN:g} "
-    "points, and that its answers are shown to be like base's: in the share that ends and in repetition, "
-    f"within {100 * MARGINS['ended']:g} points, and in length, within {MARGINS['tokens']:.0%}."
 )
 COPY_IN_4_BITS = (
     "All scores are of the embedded copy of {}, whose weights were quantized to 4 bits and dequantized "
@@ -138,7 +129,7 @@ def run_page(results: Results) -> Page:
         heading=said.heading,
         sentence=said.sentence[:1].upper() + said.sentence[1:],
         sections=main_tables(summary),
-        details=detail_tables(summary),
+        details=cost_table(summary),
         faults=summary.faults,
         notes=summary.notes,
         verdict=said.text,
@@ -210,7 +201,7 @@ def shown(*tables: Table) -> list[Table]:
     return found
 
 
-def writing_rows(writing: Mapping[str, Mapping[str, Estimate]], n: int, small: str = "") -> list[list[str]]:
+def writing_rows(writing: Mapping[str, Mapping[str, Estimate]], n: int, small: str) -> list[list[str]]:
     """Return label and cell of each state for every measure that one of them has.
 
     The script is left out where all answers keep to it.
@@ -219,13 +210,8 @@ def writing_rows(writing: Mapping[str, Mapping[str, Estimate]], n: int, small: s
     for measure, (label, unit) in WRITING.items():
         found = {state: written[measure] for state, written in writing.items() if measure in written}
         if found and not (measure == "script" and all(share.value == 1 for share in found.values())):
-            rows.append([f"{label}\n{small}" if small else label, *by_state(found, unit, n)])
+            rows.append([f"{label}\n{small}", *by_state(found, unit, n)])
     return rows
-
-
-def distance_rows(near: Closeness, names: Iterable[str] = IN_BRIEF) -> list[list[str]]:
-    """Return label and cell of each state for numbers of its closeness."""
-    return [[DISTANCES[name][0], *distance_cells(near, name, DISTANCES[name][1])] for name in names]
 
 
 def brief_table(summary: Summary) -> list[Table]:
@@ -241,104 +227,53 @@ def brief_table(summary: Summary) -> list[Table]:
     return shown(Table("", ["", *STATES], rows))
 
 
-def terminal_tables(summary: Summary) -> list[Table]:
-    """Return the score table for a terminal, if there are scores."""
-    rows = []
+def main_tables(summary: Summary) -> list[Table]:
+    """Return the scores with R and D, those of each group of prompts, and closeness to base."""
+    rows: list[list[str]] = []
+    groups: list[list[str]] = []
+    findings = summary.findings
     for name, suite in summary.suites.items():
         if suite.n:
-            floor = "" if suite.floor is None else format.percent(suite.floor)
-            rows.append([f"{name}\n{suite.metric}", str(suite.n), floor, *by_state(suite.states, n=suite.n)])
+            what = f"{name}\n{suite.role}: {format.metric_words(suite.metric or '')}\n{suite.size}"
+            rows.append([what, *by_state(suite.states, n=suite.n)])
             if suite.role == "retention":
-                rows += [[label, "", "", *cells] for label, *cells in writing_rows(suite.writing, suite.n)]
-    if near := summary.closeness:
-        first, *others = distance_rows(near)
-        floor = "" if near.floor is None else f"{near.floor:.3f}"
-        rows.append([first[0], str(near.n), floor, *first[1:]])
-        rows += [[label, "", "", *cells] for label, *cells in others]
-    findings = summary.findings
-    ratios = {"R": (findings.recovery, "retention"), "D": (findings.domain_retention, "domain")}
-    for label, (ratio, role) in ratios.items():
+                rows += writing_rows(suite.writing, suite.n, f"{name}, {suite.decoding}")
+    for name, role, ratio in (
+        ("R\nof the lost score, the share that is back", "retention", findings.recovery),
+        ("D\nof the domain gain, the share that is kept", "domain", findings.domain_retention),
+    ):
         if ratio:
-            rows.append([label, "", "", "", "", cell(ratio, n=summary.prompts_of(role))])
-    return shown(Table("", ["suite", "n", "floor", *STATES], rows))
-
-
-def main_tables(summary: Summary) -> list[Table]:
-    """Return the scores, those of each group of prompts, and closeness to base."""
-    near = [_closeness_table(summary.closeness)] if summary.closeness else []
-    if not any(suite.n for suite in summary.suites.values()):
-        return near
-    rows, groups = [], []
-    for name, suite in summary.suites.items():
-        about = f": {format.metric_words(suite.metric or '')}, {suite.size}" if suite.n else ""
-        rows.append([f"{name}\n{suite.role}{about}", *by_state(suite.states, n=suite.n)])
-        if suite.role == "retention":
-            rows += writing_rows(suite.writing, suite.n, f"{name}, {suite.decoding}")
+            rows.append([name, "", "", cell(ratio, n=summary.prompts_of(role))])
     for name, (group, found) in summary.groups.items():
-        ratio = cell(found.recovery, n=group.n)
-        groups.append([f"{name}\n{group.size}", *by_state(group.states, n=group.n), ratio])
+        scores = by_state(group.states, n=group.n)
+        groups.append([f"{name}\n{group.size}", *scores, cell(found.recovery, n=group.n)])
     note = WHAT_GROUPS_ARE if set(summary.groups) == {"seen", "unseen"} else ""
     columns = [summary.headline["retention"] or "", *STATES, "R"]
     return shown(
         Table("Scores", ["suite", *STATES], rows, WHAT_SCORES_ARE),
         Table("Scores by group of prompts", columns, groups, note),
-        *near,
+        *([_closeness_table(summary.closeness)] if summary.closeness else []),
     )
 
 
 def _closeness_table(near: Closeness) -> Table:
     """Return the distances of the states from base, and how their sampled answers are written."""
-    rows = distance_rows(near, DISTANCES) + writing_rows(near.how_written, near.n, "sampled")
+    rows = [[label, *distance_cells(near, name, unit)] for name, (label, unit) in DISTANCES.items()]
+    rows += writing_rows(near.how_written, near.n, "sampled")
     if near.c:
         rows.append([f"C\ncompared with {near.start}", "", "", cell(near.c, n=near.n)])
     about_c = f"There is no C: {near.why}." if near.why else WHAT_C_IS
     return Table("Closeness to base", ["", *STATES], rows, WHAT_DISTANCE_IS.format(near.n) + about_c)
 
 
-def detail_tables(summary: Summary) -> list[Table]:
-    """Return what few readers look up: differences, cost, and what was learned from."""
-    cost, dose = [], []
+def cost_table(summary: Summary) -> list[Table]:
+    """Return what each stage has cost."""
+    rows = []
     for stage, spent in summary.cost.items():
-        cells = ["not run", "", ""]
         if spent:
             memory = format.memory(spent["peak_memory_bytes"])
-            cells = [format.clock(spent["seconds"]), f"{spent['tokens']:,}", memory]
-        cost.append([stage, *cells])
-        for stream, authors in spent.get("graded", {}).items():
-            for author, graded in authors.items():
-                dose.append([stage, stream, author, f"{graded['answers']:,}", f"{graded['tokens']:,}"])
-    learned = "What was learned from: an answer counts each time that a step learns from it."
-    return shown(
-        _differences_table(summary),
-        Table("Cost", ["stage", "time, min:s", "tokens", "peak memory"], cost),
-        Table("Dose", ["stage", "prompts", "answers by", "answers", "tokens"], dose, learned),
-    )
-
-
-def _differences_table(summary: Summary) -> Table:
-    """Return the paired differences on the retention suite, in points."""
-    suite, n = summary.headline_suite("retention"), summary.prompts_of("retention")
-    found: list[tuple[str, Estimate | None, Unit]] = []
-    for pair, change in summary.changes.items():
-        if not pair.startswith("domain"):
-            found.append((pair.replace("_minus_", " - "), change, CHANGE))
-    for measure, test in summary.writing.items():
-        unit = RELATIVE if measure == "tokens" else CHANGE
-        found.append((f"{WRITING[measure][0]}, recovered - base", test, unit))
-    rows = []
-    for label, change, unit in found:
-        if change:
-            low, high = (f"{unit.number(end)}{unit.name}" for end in (change.low, change.high))
-            bounds = f"{n} prompts are too few" if format.is_few(n) else f"{low} to {high}"
-            rows.append([label, format.value(change, unit), bounds])
-    caption = WHAT_RECOVERED_IS
-    if suite and summary.detectable_drop:
-        caption += (
-            f" {suite.n} prompts like these show a drop from base to tuned four times in five, if it is "
-            f"{100 * summary.detectable_drop:.1f} points or more."
-        )
-    columns = [summary.headline["retention"] or "", "points", "95 % interval"]
-    return Table("Differences on the same prompts", columns, rows, caption)
+            rows.append([stage, format.clock(spent["seconds"]), f"{spent['tokens']:,}", memory])
+    return shown(Table("Cost", ["stage", "time, min:s", "tokens", "peak memory"], rows))
 
 
 def _made(run: RunDir, manifest: dict[str, Any], base_model: str) -> dict[str, str]:
@@ -386,19 +321,9 @@ def _facts(run: RunDir, manifest: dict[str, Any], base: dict[str, Any]) -> dict[
     cores, memory = device.get("cores"), device.get("memory_bytes")
     hardware = [device.get("name"), device.get("dtype"), cores and f"{cores} cores"]
     facts["device"] = ", ".join(filter(None, [*hardware, memory and format.memory(memory)]))
-    seeds = {stage: section(run, stage).get("seed") for stage in ("finetune", "recover")}
-    facts["seeds"] = ", ".join(f"{stage} {seed}" for stage, seed in seeds.items() if seed is not None)
     facts["base"] = " at ".join(str(base[key]) for key in ("id", "revision") if base[key])
     if base["quantization"]:
         facts["base"] += f", quantized ({base['quantization']})"
-    before, after = base.get("fingerprint_before"), base.get("fingerprint_after")
-    if before:
-        check = f"CHANGED to {after}" if after else "not checked after"
-        facts["base fingerprint"] = f"{before}, {'identical before and after' if before == after else check}"
-    for state, adapter in (manifest.get("adapters") or {}).items():
-        facts[f"adapter {state}"] = f"{adapter.get('path', '')} sha256 {adapter.get('sha256', 'unknown')}"
-    if manifest.get("seconds"):
-        facts["whole run, min:s"] = format.clock(manifest["seconds"])
     return {name: value for name, value in facts.items() if value}
 
 
