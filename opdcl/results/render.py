@@ -72,12 +72,7 @@ def _teachers(run: RunDir) -> dict[str, str]:
     """Return the names of each stream's teachers: base and tuned unless configured otherwise."""
     config = run.stage_record("recover").get("config", {})
     general, domain = config.get("general_teacher", "base"), config.get("domain_teacher", "tuned")
-    of_streams = config.get("general_teacher"), config.get("domain_teacher")
-    teachers = (config.get("teachers") or {}).items()
-    # Those that grade a part of the domain prompts.
-    further = [name for name, teacher in teachers if name not in of_streams or teacher.get("prompts")]
-    own = [domain] if config.get("domain") or not further else []
-    return {"general": general, "domain": " and ".join(map(str, [*own, *further]))}
+    return {"general": general, "domain": "its teachers" if config.get("teachers") else domain}
 
 
 def pull_request(run: RunDir, gates: Sequence[Mapping[str, str]]) -> str:

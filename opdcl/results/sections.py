@@ -21,7 +21,7 @@ from opdcl.results.ratios import Closeness
 from opdcl.results.samples import Group, PickedExample, pick_examples, sort_samples
 from opdcl.results.status import HEADLINE_ROLES, STATES
 from opdcl.results.summary import Results
-from opdcl.results.verdict import at_place, severity, why_no_domain_retention, why_no_ratio
+from opdcl.results.verdict import at_place, severity
 from opdcl.rundir.layout import RunDir
 
 # Labels and units of the response statistics.
@@ -43,12 +43,9 @@ AXES = (0.05, 0.1, 0.25, 0.5, 1.0)
 
 WHAT_SCORES_ARE = (
     "Brackets are 95 % intervals over prompts, for one training seed. The floor is the score of the best "
-    "content-free answer, such as a copy of the prompt; in multiple choice, of a guess. Answers that do "
-    "not end were cut at the token limit. A repeated 4-gram is four words in a row that occurred earlier "
-    "in the same answer."
-)
-WHAT_GROUPS_ARE = (
-    "Seen: types of constraints that also occur in the recovery prompts. Unseen: types that do not."
+    "content-free answer, such as a copy of the prompt; in multiple choice, of a guess. R counts from tuned, "
+    "D from base, or from the floor where that is higher. Answers that do not end were cut at the token "
+    "limit. A repeated 4-gram is four words in a row that occurred earlier in the same answer."
 )
 WHAT_DISTANCE_IS = (
     "{} prompts that no stage has learned from, answered at temperature 1. Both models give their "
@@ -93,8 +90,6 @@ class Page:
     why: str = ""
     place: str = "RUN"
     severity: str = ""
-    ratios: list[dict[str, str]] = field(default_factory=list)
-    """R and D: name, meaning, value and bounds, or why there is none."""
     bars: list[dict[str, Any]] = field(default_factory=list)
     about_base: list[str] = field(default_factory=list)
     """What is special about the weights that the scores are of."""
@@ -138,7 +133,6 @@ def run_page(results: Results) -> Page:
         why=said.why,
         place=place,
         severity=severity(summary),
-        ratios=_ratios(results, summary),
         bars=bars(summary),
         examples=pick_examples(headline),
         answers=answers,
@@ -147,22 +141,6 @@ def run_page(results: Results) -> Page:
         facts=_facts(run, manifest, base),
         model=_model(results, manifest, model, base) | {"embedded": base["id"] if embedded else ""},
     )
-
-
-def _ratios(results: Results, summary: Summary) -> list[dict[str, str]]:
-    """Return R and D with what they mean, or why one is missing; nothing for base alone."""
-    recovered = "the share of the lost score that came back, counted from tuned or the floor, the higher one"
-    kept = "the share of the domain gain that was kept, counted from base or the floor, the higher one"
-    findings, no_d = summary.findings, why_no_domain_retention(results.headline.get("domain"))
-    rows = []
-    for name, role, meaning, ratio, why in (
-        ("Recovery R", "retention", recovered, findings.recovery, why_no_ratio(summary)),
-        ("Domain retention D", "domain", kept, findings.domain_retention, no_d),
-    ):
-        bounds = format.bounds(ratio) if ratio and not format.is_few(summary.prompts_of(role)) else ""
-        value = format.value(ratio) if ratio else ""
-        rows.append({"name": name, "meaning": meaning, "value": value, "bounds": bounds, "why": why})
-    return [] if summary.alone else rows
 
 
 def bars(summary: Summary) -> list[dict[str, Any]]:
@@ -188,12 +166,12 @@ def bars(summary: Summary) -> list[dict[str, Any]]:
 
 
 def shown(*tables: Table) -> list[Table]:
-    """Return the tables with rows, without the columns of states, and of R, in which nothing is."""
+    """Return the tables with rows, without the columns of states in which nothing is."""
     found = []
     for table in tables:
         kept = []
         for i, name in enumerate(table.columns):
-            if name not in (*STATES, "R") or any(row[i] for row in table.rows):
+            if name not in STATES or any(row[i] for row in table.rows):
                 kept.append(i)
         rows = [[row[i] for i in kept] for row in table.rows]
         if rows:
@@ -228,9 +206,8 @@ def brief_table(summary: Summary) -> list[Table]:
 
 
 def main_tables(summary: Summary) -> list[Table]:
-    """Return the scores with R and D, those of each group of prompts, and closeness to base."""
+    """Return the scores with R and D, and closeness to base."""
     rows: list[list[str]] = []
-    groups: list[list[str]] = []
     findings = summary.findings
     for name, suite in summary.suites.items():
         if suite.n:
@@ -244,14 +221,8 @@ def main_tables(summary: Summary) -> list[Table]:
     ):
         if ratio:
             rows.append([name, "", "", cell(ratio, n=summary.prompts_of(role))])
-    for name, (group, found) in summary.groups.items():
-        scores = by_state(group.states, n=group.n)
-        groups.append([f"{name}\n{group.size}", *scores, cell(found.recovery, n=group.n)])
-    note = WHAT_GROUPS_ARE if set(summary.groups) == {"seen", "unseen"} else ""
-    columns = [summary.headline["retention"] or "", *STATES, "R"]
     return shown(
         Table("Scores", ["suite", *STATES], rows, WHAT_SCORES_ARE),
-        Table("Scores by group of prompts", columns, groups, note),
         *([_closeness_table(summary.closeness)] if summary.closeness else []),
     )
 
@@ -318,9 +289,7 @@ def _facts(run: RunDir, manifest: dict[str, Any], base: dict[str, Any]) -> dict[
     versions = {"opdcl": manifest["opdcl"], **(manifest.get("versions") or {})}
     facts["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     device = manifest["device"] or {}
-    cores, memory = device.get("cores"), device.get("memory_bytes")
-    hardware = [device.get("name"), device.get("dtype"), cores and f"{cores} cores"]
-    facts["device"] = ", ".join(filter(None, [*hardware, memory and format.memory(memory)]))
+    facts["device"] = ", ".join(filter(None, [device.get("name"), device.get("dtype")]))
     facts["base"] = " at ".join(str(base[key]) for key in ("id", "revision") if base[key])
     if base["quantization"]:
         facts["base"] += f", quantized ({base['quantization']})"

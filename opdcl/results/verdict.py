@@ -300,7 +300,8 @@ def _next(summary: Summary, run: RunDir) -> tuple[str, str]:
     if _is_unlearned(summary) and finetune:
         command = f"{again} --set finetune.epochs={_twice(finetune.get('epochs'))} -o RUN-2"
         return "to learn the domain for longer", command
-    if found is Retention.LOST:
+    is_unknown = found is Retention.NOT_MEASURED and "recovered" not in adapters
+    if found is Retention.LOST or is_unknown:
         return "", recovery
     almost_all = findings.recovery and findings.recovery.value >= MOST_OF_THE_GAIN
     is_open = almost_all and ratios.alike(summary.writing_tests)
@@ -334,9 +335,10 @@ def _more_prompts(summary: Summary, settings: Mapping[str, Any], why: str) -> tu
     limit, measured = (settings.get("eval") or {}).get("limit"), summary.prompts_of("retention")
     if not limit or measured < limit:
         return f"{why}, a suite with more prompts", "opdcl suites ls"
-    enough, findings = 4 * measured, summary.findings  # four times as many: intervals half as wide
-    is_floor_too_near = findings.no_recovery_because is NoRatio.FLOOR_TOO_NEAR
-    if findings.retention_status is Retention.TOO_FEW and not is_floor_too_near:
+    enough = 4 * measured  # four times as many: intervals half as wide
+    is_floor_too_near = summary.findings.no_recovery_because is NoRatio.FLOOR_TOO_NEAR
+    is_open = summary.findings.retention_status is Retention.TOO_FEW and not is_floor_too_near
+    if is_open or is_few(measured):
         enough = _prompts_to_tell(measured, summary.detectable_drop or 0.0)
     return why, f"opdcl eval RUN --limit {enough}"
 
