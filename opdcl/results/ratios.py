@@ -361,14 +361,6 @@ class Closeness:
             return Retention.RECOVERED
         return Retention.PARTLY if self.c.low > 0 else Retention.NOT_SHOWN
 
-    @property
-    def how_written(self) -> dict[str, dict[str, Estimate]]:
-        """State -> measure of how it writes, by the names of `MeasuredSuite.column`."""
-        written = {}
-        for state, found in self.states.items():
-            written[state] = {OF_SAMPLES[name]: found[name] for name in OF_SAMPLES if name in found}
-        return written
-
 
 def closeness_of(suites: Sequence[MeasuredSuite]) -> Closeness | None:
     """Return the distances, C with its interval, and how each state writes; None without base's answers.

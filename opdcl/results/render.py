@@ -90,7 +90,7 @@ def card(
     results = Results(run)
     page, facts = run_page(results), {}
     for name, value in page.facts.items():
-        if name in ("versions", "device"):  # a command and a base may name private files
+        if not name.startswith("command"):  # it may name private files
             facts[name] = value
     public = {"state": state, "base": base, "place": place, "license": license, "kind": kind}
     return _render_card(replace(page, facts=facts, model=page.model | public), results.summary, datasets)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -14,7 +13,6 @@ from opdcl.hub import HUB_IDS
 from opdcl.results import format
 from opdcl.results.estimates import Summary
 from opdcl.results.format import NATS, SCORE, SHARE, Table, by_state, cell, distance_cells
-from opdcl.results.intervals import Estimate
 from opdcl.results.measurements import section
 from opdcl.results.origins import as_named
 from opdcl.results.ratios import Closeness
@@ -29,7 +27,6 @@ WRITING = {
     "ended": ("answers that end", SCORE),
     "tokens": ("tokens per answer", format.LENGTH),
     "repetition": ("repeated 4-grams", SCORE),
-    "distinct": ("2-grams that no other answer has", SCORE),
     "script": ("in the prompt's script", SCORE),
 }
 # Labels and units of a state's closeness.
@@ -138,7 +135,7 @@ def run_page(results: Results) -> Page:
         answers=answers,
         made=_made(run, manifest, model),
         about_base=about_base,
-        facts=_facts(run, manifest, base),
+        facts=_facts(manifest),
         model=_model(results, manifest, model, base) | {"embedded": base["id"] if embedded else ""},
     )
 
@@ -179,19 +176,6 @@ def shown(*tables: Table) -> list[Table]:
     return found
 
 
-def writing_rows(writing: Mapping[str, Mapping[str, Estimate]], n: int, small: str) -> list[list[str]]:
-    """Return label and cell of each state for every measure that one of them has.
-
-    The script is left out where all answers keep to it.
-    """
-    rows = []
-    for measure, (label, unit) in WRITING.items():
-        found = {state: written[measure] for state, written in writing.items() if measure in written}
-        if found and not (measure == "script" and all(share.value == 1 for share in found.values())):
-            rows.append([f"{label}\n{small}", *by_state(found, unit, n)])
-    return rows
-
-
 def brief_table(summary: Summary) -> list[Table]:
     """Return what a terminal shows at the end of a run: the headline suites and the distance to base."""
     rows = []
@@ -214,7 +198,14 @@ def main_tables(summary: Summary) -> list[Table]:
             what = f"{name}\n{suite.role}: {format.metric_words(suite.metric or '')}\n{suite.size}"
             rows.append([what, *by_state(suite.states, n=suite.n)])
             if suite.role == "retention":
-                rows += writing_rows(suite.writing, suite.n, f"{name}, {suite.decoding}")
+                for measure, (label, unit) in WRITING.items():
+                    found = {
+                        s: written[measure] for s, written in suite.writing.items() if measure in written
+                    }
+                    is_plain = measure == "script" and all(share.value == 1 for share in found.values())
+                    if found and not is_plain:
+                        small = f"{name}, {suite.decoding}"
+                        rows.append([f"{label}\n{small}", *by_state(found, unit, suite.n)])
     for name, role, ratio in (
         ("R\nof the lost score, the share that is back", "retention", findings.recovery),
         ("D\nof the domain gain, the share that is kept", "domain", findings.domain_retention),
@@ -228,9 +219,8 @@ def main_tables(summary: Summary) -> list[Table]:
 
 
 def _closeness_table(near: Closeness) -> Table:
-    """Return the distances of the states from base, and how their sampled answers are written."""
+    """Return the distances of the states from base."""
     rows = [[label, *distance_cells(near, name, unit)] for name, (label, unit) in DISTANCES.items()]
-    rows += writing_rows(near.how_written, near.n, "sampled")
     if near.c:
         rows.append([f"C\ncompared with {near.start}", "", "", cell(near.c, n=near.n)])
     about_c = f"There is no C: {near.why}." if near.why else WHAT_C_IS
@@ -280,19 +270,14 @@ def _short(source: str) -> str:
     return source if source in SHIPPED_DATA else source.rstrip("/").rsplit("/", 1)[-1]
 
 
-def _facts(run: RunDir, manifest: dict[str, Any], base: dict[str, Any]) -> dict[str, str]:
-    """Return what a reader needs to repeat the run and to check that the result is the same."""
+def _facts(manifest: dict[str, Any]) -> dict[str, str]:
+    """Return what a reader needs to repeat the run: the commands and the versions."""
     commands = manifest.get("commands") or [manifest.get("command", "")]
     facts = {"command": commands[0]}
     if len(commands) > 1:
         facts = {f"command {number}": command for number, command in enumerate(commands, 1)}
     versions = {"opdcl": manifest["opdcl"], **(manifest.get("versions") or {})}
     facts["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    device = manifest["device"] or {}
-    facts["device"] = ", ".join(filter(None, [device.get("name"), device.get("dtype")]))
-    facts["base"] = " at ".join(str(base[key]) for key in ("id", "revision") if base[key])
-    if base["quantization"]:
-        facts["base"] += f", quantized ({base['quantization']})"
     return {name: value for name, value in facts.items() if value}
 
 
