@@ -55,13 +55,9 @@ NATS = Unit("{:.3f}", least=0.0)
 def interval(estimate: Estimate, unit: Unit = RATIO, n: int | None = None) -> str:
     """Format an estimate with its interval, as `0.98 [0.84, 1.13]` or `47.3 % [42.1, 53.0]`.
 
-    It is the value alone over too few prompts, `n`, and where both ends print alike.
+    It is the value alone over too few prompts, `n`.
     """
-    return value(estimate, unit) + (f" {bounds(estimate, unit)}" if _is_range(estimate, unit, n) else "")
-
-
-def _is_range(estimate: Estimate, unit: Unit, n: int | None) -> bool:
-    return not is_few(n) and unit.number(estimate.low) != unit.number(estimate.high)
+    return value(estimate, unit) + ("" if is_few(n) else f" {bounds(estimate, unit)}")
 
 
 def is_few(n: int | None) -> bool:
@@ -83,8 +79,9 @@ def cell(estimate: Estimate | None, unit: Unit = RATIO, n: int | None = None) ->
     """Format an estimate over its interval, as `47.3 %` over `[42, 53]`: narrow. It is empty without one."""
     if estimate is None:
         return ""
+    is_range = not is_few(n) and unit.number(estimate.low) != unit.number(estimate.high)
     ends = bounds(estimate, SHARE if unit is SCORE else unit)
-    return value(estimate, unit) + (f"\n{ends}" if _is_range(estimate, unit, n) else "")
+    return value(estimate, unit) + (f"\n{ends}" if is_range else "")
 
 
 def metric_words(metric: str) -> str:
