@@ -88,23 +88,21 @@ class Result(Outcome):
 
     def __init__(self, path: Path, results: Summary, gates: Sequence[dict[str, str]] = ()):
         from opdcl.results.render import run_document
-        from opdcl.results.sections import brief_table, terminal_tables
-        from opdcl.results.verdict import at_place, next_command, severity
+        from opdcl.results.sections import brief_table, main_tables
+        from opdcl.results.verdict import at_place, severity
 
         place = typed(path)
         results = at_place(results, place)
         self.path, self.gates = path, [*gates]
-        self._results = results
         self.summary: dict[str, Any] = run_document(results)
         if gates:
             self.summary["gates"] = self.gates
-        lead_on = next_command(RunDir(path), results, place)
-        notes = [*([f"report: {self.report}"] if results.suites else []), f"next: {lead_on}"]
+        report = [f"report: {self.report}"] if results.suites else []
         super().__init__(
             sentence="\n".join([results.verdict.text, *results.verdict.further]),
-            tables=terminal_tables(results),
+            tables=main_tables(results),
             data=self.summary,
-            notes=notes,
+            notes=[*report, f"next: {results.verdict.lead_on}"],
             faults=results.faults,
             remarks=results.notes,
             brief=brief_table(results),
@@ -116,7 +114,7 @@ class Result(Outcome):
         """Return the results as about thirty lines of Markdown: faults, verdict, gates, table, prompts."""
         from opdcl.results.render import pull_request
 
-        return pull_request(RunDir(self.path), self._results, self.gates)
+        return pull_request(RunDir(self.path), self.gates)
 
     def refuse(self) -> None:
         """Raise the error of the gates that are not met, or of the faults.

@@ -57,7 +57,7 @@ def described_suites() -> dict[str, tuple[str, str]]:
             lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines()
         )
         role, _, text = " ".join(line.lstrip("# ") for line in lines).partition(": ")
-        purpose = re.split(r" Headline:|(?<=\.) ", text)[0].rstrip(".")
+        purpose = re.split(r" Headline:|(?<=\.) ", text)[0].rstrip(".").replace("`", "")
         described[name] = role.lower(), purpose
     roles = list(dict.fromkeys([*ROLES, *(role for role, _ in described.values())]))
     return dict(sorted(described.items(), key=lambda item: roles.index(item[1][0])))

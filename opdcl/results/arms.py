@@ -32,7 +32,7 @@ from opdcl.results.ratios import (
 )
 from opdcl.results.status import HEADLINE_ROLES, STATES
 from opdcl.results.summary import Results
-from opdcl.results.verdict import writing_sentence
+from opdcl.results.verdict import unlike_base
 from opdcl.rundir.identity import Identity
 from opdcl.rundir.layout import RunDir
 
@@ -330,7 +330,7 @@ def _notes(
         if count > 1:
             different = f"The arms have {count} different results of {state}"
             notes.append(f"{different}: each arm's R and D refer to its own.")
-    notes += [f"{arm.name}: {said}" for arm in arms if (said := writing_sentence(arm.writing))]
+    notes += [f"{arm.name}: {'; '.join(said)}." for arm in arms if (said := unlike_base(arm.writing))]
     evaluation = [key for key in differences if key.startswith("eval.")]
     if measuring := [key for key in evaluation if ".".join(key.split(".")[:2]) not in HARMLESS]:
         notes.append(f"The arms were measured with different settings ({', '.join(measuring)}).")

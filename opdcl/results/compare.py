@@ -114,18 +114,18 @@ def comparison_page(board: Compared) -> Page:
     """Lay out a comparison: arms side by side, or steps that build on one another."""
     names = ", ".join(column.name for column in board.columns)
     if isinstance(board, Arms):
-        heading, how, details = _difference_of(board), "compared on", [_runs_table(board)]
+        heading, how = _difference_of(board), "compared on"
         tables = [_scores_table(board), _closeness_table(board), _rivals_table(board)]
         tables += [*[_further_table(board, suite) for suite in board.further], _settings_table(board)]
     else:
-        heading, how, details = _end_of(board), "steps that build on one another, measured on", []
+        heading, how = _end_of(board), "steps that build on one another, measured on"
         tables = [_steps_table(board), _chains_table(board), _kept_table(board)]
     return Page(
         name="Comparison",
         heading=heading,
         sentence=f"{names}: {how} {board.measured}.",
         sections=with_rows(tables),
-        details=details,
+        details=[],
         faults=board.faults,
         notes=board.notes,
     )
@@ -236,18 +236,6 @@ def _settings_table(board: Arms) -> Table:
     return Table("Settings that differ", ["setting", *names], rows, "Seeds, names and gates are left out.")
 
 
-def _runs_table(board: Arms) -> Table:
-    rows = []
-    for arm in board.columns:
-        for run in arm.members:
-            seeds = ", ".join(f"{key} {_setting(value)}" for key, value in run.seeds.items())
-            found = run.summary.findings
-            shown = [cell(found.recovery), cell(found.domain_retention), run.status(found)]
-            rows.append([f"{run.path}\n{seeds}", arm.name, *_cells(run.ends, HEADLINE_ROLES), *shown])
-    columns = ["run", "arm", *HEADLINE_ROLES, "R", "D", "status"]
-    return Table("Runs", columns, rows, "Each run by itself, with the numbers of its own report.")
-
-
 def _figure(board: Arms) -> str | None:
     """Return a figure of references and arms, retention against domain."""
     from opdcl.results import plots
@@ -258,7 +246,7 @@ def _figure(board: Arms) -> str | None:
             is_arm, at = column in board.columns, board.means(column)
             shape, colour = next(styles) if is_arm else (plots.SHAPES[column.state], column.state)
             marks.append(plots.Mark(column.name, at["domain"], at["retention"], shape, colour))
-    return plots.frontier(board.headline, marks)
+    return plots.frontier({role: suite.plain for role, suite in board.suites.items()}, marks)
 
 
 def _end_of(board: Chains) -> str:

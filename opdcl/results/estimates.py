@@ -18,6 +18,8 @@ COMPARED = (("tuned", "base"), ("recovered", "tuned"), ("recovered", "base"))
 class Scores:
     """The scores of the measured states on one suite, or on a group of its prompts."""
 
+    plain: str
+    """What it measures, in words."""
     n: int
     floor: float | None
     states: dict[str, Estimate]
@@ -44,13 +46,20 @@ class Verdict:
     heading: str
     sentence: str
     further: list[str] = field(default_factory=list)
-    """The sentences after it: distance to base, how the answers differ, what to do."""
-    to_do: str = ""
-    """What to do next, which is also the last of `further`; empty where nothing is missing."""
+    """The sentences after it: distance to base, how else the answers differ."""
+    why: str = ""
+    """What the next command is for; empty where nothing is missing, or it goes without saying."""
+    next: str = ""
+    """The command that follows from the verdict."""
 
     @property
     def text(self) -> str:
         return f"{self.heading}: {self.sentence}"
+
+    @property
+    def lead_on(self) -> str:
+        """The next command, and behind it what it is for."""
+        return f"{self.next}  # {self.why}" if self.why else self.next
 
 
 @dataclass(frozen=True)
@@ -107,6 +116,7 @@ def suite_scores(suite: MeasuredSuite) -> Scores:
             if metric != suite.metric:
                 metrics.setdefault(metric, {})[state] = value
     return Scores(
+        plain=suite.plain,
         n=len(suite.measured),
         floor=suite.floor if floor is None else float(floor.mean()),
         states={state: _score(suite, state).rounded() for state in STATES if state in suite.rows},

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from opdcl.results.status import DOMAIN_STYLE, STATES
+from opdcl.results.status import DOMAIN_STYLE, FEWEST_PROMPTS, STATES
 
 if TYPE_CHECKING:
     from opdcl.results.intervals import Estimate
@@ -19,15 +19,10 @@ IN_DOMAIN_STYLE = f"answered in domain style\nabove {DOMAIN_STYLE:g} nat per tok
 
 # Metrics in words; files and JSON keep the keys.
 METRIC_WORDS = {
-    "passed": "answers about the prompt that meet every constraint",
-    "own_words": "answers in words of their own",
-    "prompt_level_strict_acc": "answers that meet every constraint",
-    "inst_level_strict_acc": "constraints met",
-    "prompt_level_loose_acc": "answers that meet every constraint, read loosely",
-    "inst_level_loose_acc": "constraints met, read loosely",
+    "passed": "all constraints kept",
+    "prompt_level_strict_acc": "all constraints kept",
     "exact_match": "exact answers",
-    "contains": "answers that contain the expected one",
-    "token_f1": "word overlap with the expected answer",
+    "token_f1": "word overlap",
     "acc": "correct answers",
     "acc_norm": "correct answers, corrected for length",
 }
@@ -46,9 +41,6 @@ class Unit(NamedTuple):
         return self.form.format(max(self.factor * value, self.least))
 
 
-# Over fewer prompts than this, no text has an interval: it would show a certainty that is not there.
-FEWEST_PROMPTS = 10
-
 RATIO = Unit("{:.2f}")
 SCORE = Unit("{:.1f}", 100, " %")
 SHARE = Unit("{:.0f}", 100, " %")
@@ -60,17 +52,12 @@ DISTANCE = Unit("{:.3f}", name=" nats per token")
 NATS = Unit("{:.3f}", least=0.0)
 
 
-def interval(estimate: Estimate, unit: Unit = RATIO, between: str = " ", n: int | None = None) -> str:
+def interval(estimate: Estimate, unit: Unit = RATIO, n: int | None = None) -> str:
     """Format an estimate with its interval, as `0.98 [0.84, 1.13]` or `47.3 % [42.1, 53.0]`.
 
-    Over too few prompts, `n`, it is the value alone, and a score the number of prompts, as `2 of 3`.
+    It is the value alone over too few prompts, `n`.
     """
-    if not is_few(n):
-        return f"{value(estimate, unit)}{between}{bounds(estimate, unit)}"
-    count = estimate.value * (n or 0)
-    if unit is SCORE and math.isclose(count, round(count), abs_tol=1e-3):
-        return f"{count:.0f} of {n}"
-    return value(estimate, unit)
+    return value(estimate, unit) + ("" if is_few(n) else f" {bounds(estimate, unit)}")
 
 
 def is_few(n: int | None) -> bool:
@@ -89,8 +76,12 @@ def bounds(estimate: Estimate, unit: Unit = RATIO) -> str:
 
 
 def cell(estimate: Estimate | None, unit: Unit = RATIO, n: int | None = None) -> str:
-    """Format an estimate over its interval as `interval` does; empty without one."""
-    return interval(estimate, unit, "\n", n) if estimate else ""
+    """Format an estimate over its interval, as `47.3 %` over `[42, 53]`: narrow. It is empty without one."""
+    if estimate is None:
+        return ""
+    is_range = not is_few(n) and unit.number(estimate.low) != unit.number(estimate.high)
+    ends = bounds(estimate, SHARE if unit is SCORE else unit)
+    return value(estimate, unit) + (f"\n{ends}" if is_range else "")
 
 
 def metric_words(metric: str) -> str:
@@ -116,11 +107,6 @@ def shorten(text: str, limit: int) -> str:
     end = max(text.rfind(" ", 0, limit), text.rfind("\n", 0, limit))
     end = end if end > limit * 0.8 else limit
     return f"{text[:end]} … ({len(text) - end:,} more characters)"
-
-
-def score(value: float) -> str:
-    """Format a metric: a fraction, or a difference of two, in percent; any other number as it is."""
-    return percent(value) if -1 <= value <= 1 else f"{value:,.1f}"
 
 
 def clock(seconds: float) -> str:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from opdcl.config.evaluate import CLOSENESS
+from opdcl.config.shipped import shipped_suites
 from opdcl.errors import UsageError
 from opdcl.repetition import REPEATED_WORD, distinct, repetition
 from opdcl.results.intervals import Clusters
@@ -26,7 +27,12 @@ from opdcl.rundir.layout import RunDir
 from opdcl.rundir.records import read_result, read_samples
 
 # What a suite measures, if its name does not read well in a sentence.
-PLAIN_WORDS = dict.fromkeys(("instructions", "instructions_quick", "ifeval"), "instruction following")
+PLAIN_WORDS = {
+    **dict.fromkeys(("instructions", "instructions_quick", "ifeval"), "instruction following"),
+    **dict.fromkeys(("handbook", "handbook_quick"), "the handbook"),
+}
+# The metric of questions with answers, which is that of a user's rows, and their name beside shipped suites.
+OF_QUESTIONS, YOUR_ROWS = "token_f1", "your test rows"
 
 # What is measured of how an answer is written.
 OF_ANSWERS = ("ended", "tokens", "repetition", "script")
@@ -110,7 +116,8 @@ class MeasuredSuite:
 
     @property
     def plain(self) -> str:
-        return PLAIN_WORDS.get(self.name, self.name)
+        is_own = self.metric == OF_QUESTIONS and self.name not in shipped_suites()
+        return YOUR_ROWS if is_own else PLAIN_WORDS.get(self.name, self.name)
 
     @property
     def clusters(self) -> np.ndarray | None:
@@ -183,7 +190,7 @@ class States(NamedTuple):
 
     base: np.ndarray
     tuned: np.ndarray
-    recovered: np.ndarray
+    recovered: np.ndarray | None
     floor: np.ndarray | None = None
     """The scores of the best content-free answer to each prompt, if they were measured."""
     clusters: Clusters = None
@@ -212,9 +219,9 @@ def floors_of(suites: Sequence[MeasuredSuite]) -> np.ndarray | None:
 
 
 def states_of(suites: Sequence[MeasuredSuite]) -> States | None:
-    """Return the scores of one suite in one or several runs, or None unless all three states are measured."""
+    """Return the scores of one suite in one or several runs, or None unless base and tuned are measured."""
     base, tuned, recovered = (pooled(suites, state) for state in STATES)
-    if base is None or tuned is None or recovered is None:
+    if base is None or tuned is None:
         return None
     return States(base, tuned, recovered, floors_of(suites), suites[0].clusters)
 

@@ -10,24 +10,18 @@ from opdcl.config.recover import NO_WORSE
 from opdcl.errors import UsageError
 from opdcl.results.format import percent
 from opdcl.results.intervals import difference, mean
-from opdcl.results.measurements import MeasuredSuite, section, states_of
+from opdcl.results.measurements import MeasuredSuite, states_of
 from opdcl.results.ratios import headroom_fault
-from opdcl.results.status import HEADLINE_ROLES, Retention
+from opdcl.results.status import HEADLINE_ROLES, NoRatio
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.records import read_metrics
 from opdcl.rundir.seals import changes
-
-# A quickstart whose answers ran on lacked 0.57 to 0.65 of base's probability to end; one whose did not, 0.26.
-MISSED_ENDS = 0.4
 
 # Share of the domain, by held-out KL, below which a recovery from a scaled start did not bring it back.
 DOMAIN_BACK = 0.85
 
 # From this score of base on, a suite has no room above base.
 CEILING = 0.95
-
-# Share of fresh tokens whose probabilities differ between sampler and trainer, above which a note says so.
-MISMATCHED = 0.001
 
 Rows = list[dict[str, Any]]
 
@@ -105,7 +99,7 @@ def suite_notes(suite: MeasuredSuite) -> list[str]:
         return notes
     base, states = mean(values, suite.clusters), states_of([suite])
     floor = f"{percent(suite.floor)}, the score of {suite.floor_is}"
-    if states and headroom_fault(states) is Retention.NO_HEADROOM:
+    if states and headroom_fault(states) is NoRatio.FLOOR_TOO_HIGH:
         unfit = f"unfit for this model: base scores {percent(base.value)}, and the floor is {floor}"
         notes.append(f"{suite.name}: {unfit}. It can show neither a loss nor a recovery.")
     elif base.low <= suite.floor:
@@ -144,20 +138,7 @@ def recovery_notes(run: RunDir) -> list[str]:
         if health := row.get("health"):
             limit = f"{health['sign']} was {health['value']:.3g}, beyond its limit of {health['bound']:.3g}"
             notes.append(f"Recovery, step {row['step']}: {limit}; {health['action']}.")
-    if rewards := [row["reward"] for row in rows if "reward" in row]:
-        fifth = max(1, len(rewards) // 5)
-        first, last = sum(rewards[:fifth]) / fifth, sum(rewards[-fifth:]) / fifth
-        means = f"{first:.3f} over the first {fifth} steps with a reward and {last:.3f} over the last {fifth}"
-        suite = section(run, "recover")["reward"]["suite"]
-        notes.append(f"Recovery also used the reward of {suite}: its mean was {means}.")
-    notes += _validation_notes(rows) + start_notes(rows)
-    fresh = [row for row in rows if "mismatch" in row]
-    mismatched = sum(row["mismatch"] * row["tokens"] for row in fresh)
-    share = mismatched / max(1, sum(row["tokens"] for row in fresh))
-    if share > MISMATCHED:
-        gap = "sampler's and trainer's probabilities differed by more than a factor of two"
-        notes.append(f"For {100 * share:.2f} % of the fresh tokens, {gap}.")
-    return notes
+    return notes + start_notes(rows)
 
 
 class Validations(NamedTuple):
@@ -192,25 +173,6 @@ def started_elsewhere(row: dict[str, Any]) -> bool:
     return start.get("alpha", 1) != 1 or start.get("mu") is not None
 
 
-def _validation_notes(rows: Rows) -> list[str]:
-    """Describe the held-out KL to further teachers, and answers that run on."""
-    notes: list[str] = []
-    validations, kept, _ = validations_of(rows)
-    if kept is None:
-        return notes
-    first, best = validations[min(validations)], validations[kept]
-    for key in sorted(first):
-        stream, _, teacher = key.partition("_kl/")
-        if teacher:
-            kl = f"from {first[key]:.3f} to {best[key]:.3f} nats per token"
-            notes.append(f"Held-out KL to {teacher} on its {stream} prompts: {kl}.")
-    missed = best.get("missed_ends", 0)
-    if missed > MISSED_ENDS:
-        lack = f"recovered lacks {100 * missed:.0f} % of the probability to end"
-        notes.append(f"Recovery: where base ends its answers, {lack}; its answers run on.")
-    return notes
-
-
 def start_notes(rows: Rows) -> list[str]:
     """Say where a recovery started, and what that start did for it, from the rows of its metrics."""
     chosen = next((row["start"] for row in rows if "start" in row), None)
@@ -227,18 +189,13 @@ def start_notes(rows: Rows) -> list[str]:
         return [f"Recovered is {place}: no training was done."]
     if not elsewhere:
         return []
-    notes = [f"The recovery started from {place}."]
     # Earlier versions called this share `domain_kept`.
     share = validations[kept].get("domain_gap_closed", validations[kept].get("domain_kept", 1.0))
     if share < DOMAIN_BACK:
-        notes.append(
-            "The domain did not come back from the start: on held-out questions only "
-            f"{100 * max(share, 0):.0f} % of the gap in KL between base and tuned is closed. "
-            "Take more `recover.steps`, or start nearer to tuned: a number near 1 as `recover.start`."
-        )
-    elif chosen["score"] <= NO_WORSE * validations[kept]["score"]:
-        notes.append(
-            f"On held-out prompts the start alone, {place}, is about as near to the teachers: "
-            "`--set recover.steps=0` gives it without training."
-        )
-    return notes
+        closed = f"{100 * max(share, 0):.0f} % of the gap in KL between base and tuned is closed"
+        advice = "take more recover.steps, or start nearer to tuned: a number near 1 as recover.start"
+        return [f"The domain did not come back: on held-out questions only {closed}; {advice}."]
+    if chosen["score"] <= NO_WORSE * validations[kept]["score"]:
+        said = f"On held-out prompts the start alone, {place}, is about as near to the teachers"
+        return [f"{said}: --set recover.steps=0 gives it without training."]
+    return []

@@ -20,9 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from opdcl.results.estimates import Summary
 from opdcl.results.intervals import Estimate
-from opdcl.results.measurements import PLAIN_WORDS
 from opdcl.results.notes import validations_of
 
 STYLE = Path(__file__).parent / "templates" / "figure.mplstyle"
@@ -148,67 +146,25 @@ def _plot_curves(
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
-def tradeoff(summary: Summary) -> Markup | None:
-    """Plot the three states of a run; None unless two of them have both headline scores."""
-    domain, retention = summary.headline_suite("domain"), summary.headline_suite("retention")
-    if domain is None or retention is None:
-        return None
-    marks = []
-    for state, shape in SHAPES.items():
-        if state in domain.states and state in retention.states:
-            marks.append(Mark(state, domain.states[state], retention.states[state], shape, state))
-    if len(marks) < 2:
-        return None
-    with _figure(WIDE, TALL) as figure:
-        axes = _retention_against_domain(figure, summary.headline, 0.16)
-        arrow = {"arrowstyle": "->", "color": PAINT["muted"], "linewidth": 0.8, "shrinkA": 7, "shrinkB": 7}
-        for start, end in itertools.pairwise(marks):
-            axes.annotate("", end.centre, start.centre, arrowprops=arrow)
-        for mark in marks:
-            _cross(axes, mark)
-        if retention.floor is not None:
-            height = 100 * retention.floor
-            axes.axhline(height, color=PAINT["muted"], linestyle="--", linewidth=0.9)
-            edge = {"xycoords": axes.get_yaxis_transform(), "color": PAINT["muted"]}
-            _label(axes, "floor", (1, height), (0, 2), ha="right", va="bottom", **edge)
-        _name_marks(axes, marks)
-        return _svg(figure, "tradeoff", _where(marks))
+def frontier(names: dict[str, str], marks: list[Mark]) -> Markup | None:
+    """Plot the marks of references and arms, named in a legend; None below two marks.
 
-
-def _name_marks(axes: Axes, marks: list[Mark]) -> None:
-    """Write each mark's name beside it: to the middle in x, to stay inside, away from the arrows in y."""
-    left, right = axes.get_xlim()
-    lowest = min(marks, key=lambda mark: mark.centre[1])
-    for mark in marks:
-        is_right = mark.centre[0] > left + 0.6 * (right - left)
-        side, ha = (-7, "right") if is_right else (7, "left")
-        above, va = (-6, "top") if mark is lowest else (6, "bottom")
-        _label(axes, mark.name, mark.centre, (side, above), ha=ha, va=va, color=PAINT[mark.colour])
-
-
-def frontier(headline: dict[str, str | None], marks: list[Mark]) -> Markup | None:
-    """Plot the marks of references and arms, named in a legend; None below two marks."""
-    if None in headline.values() or len(marks) < 2:
+    `names` says in words what retention and domain are measured by.
+    """
+    if len(names) < 2 or len(marks) < 2:
         return None
     columns = 2 if max(len(mark.label) for mark in marks) <= 20 else 1
     with _figure(WIDE, TALL + LEGEND_LINE * math.ceil(len(marks) / columns)) as figure:
-        axes = _retention_against_domain(figure, headline, 0.08)
+        axes = figure.subplots()
+        axes.grid(True, axis="both")
+        axes.margins(0.08)
+        axes.set_xlabel(f"Domain: {_plain(names['domain'])} (%)")
+        axes.set_title(f"Retention: {_plain(names['retention'])} (%)")
         for i, mark in enumerate(marks):
             size = 7 + 6 * coinciding(mark, marks[:i])
             _cross(axes, mark, label=mark.label, markerfacecolor="none", markersize=size)
         figure.legend(loc="outside lower left", ncols=columns, frameon=False)
         return _svg(figure, "frontier", _where(marks))
-
-
-def _retention_against_domain(figure: Figure, headline: dict[str, str | None], margin: float) -> Axes:
-    """Return axes that are named by the headline suites; a margin is a share of their length."""
-    axes = figure.subplots()
-    axes.grid(True, axis="both")
-    axes.margins(margin)
-    words = {role: _plain(PLAIN_WORDS.get(name or "", name or "")) for role, name in headline.items()}
-    axes.set_xlabel(f"Domain: {words['domain']} (%)")
-    axes.set_title(f"Retention: {words['retention']} (%)")
-    return axes
 
 
 def _where(marks: Sequence[Mark]) -> str:

@@ -34,13 +34,14 @@ from opdcl.results.intervals import (
 from opdcl.results.measurements import MeasuredSuite, States, floors_of, pooled
 from opdcl.results.status import (
     DOMAIN_STYLE,
-    FLOOR_REASONS,
+    FEWEST_PROMPTS,
     HALF_OF_THE_GAIN,
     LARGEST_FLOOR,
     MOST_OF_THE_GAIN,
     NON_INFERIORITY_MARGIN,
     SMALLEST_DROP,
     STATES,
+    UNFIT,
     Domain,
     NoRatio,
     Retention,
@@ -121,39 +122,48 @@ def forgot(states: States) -> bool:
     return several or not pass_or_fail(base, tuned) or mcnemar(base[0], tuned[0], clusters) < 0.05
 
 
-def headroom_fault(states: States) -> Retention | None:
+def headroom_fault(states: States) -> NoRatio | None:
     """Return why the suite can show neither loss nor recovery; None if base is measurably above the floor.
 
     There is no headroom where most of base's score comes without skill, or less than `SMALLEST_DROP` of it
     with skill. Where there seems to be more, but the interval does not show it, more prompts may.
     """
+    enough = None if np.shape(states.base)[-1] >= FEWEST_PROMPTS else NoRatio.TOO_FEW
     if states.floor is None:
-        return None
+        return enough
     if states.floor.mean() > LARGEST_FLOOR * np.mean(states.base):
-        return Retention.NO_HEADROOM
+        return NoRatio.FLOOR_TOO_HIGH
     gap = difference(states.base, states.floor, states.clusters)
     if gap.low > 0:
-        return None
-    return Retention.NO_HEADROOM if gap.value < SMALLEST_DROP else Retention.TOO_FEW
+        return enough
+    return NoRatio.FLOOR_TOO_HIGH if gap.value < SMALLEST_DROP else NoRatio.FLOOR_TOO_NEAR
+
+
+def loss_of(states: States) -> Retention:
+    """Return what is shown of the loss from base to tuned: the same before a recovery and after it."""
+    if fault := headroom_fault(states):
+        return UNFIT[fault]
+    if forgot(states):
+        return Retention.LOST
+    base, tuned, clusters = states.base, states.tuned, states.clusters
+    is_above = difference(tuned, base, clusters).low > 0
+    found = is_above or detectable_difference(base, tuned, clusters) <= SMALLEST_DROP
+    return Retention.NO_FORGETTING if found else Retention.TOO_FEW
 
 
 def status_of(states: States) -> Retention:
-    """Return the outcome on the retention suite.
+    """Return the outcome on the retention suite; without recovered, `loss_of`.
 
     `recovered` is non-inferiority to base; a large p-value alone never counts. `partly recovered`: the
     interval of recovered - start lies above zero, where the start is tuned or the floor, if that is higher.
     """
     base, tuned, recovered, _, clusters = states
-    if fault := headroom_fault(states):
-        return fault
-    if not forgot(states):
-        drop = difference(base, tuned, clusters)
-        if difference(recovered, base, clusters).high < 0:
-            return (
-                Retention.NOT_SHOWN
-            )  # the fine-tune did no harm that is seen, but with the recovery there is some
-        found = detectable_difference(base, tuned, clusters) <= SMALLEST_DROP or drop.high < 0
-        return Retention.NO_FORGETTING if found else Retention.TOO_FEW
+    loss = loss_of(states)
+    if recovered is None or headroom_fault(states):
+        return loss
+    if loss is not Retention.LOST:
+        # The fine-tune did no harm that is seen, but with the recovery there may be some.
+        return Retention.NOT_SHOWN if difference(recovered, base, clusters).high < 0 else loss
     if non_inferiority(recovered, base, clusters).shown:
         return Retention.RECOVERED
     gain = difference(recovered, states.above_floor(tuned), clusters)
@@ -163,6 +173,8 @@ def status_of(states: States) -> Retention:
 def domain_status_of(states: States) -> Domain:
     """Return the outcome on the domain suite: how much of the gain is shown to be kept."""
     kept = domain_retention(states)
+    if states.recovered is None and gained(states):
+        return Domain.LEARNED
     if kept is None:
         return Domain.GAIN_NOT_SHOWN
     if kept.low > 0:
@@ -177,7 +189,8 @@ def recovery(states: States, raw: bool = False) -> Estimate | None:
     measurable forgetting, and if base is less than `SMALLEST_DROP` above the start.
     """
     start = states.tuned if raw else states.above_floor(states.tuned)
-    if not forgot(states) or np.mean(states.base) - np.mean(start) < SMALLEST_DROP:
+    loss = np.mean(states.base) - np.mean(start)
+    if states.recovered is None or not forgot(states) or loss < SMALLEST_DROP:
         return None
     return ratio(states.recovered - start, states.base - start, states.clusters)
 
@@ -185,10 +198,18 @@ def recovery(states: States, raw: bool = False) -> Estimate | None:
 def why_no_recovery(states: States) -> NoRatio | None:
     """Return why R is not computed; None if it is."""
     if fault := headroom_fault(states):
-        return FLOOR_REASONS[fault]
+        return fault
     if not forgot(states):
         return NoRatio.NO_DROP
+    if states.recovered is None:
+        return NoRatio.NOT_MEASURED
     return None if recovery(states) else NoRatio.SMALL_DROP
+
+
+def gained(states: States, raw: bool = False) -> bool:
+    """Return whether tuned is measurably above base, and unless `raw` above the floor."""
+    start = states.base if raw else states.above_floor(states.base)
+    return difference(states.tuned, start, states.clusters).low > 0
 
 
 def domain_retention(states: States, raw: bool = False) -> Estimate | None:
@@ -197,7 +218,7 @@ def domain_retention(states: States, raw: bool = False) -> Estimate | None:
     If `raw`, the start is base wherever the floor lies. None unless tuned is measurably above the start.
     """
     start = states.base if raw else states.above_floor(states.base)
-    if difference(states.tuned, start, states.clusters).low <= 0:
+    if states.recovered is None or not gained(states, raw):
         return None
     return ratio(states.recovered - start, states.tuned - start, states.clusters)
 
@@ -229,8 +250,9 @@ def findings(retention: States | None, domain: States | None, written_alike: boo
         found = status_of(retention)
         shown["no_recovery_because"] = why_no_recovery(retention)
         base, recovered = retention.base, retention.recovered
-        shown["non_inferiority"] = non_inferiority(recovered, base, retention.clusters)
-        if found not in FLOOR_REASONS:
+        if recovered is not None:
+            shown["non_inferiority"] = non_inferiority(recovered, base, retention.clusters)
+        if not headroom_fault(retention):
             shown["recovery"] = _rounded(recovery(retention))
             shown["recovery_raw"] = _rounded(recovery(retention, raw=True))
     if found is Retention.RECOVERED and not written_alike:
@@ -338,14 +360,6 @@ class Closeness:
         if self.c.low >= MOST_OF_THE_GAIN:
             return Retention.RECOVERED
         return Retention.PARTLY if self.c.low > 0 else Retention.NOT_SHOWN
-
-    @property
-    def how_written(self) -> dict[str, dict[str, Estimate]]:
-        """State -> measure of how it writes, by the names of `MeasuredSuite.column`."""
-        written = {}
-        for state, found in self.states.items():
-            written[state] = {OF_SAMPLES[name]: found[name] for name in OF_SAMPLES if name in found}
-        return written
 
 
 def closeness_of(suites: Sequence[MeasuredSuite]) -> Closeness | None:

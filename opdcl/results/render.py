@@ -20,8 +20,7 @@ from markupsafe import Markup
 
 from opdcl.results import format
 from opdcl.results.estimates import Summary
-from opdcl.results.notes import validations_of
-from opdcl.results.samples import RULE
+from opdcl.results.samples import RULE, WHAT_PASSES
 from opdcl.results.sections import Page, run_page
 from opdcl.results.status import HEADLINE_ROLES, STATES
 from opdcl.results.summary import Results
@@ -37,9 +36,6 @@ if TYPE_CHECKING:
     from opdcl.results.ratios import Closeness
 
 Document = dict[str, Any]
-
-# Facts that a public card leaves out: the command and the paths may name private files.
-PRIVATE = ("base", "adapter tuned", "adapter recovered")
 
 # What is exported -> its relation to base and the library that loads it, in the Hub's words. Its `merge`
 # is made of several models.
@@ -59,12 +55,9 @@ def write(results: Results) -> list[Path]:
     for row in read_metrics(stage.metrics) if stage else []:
         last[row.get("step", 0), "validation" in row, "loss" in row] = row
     rows = [last[key] for key in sorted(last)]
-    measured = validations_of(rows)
-    told = ({"tuned": measured.tuned} if measured.tuned else {}) | measured.by_step
-    tradeoff, kl = plots.tradeoff(results.summary), plots.recovery_kl(rows, _teachers(results.run))
     texts = [
-        render_page("report.md", page, recovery=rows, validations=told, best_step=measured.kept),
-        render_page("page.html", page, svg=tradeoff, kl=kl),
+        render_page("report.md", page),
+        render_page("page.html", page, kl=plots.recovery_kl(rows, _teachers(results.run))),
         _render_card(page, results.summary, []),
     ]
     changed = []
@@ -79,17 +72,12 @@ def _teachers(run: RunDir) -> dict[str, str]:
     """Return the names of each stream's teachers: base and tuned unless configured otherwise."""
     config = run.stage_record("recover").get("config", {})
     general, domain = config.get("general_teacher", "base"), config.get("domain_teacher", "tuned")
-    of_streams = config.get("general_teacher"), config.get("domain_teacher")
-    teachers = (config.get("teachers") or {}).items()
-    # Those that grade a part of the domain prompts.
-    further = [name for name, teacher in teachers if name not in of_streams or teacher.get("prompts")]
-    own = [domain] if config.get("domain") or not further else []
-    return {"general": general, "domain": " and ".join(map(str, [*own, *further]))}
+    return {"general": general, "domain": "its teachers" if config.get("teachers") else domain}
 
 
-def pull_request(run: RunDir, summary: Summary, gates: Sequence[Mapping[str, str]]) -> str:
+def pull_request(run: RunDir, gates: Sequence[Mapping[str, str]]) -> str:
     """Return the results as Markdown of about thirty lines; the report has the answers."""
-    return render_page("pull_request.md", run_page(Results(run), summary), gates=gates).strip() + "\n"
+    return render_page("pull_request.md", run_page(Results(run)), gates=gates).strip() + "\n"
 
 
 def card(
@@ -102,7 +90,7 @@ def card(
     results = Results(run)
     page, facts = run_page(results), {}
     for name, value in page.facts.items():
-        if name not in PRIVATE and not name.startswith("command"):
+        if not name.startswith("command"):  # it may name private files
             facts[name] = value
     public = {"state": state, "base": base, "place": place, "license": license, "kind": kind}
     return _render_card(replace(page, facts=facts, model=page.model | public), results.summary, datasets)
@@ -154,10 +142,11 @@ def _environment(is_html: bool) -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for filter in (format.percent, code, fence, quoted, nats):
+    for filter in (format.percent, code, fence, quoted):
         environment.filters[filter.__name__] = lambda value, write=filter: Markup(write(value))
     environment.filters |= {"unbroken": unbroken, "position": position}
-    environment.globals |= {"states": STATES, "missing": format.MISSING, "sample_rule": RULE}
+    environment.globals |= {"states": STATES, "missing": format.MISSING}
+    environment.globals |= {"sample_rule": RULE, "what_passes": WHAT_PASSES}
     return environment
 
 
@@ -169,11 +158,6 @@ def position(score: float, axis: float) -> str:
 def unbroken(text: str) -> str:
     """Keep a number and its percent sign, and an interval, on one line."""
     return re.sub(r" (?=%)|(?<=,) (?=-?\d+(?:\.\d+)?\])", "\N{NO-BREAK SPACE}", text)
-
-
-def nats(kl: float | None) -> str:
-    """Format a KL divergence in nats; an en dash for a stream that was not trained."""
-    return format.MISSING if kl is None else f"{kl:.3f}"
 
 
 def markdown(text: str) -> str:
@@ -224,7 +208,7 @@ def run_document(summary: Summary) -> Document:
     return {
         "verdict": summary.verdict.text,
         "further": summary.verdict.further,
-        "to_do": summary.verdict.to_do,
+        "to_do": summary.verdict.lead_on if summary.verdict.why else "",
         "name": summary.name,
         "alone": summary.alone,
         "headline": summary.headline,

@@ -22,9 +22,11 @@ EXAMPLE_ANSWER = 280
 SUGGESTED_PROMPT = 240
 # A base answer of fewer words says little.
 WORDS_OF_AN_EXAMPLE = 10
+WHAT_PASSES = "“Pass”: the answer keeps the constraints, or is the expected one. Its truth is not judged."
 RULE = (
-    "The examples are the first of their groups, by a rule, not by hand: first those where every answer ends "
-    f"and repeats nothing, then by the length of base's answer, from {WORDS_OF_AN_EXAMPLE} words on."
+    "Examples are the first of their groups, by a rule: first those where every answer ends and repeats "
+    f"nothing, and base's has {WORDS_OF_AN_EXAMPLE} words or more; then by how near the last model's is in "
+    "length to its teacher's, which is base, or tuned on the domain."
 )
 
 PASS, FAIL = True, False
@@ -205,12 +207,12 @@ def _by_readability(suite: MeasuredSuite) -> list[int]:
         written = measurements.response_values(suite, state)
         unclean |= written.get("ended", 1) < 1
         unclean |= written.get("repetition", 0) > 0
-    keys = []
+    teacher, keys = "tuned" if suite.role == "domain" and "tuned" in suite.rows else "base", []
+    *_, last = suite.rows
     for i, row in enumerate(suite.rows["base"]):
-        answer = str(row.get("response") or "")
-        keys.append(
-            (bool(unclean[i]), len(REPEATED_WORD.findall(answer)) < WORDS_OF_AN_EXAMPLE, len(answer), i)
-        )
+        model, own = (len(str(suite.rows[state][i].get("response") or "")) for state in (teacher, last))
+        is_short = len(REPEATED_WORD.findall(str(row.get("response") or ""))) < WORDS_OF_AN_EXAMPLE
+        keys.append((bool(unclean[i]), is_short, abs(own - model) / max(own, model, 1), model, i))
     return [i for *_, i in sorted(keys)]
 
 

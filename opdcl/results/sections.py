@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from opdcl.config.shipped import SHIPPED_DATA
+from opdcl.errors import typed
 from opdcl.hub import HUB_IDS
 from opdcl.results import format
-from opdcl.results.estimates import Scores, Summary
-from opdcl.results.format import CHANGE, NATS, SCORE, SHARE, Table, Unit, by_state, cell, distance_cells
-from opdcl.results.intervals import Estimate
+from opdcl.results.estimates import Summary
+from opdcl.results.format import NATS, SCORE, SHARE, Table, by_state, cell, distance_cells
 from opdcl.results.measurements import section
 from opdcl.results.origins import as_named
-from opdcl.results.ratios import MARGINS, Closeness
+from opdcl.results.ratios import Closeness
 from opdcl.results.samples import Group, PickedExample, pick_examples, sort_samples
-from opdcl.results.status import HEADLINE_ROLES, NON_INFERIORITY_MARGIN, STATES
+from opdcl.results.status import HEADLINE_ROLES, STATES
 from opdcl.results.summary import Results
-from opdcl.results.verdict import next_command, severity, why_no_domain_retention, why_no_ratio
+from opdcl.results.verdict import at_place, severity
 from opdcl.rundir.layout import RunDir
 
 # Labels and units of the response statistics.
@@ -28,30 +27,22 @@ WRITING = {
     "ended": ("answers that end", SCORE),
     "tokens": ("tokens per answer", format.LENGTH),
     "repetition": ("repeated 4-grams", SCORE),
-    "distinct": ("2-grams that no other answer has", SCORE),
     "script": ("in the prompt's script", SCORE),
 }
-# Labels and units of a state's closeness, of which the terminal has those `IN_BRIEF`.
+# Labels and units of a state's closeness.
 DISTANCES = {
     "distance": ("distance to base, mean\nnats per token", NATS),
     "median": ("distance to base, median\nnats per token", NATS),
     "domain_manner": (format.IN_DOMAIN_STYLE, SHARE),
-    "forward": ("forward KL\non base's answers", NATS),
-    "reverse": ("reverse KL\non the state's own answers", NATS),
 }
-IN_BRIEF = ("distance", "median", "domain_manner")
-RELATIVE = Unit("{:+.0f}", 100, " %")
 # Where the axis of a pair of bars may end.
 AXES = (0.05, 0.1, 0.25, 0.5, 1.0)
 
 WHAT_SCORES_ARE = (
     "Brackets are 95 % intervals over prompts, for one training seed. The floor is the score of the best "
-    "content-free answer, such as a copy of the prompt; in multiple choice, of a guess. Answers that do "
-    "not end were cut at the token limit. A repeated 4-gram is four words in a row that occurred earlier "
-    "in the same answer."
-)
-WHAT_GROUPS_ARE = (
-    "Seen: types of constraints that also occur in the recovery prompts. Unseen: types that do not."
+    "content-free answer, such as a copy of the prompt; in multiple choice, of a guess. R counts from tuned, "
+    "D from base, or from the floor where that is higher. Answers that do not end were cut at the token "
+    "limit. A repeated 4-gram is four words in a row that occurred earlier in the same answer."
 )
 WHAT_DISTANCE_IS = (
     "{} prompts that no stage has learned from, answered at temperature 1. Both models give their "
@@ -61,11 +52,6 @@ WHAT_DISTANCE_IS = (
 WHAT_C_IS = (
     "C is 1 for base, and 0 for a model as far from it as what it is compared with: tuned, or base's answers "
     "to unrelated prompts, whichever is nearer."
-)
-WHAT_RECOVERED_IS = (
-    f"“Recovered” means that the interval of recovered - base lies above -{100 * NON_INFERIORITY_MARGIN:g} "
-    "points, and that its answers are shown to be like base's: in the share that ends and in repetition, "
-    f"within {100 * MARGINS['ended']:g} points, and in length, within {MARGINS['tokens']:.0%}."
 )
 COPY_IN_4_BITS = (
     "All scores are of the embedded copy of {}, whose weights were quantized to 4 bits and dequantized "
@@ -95,12 +81,12 @@ class Page:
     verdict: str = ""
     """Heading and sentence of a run in one."""
     further: list[str] = field(default_factory=list)
-    """The sentences after the verdict, without what to do."""
-    to_do: str = ""
+    """The sentences after the verdict."""
     next: str = ""
+    """The next command, in which `place` is the run."""
+    why: str = ""
+    place: str = "RUN"
     severity: str = ""
-    ratios: list[dict[str, str]] = field(default_factory=list)
-    """R and D: name, meaning, value and bounds, or why there is none."""
     bars: list[dict[str, Any]] = field(default_factory=list)
     about_base: list[str] = field(default_factory=list)
     """What is special about the weights that the scores are of."""
@@ -115,9 +101,11 @@ class Page:
     the base that this is a fine-tune `of`, if it is one, and the id of an `embedded` base."""
 
 
-def run_page(results: Results, summary: Summary | None = None) -> Page:
-    """Lay out a run; `summary` is its own, perhaps with the place of the run in its commands."""
-    run, summary = results.run, summary or results.summary
+def run_page(results: Results) -> Page:
+    """Lay out a run. Its commands name its place, but for an absolute path, which may be private."""
+    run = results.run
+    place = "RUN" if run.path.is_absolute() else typed(run.path)
+    summary = at_place(results.summary, place)
     manifest = {"created": None, "device": None, "opdcl": None} | run.read_manifest()
     base = dict.fromkeys(("id", "revision", "license", "quantization")) | section(run, "model")
     base |= manifest.get("base") or {}
@@ -133,39 +121,23 @@ def run_page(results: Results, summary: Summary | None = None) -> Page:
         heading=said.heading,
         sentence=said.sentence[:1].upper() + said.sentence[1:],
         sections=main_tables(summary),
-        details=detail_tables(summary),
+        details=cost_table(summary),
         faults=summary.faults,
         notes=summary.notes,
         verdict=said.text,
-        further=[line for line in said.further if line != said.to_do],
-        to_do=said.to_do,
-        next=next_command(run, summary, "RUN"),
+        further=said.further,
+        next=said.next,
+        why=said.why,
+        place=place,
         severity=severity(summary),
-        ratios=_ratios(results, summary),
         bars=bars(summary),
         examples=pick_examples(headline),
         answers=answers,
         made=_made(run, manifest, model),
         about_base=about_base,
-        facts=_facts(run, manifest, base),
+        facts=_facts(manifest),
         model=_model(results, manifest, model, base) | {"embedded": base["id"] if embedded else ""},
     )
-
-
-def _ratios(results: Results, summary: Summary) -> list[dict[str, str]]:
-    """Return R and D with what they mean, or why one is missing; nothing for base alone."""
-    recovered = "the share of the lost score that came back, counted from tuned or the floor, the higher one"
-    kept = "the share of the domain gain that was kept, counted from base or the floor, the higher one"
-    findings, no_d = summary.findings, why_no_domain_retention(results.headline.get("domain"))
-    rows = []
-    for name, role, meaning, ratio, why in (
-        ("Recovery R", "retention", recovered, findings.recovery, why_no_ratio(summary)),
-        ("Domain retention D", "domain", kept, findings.domain_retention, no_d),
-    ):
-        bounds = format.bounds(ratio) if ratio and not format.is_few(summary.prompts_of(role)) else ""
-        value = format.value(ratio) if ratio else ""
-        rows.append({"name": name, "meaning": meaning, "value": value, "bounds": bounds, "why": why})
-    return [] if summary.alone else rows
 
 
 def bars(summary: Summary) -> list[dict[str, Any]]:
@@ -178,46 +150,30 @@ def bars(summary: Summary) -> list[dict[str, Any]]:
             highest = max(estimate.high for estimate in suite.states.values())
             block = {
                 "role": role,
-                "title": f"{summary.headline[role]}, {words}, {suite.n} prompts",
+                "title": f"{suite.plain}, {words}, {suite.n} prompts",
                 "axis": next((end for end in AXES if end >= highest), 1.0),
                 "floor": suite.floor,
                 "scores": {
                     state: suite.states.get(state) for state in STATES[: 1 if summary.alone else None]
                 },
-                "lines": [] if format.is_few(suite.n) else ["halo", "span"],
+                "spans": not format.is_few(suite.n),
             }
             blocks.append(block)
     return blocks
 
 
-def shown(summary: Summary, *tables: Table) -> list[Table]:
-    """Return the tables with rows; of base alone without the columns of other states, and of R."""
-    left_out = (*STATES[1:], "R") if summary.alone else ()
+def shown(*tables: Table) -> list[Table]:
+    """Return the tables with rows, without the columns of states in which nothing is."""
     found = []
     for table in tables:
-        kept = [i for i, name in enumerate(table.columns) if name not in left_out]
+        kept = []
+        for i, name in enumerate(table.columns):
+            if name not in STATES or any(row[i] for row in table.rows):
+                kept.append(i)
         rows = [[row[i] for i in kept] for row in table.rows]
         if rows:
             found.append(table._replace(columns=[table.columns[i] for i in kept], rows=rows))
     return found
-
-
-def writing_rows(writing: Mapping[str, Mapping[str, Estimate]], n: int, small: str = "") -> list[list[str]]:
-    """Return label and cell of each state for every measure that one of them has.
-
-    The script is left out where all answers keep to it.
-    """
-    rows = []
-    for measure, (label, unit) in WRITING.items():
-        found = {state: written[measure] for state, written in writing.items() if measure in written}
-        if found and not (measure == "script" and all(share.value == 1 for share in found.values())):
-            rows.append([f"{label}\n{small}" if small else label, *by_state(found, unit, n)])
-    return rows
-
-
-def distance_rows(near: Closeness, names: Iterable[str] = IN_BRIEF) -> list[list[str]]:
-    """Return label and cell of each state for numbers of its closeness."""
-    return [[DISTANCES[name][0], *distance_cells(near, name, DISTANCES[name][1])] for name in names]
 
 
 def brief_table(summary: Summary) -> list[Table]:
@@ -226,129 +182,59 @@ def brief_table(summary: Summary) -> list[Table]:
     for role in HEADLINE_ROLES:
         suite = summary.headline_suite(role)
         if suite and suite.n:
-            rows.append([f"{summary.headline[role]}\n{suite.n} prompts", *by_state(suite.states, n=suite.n)])
+            what = f"{suite.plain}\n{format.metric_words(suite.metric or '')}\n{suite.n} prompts"
+            rows.append([what, *by_state(suite.states, n=suite.n)])
     if near := summary.closeness:
-        rows.append([f"distance to base, nats\n{near.n} requests", *distance_cells(near)])
-    return shown(summary, Table("", ["", *STATES], rows))
-
-
-def terminal_tables(summary: Summary) -> list[Table]:
-    """Return the score table for a terminal, if there are scores."""
-    rows = []
-    for name, suite in summary.suites.items():
-        if suite.n:
-            floor = "" if suite.floor is None else format.percent(suite.floor)
-            rows.append([f"{name}\n{suite.metric}", str(suite.n), floor, *by_state(suite.states, n=suite.n)])
-            if suite.role == "retention":
-                rows += [[label, "", "", *cells] for label, *cells in writing_rows(suite.writing, suite.n)]
-    if near := summary.closeness:
-        first, *others = distance_rows(near)
-        floor = "" if near.floor is None else f"{near.floor:.3f}"
-        rows.append([first[0], str(near.n), floor, *first[1:]])
-        rows += [[label, "", "", *cells] for label, *cells in others]
-    findings = summary.findings
-    ratios = {"R": (findings.recovery, "retention"), "D": (findings.domain_retention, "domain")}
-    for label, (ratio, role) in ratios.items():
-        if ratio:
-            rows.append([label, "", "", "", "", cell(ratio, n=summary.prompts_of(role))])
-    return shown(summary, Table("", ["suite", "n", "floor", *STATES], rows))
+        rows.append([f"distance to base\nnats, {near.n} requests", *distance_cells(near)])
+    return shown(Table("", ["", *STATES], rows))
 
 
 def main_tables(summary: Summary) -> list[Table]:
-    """Return the scores, those of each group of prompts, and closeness to base."""
-    near = [_closeness_table(summary.closeness)] if summary.closeness else []
-    if not any(suite.n for suite in summary.suites.values()):
-        return near
-    rows, groups = [], []
+    """Return the scores with R and D, and closeness to base."""
+    rows: list[list[str]] = []
+    findings = summary.findings
     for name, suite in summary.suites.items():
-        about = f": {format.metric_words(suite.metric or '')}, {suite.size}" if suite.n else ""
-        rows.append([f"{name}\n{suite.role}{about}", *by_state(suite.states, n=suite.n)])
-        if suite.role == "retention":
-            rows += writing_rows(suite.writing, suite.n, f"{name}, {suite.decoding}")
-    for name, (group, found) in summary.groups.items():
-        ratio = cell(found.recovery, n=group.n)
-        groups.append([f"{name}\n{group.size}", *by_state(group.states, n=group.n), ratio])
-    note = WHAT_GROUPS_ARE if set(summary.groups) == {"seen", "unseen"} else ""
-    columns = [summary.headline["retention"] or "", *STATES, "R"]
+        if suite.n:
+            what = f"{name}\n{suite.role}: {format.metric_words(suite.metric or '')}\n{suite.size}"
+            rows.append([what, *by_state(suite.states, n=suite.n)])
+            if suite.role == "retention":
+                for measure, (label, unit) in WRITING.items():
+                    found = {
+                        s: written[measure] for s, written in suite.writing.items() if measure in written
+                    }
+                    is_plain = measure == "script" and all(share.value == 1 for share in found.values())
+                    if found and not is_plain:
+                        small = f"{name}, {suite.decoding}"
+                        rows.append([f"{label}\n{small}", *by_state(found, unit, suite.n)])
+    for name, role, ratio in (
+        ("R\nof the lost score, the share that is back", "retention", findings.recovery),
+        ("D\nof the domain gain, the share that is kept", "domain", findings.domain_retention),
+    ):
+        if ratio:
+            rows.append([name, "", "", cell(ratio, n=summary.prompts_of(role))])
     return shown(
-        summary,
         Table("Scores", ["suite", *STATES], rows, WHAT_SCORES_ARE),
-        Table("Scores by group of prompts", columns, groups, note),
-        *near,
+        *([_closeness_table(summary.closeness)] if summary.closeness else []),
     )
 
 
 def _closeness_table(near: Closeness) -> Table:
-    """Return the distances of the states from base, and how their sampled answers are written."""
-    rows = distance_rows(near, DISTANCES) + writing_rows(near.how_written, near.n, "sampled")
+    """Return the distances of the states from base."""
+    rows = [[label, *distance_cells(near, name, unit)] for name, (label, unit) in DISTANCES.items()]
     if near.c:
         rows.append([f"C\ncompared with {near.start}", "", "", cell(near.c, n=near.n)])
     about_c = f"There is no C: {near.why}." if near.why else WHAT_C_IS
     return Table("Closeness to base", ["", *STATES], rows, WHAT_DISTANCE_IS.format(near.n) + about_c)
 
 
-def detail_tables(summary: Summary) -> list[Table]:
-    """Return what few readers look up: differences, all metrics, cost, and what was learned from."""
-    metrics = [row for name, suite in summary.suites.items() for row in _metric_rows(name, suite)]
-    cost, dose = [], []
+def cost_table(summary: Summary) -> list[Table]:
+    """Return what each stage has cost."""
+    rows = []
     for stage, spent in summary.cost.items():
-        cells = ["not run", "", ""]
         if spent:
             memory = format.memory(spent["peak_memory_bytes"])
-            cells = [format.clock(spent["seconds"]), f"{spent['tokens']:,}", memory]
-        cost.append([stage, *cells])
-        for stream, authors in spent.get("graded", {}).items():
-            for author, graded in authors.items():
-                dose.append([stage, stream, author, f"{graded['answers']:,}", f"{graded['tokens']:,}"])
-    spent = summary.cost.get("recover", {}).get("parts", {})
-    parts = [[part, format.clock(seconds)] for part, seconds in spent.items()]
-    small = "The names in small print are those of the JSON."
-    learned = "What was learned from: an answer counts each time that a step learns from it."
-    return shown(
-        summary,
-        _differences_table(summary),
-        Table("All metrics", ["metric", *STATES], metrics, small),
-        Table("Cost", ["stage", "time, min:s", "tokens", "peak memory"], cost),
-        Table("Dose", ["stage", "prompts", "answers by", "answers", "tokens"], dose, learned),
-        Table("Time of the recovery", ["part", "min:s"], parts),
-    )
-
-
-def _differences_table(summary: Summary) -> Table:
-    """Return the paired differences on the retention suite, in points."""
-    suite, n = summary.headline_suite("retention"), summary.prompts_of("retention")
-    found: list[tuple[str, Estimate | None, Unit]] = []
-    for pair, change in summary.changes.items():
-        if not pair.startswith("domain"):
-            found.append((pair.replace("_minus_", " - "), change, CHANGE))
-    for measure, test in summary.writing.items():
-        unit = RELATIVE if measure == "tokens" else CHANGE
-        found.append((f"{WRITING[measure][0]}, recovered - base", test, unit))
-    rows = []
-    for label, change, unit in found:
-        if change:
-            low, high = (f"{unit.number(end)}{unit.name}" for end in (change.low, change.high))
-            bounds = f"{n} prompts are too few" if format.is_few(n) else f"{low} to {high}"
-            rows.append([label, format.value(change, unit), bounds])
-    caption = WHAT_RECOVERED_IS
-    if suite and summary.detectable_drop:
-        caption += (
-            f" {suite.n} prompts like these show a drop from base to tuned four times in five, if it is "
-            f"{100 * summary.detectable_drop:.1f} points or more."
-        )
-    columns = [summary.headline["retention"] or "", "points", "95 % interval"]
-    return Table("Differences on the same prompts", columns, rows, caption)
-
-
-def _metric_rows(name: str, suite: Scores) -> Iterator[list[str]]:
-    headline = {state: score.value for state, score in suite.states.items()}
-    for metric, values in ({suite.metric or "": headline} | suite.metrics).items():
-        if values:
-            scores = [format.score(values[state]) if state in values else "" for state in STATES]
-            yield [f"{format.metric_words(metric)}\n{name}: {metric}", *scores]
-    # The table of scores has these lines for the retention suites.
-    if suite.role != "retention":
-        yield from writing_rows(suite.writing, suite.n, f"{name}, {suite.decoding}")
+            rows.append([stage, format.clock(spent["seconds"]), f"{spent['tokens']:,}", memory])
+    return shown(Table("Cost", ["stage", "time, min:s", "tokens", "peak memory"], rows))
 
 
 def _made(run: RunDir, manifest: dict[str, Any], base_model: str) -> dict[str, str]:
@@ -384,31 +270,14 @@ def _short(source: str) -> str:
     return source if source in SHIPPED_DATA else source.rstrip("/").rsplit("/", 1)[-1]
 
 
-def _facts(run: RunDir, manifest: dict[str, Any], base: dict[str, Any]) -> dict[str, str]:
-    """Return what a reader needs to repeat the run and to check that the result is the same."""
+def _facts(manifest: dict[str, Any]) -> dict[str, str]:
+    """Return what a reader needs to repeat the run: the commands and the versions."""
     commands = manifest.get("commands") or [manifest.get("command", "")]
     facts = {"command": commands[0]}
     if len(commands) > 1:
         facts = {f"command {number}": command for number, command in enumerate(commands, 1)}
     versions = {"opdcl": manifest["opdcl"], **(manifest.get("versions") or {})}
     facts["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-    device = manifest["device"] or {}
-    cores, memory = device.get("cores"), device.get("memory_bytes")
-    hardware = [device.get("name"), device.get("dtype"), cores and f"{cores} cores"]
-    facts["device"] = ", ".join(filter(None, [*hardware, memory and format.memory(memory)]))
-    seeds = {stage: section(run, stage).get("seed") for stage in ("finetune", "recover")}
-    facts["seeds"] = ", ".join(f"{stage} {seed}" for stage, seed in seeds.items() if seed is not None)
-    facts["base"] = " at ".join(str(base[key]) for key in ("id", "revision") if base[key])
-    if base["quantization"]:
-        facts["base"] += f", quantized ({base['quantization']})"
-    before, after = base.get("fingerprint_before"), base.get("fingerprint_after")
-    if before:
-        check = f"CHANGED to {after}" if after else "not checked after"
-        facts["base fingerprint"] = f"{before}, {'identical before and after' if before == after else check}"
-    for state, adapter in (manifest.get("adapters") or {}).items():
-        facts[f"adapter {state}"] = f"{adapter.get('path', '')} sha256 {adapter.get('sha256', 'unknown')}"
-    if manifest.get("seconds"):
-        facts["whole run, min:s"] = format.clock(manifest["seconds"])
     return {name: value for name, value in facts.items() if value}
 
 

@@ -8,6 +8,9 @@ STATES = ("base", "tuned", "recovered")
 ROLES = ("retention", "domain", "control")
 HEADLINE_ROLES = ("retention", "domain")
 
+# Over fewer prompts than this, no text has an interval: it would show a certainty that is not there.
+FEWEST_PROMPTS = 10
+
 # Below this drop a ratio of differences is mostly noise, so R is not computed. A suite that finds a drop of
 # this size four times in five, and finds none, shows that nothing measurable was forgotten.
 SMALLEST_DROP = 0.10
@@ -27,11 +30,12 @@ DOMAIN_STYLE = 1.0
 
 
 class Retention(StrEnum):
-    """What is shown of the recovery."""
+    """What is shown of the recovery; before it, of the loss."""
 
     RECOVERED = "recovered"
     PARTLY = "partly recovered"
     NOT_SHOWN = "not shown"
+    LOST = "lost"
     NO_FORGETTING = "no measurable forgetting"
     TOO_FEW = "too few prompts"
     NO_HEADROOM = "no headroom"
@@ -45,6 +49,7 @@ class Domain(StrEnum):
     PARTLY = "partly kept"
     LOST = "lost"
     NOT_SHOWN = "not shown"
+    LEARNED = "learned"
     GAIN_NOT_SHOWN = "gain not shown"
     NOT_MEASURED = "not measured"
 
@@ -54,13 +59,19 @@ class NoRatio(StrEnum):
 
     FLOOR_TOO_HIGH = "base is not well above the floor"
     FLOOR_TOO_NEAR = "base is not shown to be above the floor"
+    TOO_FEW = "too few prompts"
     NO_DROP = "no significant drop"
     SMALL_DROP = "the drop is too small for a ratio"
     NOT_MEASURED = "not measured"
 
 
-# Why base's distance to the floor gives no R: by its value, or only by its interval.
-FLOOR_REASONS = {Retention.NO_HEADROOM: NoRatio.FLOOR_TOO_HIGH, Retention.TOO_FEW: NoRatio.FLOOR_TOO_NEAR}
+# Why a suite shows neither a loss nor a recovery -> the outcome. The floor is too near by its value, or only
+# by its interval, which more prompts make narrower.
+UNFIT = {
+    NoRatio.FLOOR_TOO_HIGH: Retention.NO_HEADROOM,
+    NoRatio.FLOOR_TOO_NEAR: Retention.TOO_FEW,
+    NoRatio.TOO_FEW: Retention.TOO_FEW,
+}
 
 # Instead of a status: a score of a headline suite is no number; base is measured alone; in a comparison, a
 # run has no recovery, so that it ends with tuned.

@@ -21,7 +21,7 @@ from opdcl.results.ratios import (
     detectable_difference,
     findings,
 )
-from opdcl.results.status import ALONE, HEADLINE_ROLES, NO_RECOVERY, STATES, Retention
+from opdcl.results.status import ALONE, FAULT, HEADLINE_ROLES, NO_RECOVERY, STATES, Retention
 from opdcl.rundir.files import RESTORE
 from opdcl.rundir.identity import Identity
 from opdcl.rundir.layout import RunDir
@@ -50,9 +50,7 @@ class Results:
     @cached_property
     def summary(self) -> Summary:
         with _damage_is_named(self.run):
-            retention, domain = (self.headline.get(role) for role in HEADLINE_ROLES)
-            inert = notes.inert(self.suites)
-            return verdict.conclude(self.measured, retention, domain, self.run.settings(), inert)
+            return verdict.conclude(self.measured, self.run, self.headline, notes.inert(self.suites))
 
     @cached_property
     def measured(self) -> Summary:
@@ -133,9 +131,9 @@ class Results:
 
     def status(self, findings: Findings) -> str:
         """Return a status, or why there can be none: the run has no recovery, or not even a fine-tune."""
-        if findings.status != Retention.NOT_MEASURED:
+        if findings.status == FAULT or findings.non_inferiority:
             return findings.status
-        return {"base": ALONE, "tuned": NO_RECOVERY}.get(self.end, findings.status)
+        return {"base": ALONE, "tuned": NO_RECOVERY}.get(self.end, Retention.NOT_MEASURED.value)
 
 
 @contextlib.contextmanager

@@ -92,7 +92,7 @@ def test_an_adapter_is_measured_recovered_and_measured_again(adapter, project):
     assert set(os.listdir(run.stages()[0].adapter)) == {"adapter_config.json", "adapter_model.safetensors"}
     assert {p.parent.name for p in run.evals.glob("*/*.json")} == {"base", "tuned"}
     measured = run.eval_result("tuned", "instructions").read_bytes()
-    assert "next: opdcl recover runs/mine --domain PROMPTS.jsonl\n" in made.stderr
+    assert "next: opdcl eval runs/mine --limit 400  # to tell\n" in made.stderr
 
     made = opdcl("recover", "mine", *PROMPTS, *sets(SMALL))
     assert made.returncode == 0, made.stderr

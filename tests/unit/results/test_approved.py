@@ -15,17 +15,7 @@ from pathlib import Path
 import pytest
 import shown
 from helpers.command import ROOT
-from helpers.synthetic import (
-    STRICT,
-    alter,
-    change,
-    measure,
-    measure_fully,
-    measure_states,
-    measured,
-    with_faults,
-    write,
-)
+from helpers.synthetic import STRICT, alter, change, measure, measure_states, measured, with_faults, write
 from matplotlib.figure import Figure
 
 from opdcl import api
@@ -45,15 +35,12 @@ VERDICTS = {
     "recovered": ((320, 80, 320),),
     "partly recovered": ((320, 80, 280),),
     "a first look": ((48, 12, 40), 60),
-    "partly recovered, 100 prompts": ((80, 20, 66), 100),
     "not shown, few prompts": ((48, 12, 12), 60),
     "recovered, drop too small for R": ((320, 290, 320),),
     "partly recovered, drop too small for R": ((320, 290, 305),),
-    "six prompts": ((4, 2, 3), 6),
     "too few prompts": (({*range(0, 40, 2)}, {*range(0, 40, 3)}, 20), 40),
     "no measurable forgetting": ((320, 318, 320),),
     "no headroom": ((80, 20, 80), 400, (), 0, (70, 0)),
-    "near the floor": ((2, 0, 2), 8, (), 0, (1, 0)),
     "base little above the floor": ((60, 10, 48), 400, (), 0, (28, 0)),
     # Tuned is 15 points below base, which 60 prompts do not show; recovered is shown to be below base.
     "below base, tuned may be": ((29, {*range(17, 37)}, 16), 60),
@@ -63,7 +50,6 @@ VERDICTS = {
     "domain lost": ((340, 5, 340), 600, (0, 250, 0)),  # as if the adapter were deleted
     "domain not shown": ((340, 5, 340), 600, (2, 10, 4), 12),
     "domain gain not shown": ((340, 5, 340), 600, (57, 90, 88), 300, (0, 120)),  # tuned is at the floor
-    "domain probably kept": ((340, 5, 340), 600, (189, 541, 523), 1000, (0, 278)),
     "counted from the floor": ((400, 50, 120), 600, KEPT, 300, (180, 0)),
     "tuned above base": ((300, 360, 350), 600, KEPT),
     "harm": ((340, 340, 200), 600, KEPT),
@@ -104,7 +90,21 @@ def before_recovery(run: RunDir) -> None:
 
 def nothing_forgotten(run: RunDir) -> None:
     before_recovery(run)
-    measure_fully(run, "tuned", "instructions", 32)
+    measured(run, (320, 318))
+
+
+def few_prompts(run: RunDir) -> None:
+    """Half of the score is gone, on five prompts, and the rows are not learned."""
+    before_recovery(run)
+    change(run, "eval", limit=5)
+    measured(run, (2, 1), 5)
+
+
+def not_learned(run: RunDir) -> None:
+    before_recovery(run)
+    write(run.workflow, {})
+    change(run, "finetune", epochs=5)
+    measured(run, (320, 80), 400, (6, 9))
 
 
 def trained_only(run: RunDir) -> None:
@@ -202,6 +202,8 @@ RUNS = {
     "shorter answers": shorter,
     "seen and unseen": seen_and_unseen,
     "another script": another_script,
+    "five prompts before a recovery": few_prompts,
+    "domain not learned": not_learned,
     **IN_EVERY_FORM,
 }
 
@@ -257,29 +259,24 @@ def writing(summary):
 
 # Words of a verdict -> what its numbers must show.
 CLAIMS = {
-    r"^Recovered(,| and)": lambda s: low(s["tests"]["recovered_minus_base"]) > -0.035,
-    r"^(Partly recovered|\d+ % came back|Score recovered)": lambda s: (
+    r"^Recovered(:|, domain| and)": lambda s: low(s["tests"]["recovered_minus_base"]) > -0.035,
+    r"^(Partly recovered|Recovered at least|Score recovered)": lambda s: (
         low(s["tests"]["recovered_minus_tuned"]) > 0
     ),
-    r"all of the lost": lambda s: s["recovery"]["value"] >= 0.995,
-    r"first look": lambda s: s["suites"]["instructions"]["n"] < 100,
+    r"first look": lambda s: min(suite["n"] for suite in s["suites"].values() if suite["n"]) < 100,
+    r"^Too few prompts": lambda s: s["tests"]["detectable_drop"] > 0.1,
+    r"domain is not learned": lambda s: s["tests"]["domain_tuned_minus_base"]["value"] < 0.1,
+    r"But .* token limit": lambda s: s["tests"]["writing"]["ended"]["different"],
     r"^No measurable forgetting": lambda s: (
         s["tests"]["detectable_drop"] <= 0.1 or low(s["tests"]["tuned_minus_base"]) > 0
     ),
     r"^Not recovered yet": lambda s: high(s["tests"]["tuned_minus_base"]) < 0,
-    r"^No forgetting measured": lambda s: high(s["tests"]["tuned_minus_base"]) >= 0,
-    r"^Kept|domain kept|and kept": lambda s: low(s["domain_retention"]) >= 0.9,
-    r"domain (partly|probably) kept": lambda s: 0 < low(s["domain_retention"]) < 0.9,
-    r"domain probably kept": lambda s: s["domain_retention"]["value"] >= 0.9,
+    r"domain kept|and kept": lambda s: low(s["domain_retention"]) >= 0.9,
     r"domain lost": lambda s: high(s["domain_retention"]) < 0.5,
-    r"domain not shown": lambda s: low(s["domain_retention"]) <= 0 and high(s["domain_retention"]) >= 0.5,
-    r"domain gain not shown": lambda s: s["domain_retention"] is None,
+    r"domain not shown to be learned": lambda s: s["domain_retention"] is None,
     r"measurably below tuned": lambda s: high(s["tests"]["recovered_minus_tuned"]) < 0,
     r"measurably below base": lambda s: high(s["tests"]["recovered_minus_base"]) < 0,
-    r"writing differs": lambda s: any(test["different"] for test in writing(s)),
-    r"writing uncertain": lambda s: (
-        not all(test["shown"] for test in writing(s)) and not any(test["different"] for test in writing(s))
-    ),
+    r"writing not": lambda s: not all(test["shown"] for test in writing(s)),
 }
 
 

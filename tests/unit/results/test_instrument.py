@@ -47,16 +47,6 @@ def test_base_against_itself_is_told_where_its_answers_were_drawn_twice(run):
     )
 
 
-def test_neighbours_of_the_domain_have_a_sentence_once_tuned_is_measured(run):
-    said = "Beside the domain (neighbours): 50.0 % for base"
-    measure_states(run, "neighbours", (20,))
-    assert not any("Beside the domain" in line for line in Results(run).summary.verdict.further)
-    measure_states(run, "neighbours", (20, 4))
-    assert f"{said}, 10.0 % for tuned." in Results(run).summary.verdict.further
-    measure_states(run, "neighbours", (20, 4, 15))
-    assert f"{said}, 10.0 % for tuned, 37.5 % for recovered." in Results(run).summary.verdict.further
-
-
 @pytest.mark.parametrize("scores", [(0.0, 0.75), (0.75, 0.0), (0.0, 0.0), (0.5, 0.75)])
 def test_a_filter_by_which_base_scores_nothing_is_said(run, scores):
     strict, flexible = "exact_match,strict-match", "exact_match,flexible-extract"

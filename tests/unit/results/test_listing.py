@@ -47,7 +47,7 @@ def test_a_result_begins_with_its_sentence_and_shows_the_rest_when_asked(run):
     verdict = summarise(run)["verdict"]
     assert brief.stdout.splitlines()[0] == verdict == whole.stdout.splitlines()[0]
     rows = [line.split()[0] for line in brief.stdout.splitlines()[2:]]
-    assert rows == ["base", "instructions", "40", "handbook", "40"]
+    assert rows == ["base", "instruction", "all", "40", "the", "all", "40"]
     assert max(map(len, brief.stdout.splitlines()[1:])) <= 80
     assert "floor" in whole.stdout
     assert f"all scores: opdcl report {run.path} --all" in brief.stderr

@@ -5,21 +5,11 @@ import re
 import pytest
 import yaml
 from helpers.page import HOSTILE, PAYLOAD, safe_page
-from helpers.synthetic import (
-    STRICT,
-    alter,
-    change,
-    measure_fully,
-    measure_states,
-    pages,
-    rewrite_samples,
-    write,
-)
+from helpers.synthetic import STRICT, alter, change, measure_fully, measure_states, pages, rewrite_samples
 from markdown_it import MarkdownIt
 
 from opdcl.errors import UsageError
 from opdcl.results import plots, render
-from opdcl.results.format import MISSING
 from opdcl.results.measurements import load_suites
 from opdcl.results.render import markdown, summarise
 from opdcl.results.samples import PROMPTS_SHOWN, RULE, regained_prompts, sort_samples
@@ -40,8 +30,6 @@ def test_the_bars_have_the_scores_of_the_summary(run):
         assert {state: (float(width), float(text)) for state, width, text in shown} == {
             state: pytest.approx((value, value)) for state, value in score.items()
         }
-    for key in ("recovery", "domain_retention"):
-        assert f"<b>{summary[key]['value']:.2f}</b><small>[{summary[key]['low']:.2f},\u00a0" in html
 
 
 def test_low_scores_get_a_shorter_axis_that_is_named(run):
@@ -141,7 +129,7 @@ def test_every_prompt_is_in_the_group_of_what_came_of_it(run):
         ("Passed by neither base nor recovered", 8),
     ]
     came_back, lost = groups[:2]
-    assert [sample.number for sample in came_back.samples] == [*range(8, 28)]
+    assert sorted(sample.number for sample in came_back.samples) == [*range(8, 28)]
     assert [sample.number for sample in lost.samples] == [28, 29, 30, 31]
     assert [answer.mark for answer in came_back.samples[0].answers] == ["pass", "fail", "pass"]
     kept, gone, known, never = sort_samples(load_suites(run)[1])
@@ -233,7 +221,7 @@ def test_long_answers_are_cut_and_say_so(run):
 
 def test_an_empty_run_has_a_report(empty):
     assert all(text.strip() for text in pages(empty).values())
-    assert "Not measured yet" in render.pull_request(empty, Results(empty).summary, [])
+    assert "Not measured yet" in render.pull_request(empty, [])
 
 
 @pytest.mark.parametrize("kind", render.KINDS)
@@ -285,13 +273,3 @@ def test_the_plot_of_training_has_a_legend_and_a_logarithmic_axis():
     path = re.search(r'd="M ([\d. LM\n]+)" clip-path[^>]*stroke-dasharray: [\d., ]+', general)
     heights = [float(y) for _, y in re.findall(r"([\d.]+) ([\d.]+)", path[1])]
     assert heights[1] - heights[0] == pytest.approx(heights[2] - heights[1], abs=0.01)
-
-
-@pytest.mark.parametrize(
-    ("stream", "cells"), [("general", ["0.500", MISSING]), ("domain", [MISSING, "0.500"])]
-)
-def test_a_recovery_with_one_stream_has_a_report(run, stream, cells):
-    rows = [{"step": s, "stream": stream, "loss": 1.0, "kl": 1.0} for s in range(1, 9)]
-    check = {"step": 8, "validation": {f"{stream}_kl": 0.5, "best": True}}
-    write(run.stage(2, "recover").metrics, [*rows, check])
-    assert f"| 8 | {' | '.join([*cells, MISSING])} |  |  | kept |" in pages(run)["report.md"]

@@ -7,6 +7,7 @@ from scipy.stats import t as student
 from opdcl.results import intervals, ratios
 from opdcl.results.intervals import Estimate, median, sources
 from opdcl.results.measurements import States
+from opdcl.results.status import NoRatio
 
 N = 40
 
@@ -286,7 +287,15 @@ def test_a_drop_of_33_points_on_six_prompts_is_too_few_prompts():
     states = States(answers(4, 6), answers(2, 6), answers(4, 6))
     assert ratios.status_of(states) == "too few prompts"
     assert ratios.recovery(states) is None
-    assert ratios.why_no_recovery(states) == "no significant drop"
+    assert ratios.why_no_recovery(states) == "too few prompts"
+
+
+@pytest.mark.parametrize("passed", [(320, 80), (320, 318), (24, 20), (6, 1)])
+def test_the_loss_is_judged_by_one_rule_before_a_recovery_and_after_it(passed):
+    n = 400 if passed[0] == 320 else 40 if passed[0] == 24 else 7
+    base, tuned = (answers(k, n) for k in passed)
+    before, after = (ratios.status_of(States(base, tuned, end)) for end in (None, base))
+    assert after == ("recovered" if before == "lost" else before)
 
 
 def test_nothing_was_forgotten_only_where_ten_points_would_have_been_found():
@@ -343,12 +352,12 @@ def test_more_prompts_settle_whether_base_is_above_the_floor():
     def shares(floor: float, n: int) -> dict[str | None, float]:
         draws = ([(rng.random(n) < p).astype(float) for p in (0.6, 0.1, 0.6, floor)] for _ in range(300))
         faults = [ratios.headroom_fault(States(*scores)) for scores in draws]
-        return {fault: faults.count(fault) / 300 for fault in (None, "no headroom", "too few prompts")}
+        return {fault: faults.count(fault) / 300 for fault in (None, *NoRatio)}
 
-    assert shares(0.1, 8)["too few prompts"] > 0.4
+    assert shares(0.1, 10)[NoRatio.FLOOR_TOO_NEAR] > 0.2
     assert shares(0.1, 100)[None] > 0.99
-    assert shares(0.6, 8)["no headroom"] > 0.8
-    assert shares(0.6, 100)["no headroom"] > 0.99
+    assert shares(0.6, 8)[NoRatio.FLOOR_TOO_HIGH] > 0.8
+    assert shares(0.6, 100)[NoRatio.FLOOR_TOO_HIGH] > 0.99
 
 
 @pytest.mark.parametrize(

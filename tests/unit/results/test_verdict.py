@@ -38,7 +38,8 @@ KEPT = (0, 250, 248)
 def test_the_advice_to_learn_from_more_rows_doubles_those_of_a_step(run, settings, rows):
     change(run, "recover", **settings)
     assert RecoverConfig(**settings).completions("domain") == rows
-    assert f"recover.domain_rollouts={2 * rows} " in measured(run, (320, 80, 280))["to_do"]
+    to_do = measured(run, (320, 80, 280), 400, (0, 250, 150))["to_do"]
+    assert f"recover.domain_rollouts={2 * rows} " in to_do
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ def test_the_advice_to_learn_from_more_rows_doubles_those_of_a_step(run, setting
         ((48, 12, 40), 60, None, "opdcl suites ls"),
         ((48, 12, 40), 60, 300, "opdcl suites ls"),
         ((320, 80, 200), 400, None, "opdcl recover PLACE --steps 96 -o PLACE-2"),
-        ((320, 80, 80), 400, 400, "opdcl eval PLACE --limit 1600; if not, take more steps: opdcl recover"),
+        ((320, 80, 80), 400, 400, "opdcl recover PLACE --steps 96 -o PLACE-2"),
     ],
 )
 def test_the_advice_is_a_command_without_holes(run, passed, n, limit, command):
@@ -56,22 +57,21 @@ def test_the_advice_is_a_command_without_holes(run, passed, n, limit, command):
     change(run, "eval", limit=limit)
     assert command.replace("PLACE", "RUN") in measured(run, passed, n, KEPT)["to_do"]
     result = api.report(run.path)
-    assert command.replace("PLACE", str(run.path)) in result.sentence
-    assert result.summary["further"][-1] == result.summary["to_do"]
-    assert not re.search(r"\b(RUN|N)\b", result.sentence)
+    assert command.replace("PLACE", str(run.path)) in result.notes[-1]
+    assert not re.search(r"\b(RUN|N)\b", result.notes[-1])
 
 
 @pytest.mark.parametrize("passed", [(48, 12, 40), (320, 80, 320), (320, 318, 320), (80, 20, 20)])
 def test_every_command_of_the_pages_is_one_that_opdcl_takes(run, passed):
     measured(run, passed, max(60, passed[0]))
-    texts = pages(run) | {"terminal": api.report(run.path).sentence}
+    texts = pages(run) | {"terminal": "\n".join(api.report(run.path).notes)}
     del texts["README.md"]
     commands = set()
     for text in texts.values():
         commands |= {*re.findall(r"opdcl [a-z]+ [^<>`()\n;“”]*", Page(text).text.split("Reproduce")[0])}
     assert any(command.startswith("opdcl export") for command in commands)
     for command in commands:  # parsed as opdcl does, and not run
-        name, *arguments = shlex.split(command)[1:]
+        name, *arguments = shlex.split(command, comments=True)[1:]
         found = typer.main.get_command(app).commands[name]
         if not hasattr(found, "commands"):
             found.make_context(name, arguments)
@@ -81,10 +81,10 @@ def test_the_prompts_that_would_do_are_told_in_round_numbers_and_advised(run):
     change(run, "eval", limit=40)
     summary = measured(run, ({*range(0, 40, 2)}, {*range(0, 40, 3)}, 20), 40, KEPT)
     exact = 40 * (summary["tests"]["detectable_drop"] / 0.1) ** 2
-    (told,) = re.findall(r"one of 10 points takes about (\d+);", summary["verdict"])
+    (told,) = re.findall(r"loss of 10 points takes about (\d+);", summary["verdict"])
     assert exact <= int(told) < exact + 10
     assert told.endswith("0")
-    assert summary["to_do"].endswith(f"opdcl eval RUN --limit {told}")
+    assert summary["to_do"] == f"opdcl eval RUN --limit {told}  # to tell"
 
 
 def test_each_group_has_an_r_and_a_floor_of_its_own_and_one_alone_is_not_told_apart(run):
@@ -174,8 +174,7 @@ def concluded(run, c, **tests):
         seconds=0.0,
     )
     results = Results(run)
-    headline, summary = results.headline, replace(results.measured, closeness=near)
-    return run_document(conclude(summary, headline["retention"], headline["domain"], run.settings()))
+    return run_document(conclude(replace(results.measured, closeness=near), run, results.headline))
 
 
 @pytest.mark.parametrize(
@@ -183,8 +182,8 @@ def concluded(run, c, **tests):
     [
         (0.87, "Partly recovered, domain kept", "partly recovered"),
         (0.99, "Recovered and kept", "recovered"),
-        (0.02, "Kept, recovery not shown", "not shown"),
-        (None, "Recovery not measured, domain kept", "no headroom"),
+        (0.02, "Recovery not shown, domain kept", "not shown"),
+        (None, "Suite unfit for this model, domain kept", "no headroom"),
     ],
 )
 def test_where_the_suite_is_unfit_closeness_carries_the_verdict(run, c, heading, status):
@@ -206,8 +205,7 @@ def test_sampled_answers_that_are_shorter_are_told_as_such(run):
     measured(run, (103, 30, 95), 600, KEPT, floors=(137, 0))
     summary = concluded(run, 0.99, tokens=ResponseTest(-0.24, -0.29, -0.19, **shorter))
     assert summary["retention_status"] == "partly recovered"
-    told = "Its answers still differ from base's: at temperature 1, they are 24 % shorter."
-    assert told in summary["further"]
+    assert " But at temperature 1, its answers are 24 % shorter than base's." in summary["verdict"]
 
 
 def answers(passed, n=300):
