@@ -95,9 +95,6 @@ class Measurement:
     """The share of the general teacher's endings that the model would miss."""
     own_kl: float | None = None
     """To the general teacher, on what the model writes itself: the mean over tokens."""
-    own_distance: float | None = None
-    """The same as a mean over answers, as an evaluation's distance is. An answer in the domain's style is
-    short, and hardly counts in `own_kl`."""
     own: ResponseStats | None = None
     """How it answers the general prompts at temperature 1."""
 
@@ -112,12 +109,11 @@ class Measurement:
 
     def row(self) -> dict[str, float]:
         """Return its values by the names that they have in metrics.jsonl."""
-        values = {"missed_ends": self.missed_ends}
+        values = {"missed_ends": self.missed_ends, "own_kl": self.own_kl}
         for stream, kl in self.kl.items():
             values[f"{stream}_kl"] = kl
             for teacher, kl_to_it in self.kl_by_teacher.get(stream, {}).items():
                 values[f"{stream}_kl/{teacher}"] = kl_to_it
-        values |= {"own_kl": self.own_kl, "own_distance": self.own_distance}
         if self.own:
             values |= {f"own_{key}": value for key, value in asdict(self.own).items()}
         return {name: value for name, value in values.items() if value is not None}
@@ -258,12 +254,7 @@ class HeldOut:
         grades = counted(self.report, f"{reader} reads answers", len(prompts))
         loss, teachers = self.queue.streams["general"].loss, self._frozen_teachers("general")
         sums = self.learner.measure(self.learner.grade(rollouts, loss, teachers, grades))
-        return replace(
-            found,
-            own_kl=sums["kl"] / sums["tokens"],
-            own_distance=sums["answer_kl"] / len(rollouts),
-            own=ResponseStats.of(rollouts),
-        )
+        return replace(found, own_kl=sums["kl"] / sums["tokens"], own=ResponseStats.of(rollouts))
 
     def show_answers(self) -> None:
         """Show on a terminal each model's likeliest answer to a general prompt, the next one each time."""
