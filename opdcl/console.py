@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from opdcl import parallel
-from opdcl.errors import OpdclError
+from opdcl.errors import Interrupted, OpdclError
 from opdcl.results.format import duration
 from opdcl.sanitize import harmless, harmless_json, readable, redact
 
@@ -128,6 +128,8 @@ Mode = Literal["human", "json", "quiet"]
 
 # Without a terminal: seconds between two lines of progress, and the width of a table in characters.
 LINE_EVERY, PIPE_WIDTH = 15, 10_000
+# Seconds that are no delay.
+SOON = 10
 # After how many seconds without a word a pipe is told what takes so long.
 SILENCE = 10
 
@@ -273,7 +275,8 @@ class Output:
         """Print what is wrong and what to do next."""
         if parallel.rank() and not from_any_worker:
             return
-        self._say("error: " + fault.message.replace("\n", "\nerror: "), "red")
+        word, style = ("note", None) if isinstance(fault, Interrupted) else ("error", "red")
+        self._say(f"{word}: " + fault.message.replace("\n", f"\n{word}: "), style)
         if fault.hint:
             self._say(f"hint: {fault.hint}", "cyan")
 
@@ -288,9 +291,27 @@ class _Bars(Progress):
     words = ""
 
     def get_renderables(self) -> Iterable[RenderableType]:
+        for task in self.tasks:  # it counts down between two steps
+            task.fields["left"] = task.fields["ends"]()
         yield from super().get_renderables()
         if self.words:
             yield Text(harmless(self.words), no_wrap=True, overflow="ellipsis")
+
+
+class Pace:
+    """How far a count of something is, and how long the rest takes by the mean of its steps."""
+
+    def __init__(self, what: str, done: int):
+        self.what = what
+        self.began = self.latest = done, time.monotonic()
+        self.total = done
+
+    def left(self) -> float:
+        """Return the seconds left, below 0 once a step takes longer than that; NaN without a mean."""
+        (first, began), (done, then) = self.began, self.latest
+        if done in (first, self.total):
+            return math.nan
+        return (then - began) / (done - first) * (self.total - done) - (time.monotonic() - then)
 
 
 class StageLine:
@@ -298,77 +319,78 @@ class StageLine:
 
     def __init__(self, name: str, output: Output, on_progress: Callable[[int, int], None]):
         self.name, self.output, self._on_progress = name, output, on_progress
+        self.is_live = output._is_live
         self._live: _Bars | None = None
         self._task: Any = None
-        self._last = 0.0
-        self._values: dict[str, float | str] = {}
-        self._first: tuple[int, float] | None = None
-        """The steps done at the first progress, and when that was."""
-        self._part: str | None = None
+        self._last = -math.inf
+        self._pace: Pace | None = None
+        self._part: Pace | None = None
         self._part_task: Any = None
-        self._part_began = 0.0
 
     def __enter__(self) -> StageLine:
-        console = self.output._err
-        if self.output._is_live:
+        if self.is_live:
             self._live = _Bars(
                 TextColumn("{task.description}"),
-                BarColumn(16),
+                BarColumn(12),
                 TextColumn("{task.fields[count]}"),
                 TimeElapsedColumn(),
                 TextColumn("{task.fields[left]}"),
-                TimeRemainingColumn(),
-                console=console,
-                # By the mean of all steps: a step of a large model takes longer than rich's 30 seconds.
-                speed_estimate_period=math.inf,
+                console=self.output._err,
                 # A library's own bars go where `quiet_libraries` sends them, not above this one.
                 redirect_stdout=False,
                 redirect_stderr=False,
             )
+            # Until the first step the bar pulses, so that what comes before is not silent.
+            self._task = self._bar(self.name, lambda: self._left(self._pace, self._part))
             self._live.start()
-            # Until the first step the bar pulses, so that loading is not silent.
-            self._task = self._live.add_task(self.name, total=None, count="", left="")
         return self
 
+    def _bar(self, what: str, ends: Callable[[], str]) -> Any:
+        return self._live and self._live.add_task(what, total=None, count="", ends=ends)
+
     def __exit__(self, *_: object) -> None:
+        self._end_part()
+        self._pace = None  # what is not done has no time left
         if self._live:
             self._live.stop()
 
-    def progress(self, done: int, total: int, **values: float | str) -> None:
-        """Show the stage's progress, which ends a part. An omitted value keeps its last one."""
-        self._values |= values
-        shown = (v if isinstance(v, str) else f"{name} {v:.3f}" for name, v in self._values.items())
-        text = " ".join(shown)
-        now = time.monotonic()
-        self._first = self._first or (done, now)
+    def progress(self, done: int, total: int, words: str = "") -> None:
+        """Show the stage's progress, which ends a part, and `words` on the step."""
+        self._pace = self._pace or Pace(self.name, done)
         self._end_part()
         if self._live:
-            self._live.words = text
-            fields: Any = {"count": f"{done}/{total}", "left": "left"}
-            self._live.update(self._task, completed=done, total=total, **fields)
-        elif now - self._last >= LINE_EVERY or done == total:
-            self._last = now
-            parts = f"{self.name} {done}/{total}", text, _left(*self._first, done, now, total)
-            self.output.note(" ".join(filter(None, parts)))
+            self._live.words = words
+        self._show(self._task, f"{self.name} {done}/{total} {words}".rstrip(), self._pace, done, total)
         self._on_progress(done, total)
 
     def part(self, what: str, done: int, total: int) -> None:
         """Show the progress of a part of the stage, such as a validation, until the next part or step."""
-        now = time.monotonic()
-        if what != self._part or done == 0:
+        if self._part is None or what != self._part.what or done == 0:
             self._end_part()
-            self._part, self._part_began = what, now
-            if self._live:
-                self._part_task = self._live.add_task(f"  {what}", total=total, count="", left="left")
+            self._part = Pace(what, done)
+            self._part_task = self._bar(f"  {what}", lambda: self._left(self._part))
+        self._show(self._part_task, f"{self.name}: {what} {done}/{total}", self._part, done, total)
+
+    def _show(self, task: Any, line: str, pace: Pace, done: int, total: int) -> None:
+        """Move a bar on a terminal; elsewhere print a line now and then, and when the stage is done."""
+        now = time.monotonic()
+        pace.latest, pace.total = (done, now), total
         if self._live:
-            self._live.update(self._part_task, completed=done, count=f"{done}/{total}")
-        elif now - self._last >= LINE_EVERY:
+            self._live.update(task, completed=done, total=total, count=f"{done}/{total}")
+        elif now - self._last >= LINE_EVERY or (done == total and pace is self._pace):
             self._last = now
-            left = _left(0, self._part_began, done, now, total)
-            self.note(f"{what} {done}/{total} {left}".rstrip())
+            self.output.note(f"{line} {self._left(pace)}".rstrip())
+
+    def _left(self, *paces: Pace | None) -> str:
+        """Say how long the first of these counts takes from now, no less than the others."""
+        left = [pace.left() for pace in paces if pace]
+        if not left or math.isnan(left[0]):
+            return ""
+        seconds = max(left)  # the first one, if another is NaN
+        return f"left {duration(seconds)}" if seconds > -SOON else f"over {duration(-seconds)} already"
 
     def _end_part(self) -> None:
-        if self._live and self._part is not None:
+        if self._live and self._part:
             self._live.remove_task(self._part_task)
         self._part = None
 
@@ -385,11 +407,3 @@ class StageLine:
     def note(self, text: str) -> None:
         """Print a note, above the live lines if there are any."""
         self.output.note(f"{self.name}: {text}")
-
-
-def _left(first: int, began: float, done: int, now: float, total: int) -> str:
-    """Return the time left by the mean seconds of the steps after the first one shown; "" without any."""
-    if done in (first, total):
-        return ""
-    mean = (now - began) / (done - first)
-    return f"left {duration(mean * (total - done))}"

@@ -103,7 +103,8 @@ def _fail_unexpectedly(fault: Any) -> int:
         return 0
     if hasattr(fault, "format_message"):  # Typer's complaint about an argument or an option
         # The parser's own guess is left out: the hint has a better one.
-        message = re.split(r" \(Possible| Did you mean", fault.format_message())[0]
+        message = re.split(r" \(Possible| Did you mean|, unable to", fault.format_message())[0]
+        message = message.replace("Input should be a valid", "it must be a")
         return _fail(UsageError(message, hint_for(fault)))
     try:
         known = translate(fault, parallel.worker_count())

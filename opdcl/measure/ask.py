@@ -25,7 +25,7 @@ from opdcl.rundir.identity import Identity
 from opdcl.rundir.layout import RunDir
 from opdcl.train.cost import peak_memory
 from opdcl.train.learner import micro_batches
-from opdcl.train.stage import StageReport
+from opdcl.train.stage import StageReport, counter
 from opdcl.words import Example, Prompt, Rollout
 
 # The number of prompts whose answers are drawn together, in the order of the questions. A sample depends on a
@@ -141,7 +141,7 @@ def ask(
         report.note(f"{len(kept.rows)} answers are kept from before")
     for batch in _batches(questions, kept.rows, batch_size):
         prompts = [Prompt(questions[i].prompt) for i in batch]
-        progress = counter(report, len(kept.rows), len(questions))
+        progress = counter(report.progress, len(questions), len(kept.rows))
         limit = questions[batch[0]].limit
         rollouts = decode(prompts, progress, max_new_tokens=limit, seed=seed + batch[0])
         more = read(batch, rollouts) if read else [{}] * len(batch)
@@ -194,17 +194,6 @@ def _cut(questions: Sequence[Question], numbers: list[int], size: int) -> list[l
         alike = [i for i in numbers if questions[i].limit == limit]
         batches += [alike[start : start + size] for start in range(0, len(alike), size)]
     return batches
-
-
-def counter(report: StageReport, done: int, total: int) -> Callable[[list[Rollout]], None]:
-    """Return a callback that counts finished rollouts on top of `done`."""
-
-    def count(finished: list[Rollout]) -> None:
-        nonlocal done
-        done += len(finished)
-        report.progress(done, total)
-
-    return count
 
 
 def store(

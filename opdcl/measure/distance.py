@@ -93,7 +93,6 @@ def measure_closeness(
     questions = [Question(prompt, limit, f"{origin} {i}") for i, prompt in enumerate(prompts)]
     partial_rows = partial_file(run, state, CLOSENESS)
     rows = ask(questions, backbone, decode, partial_rows, report, batch_size=None, seed=SEED, read=read)
-    texts.log_hits(report.note)
     samples = _samples(asked, rows, is_base=not adapter)
     scores = [sample["scores"] for sample in samples]
     metrics = {name: mean_score([one[name] for one in scores]) for name in scores[0]}
@@ -109,7 +108,7 @@ def _base_rows(
     for i, rollout in zip(numbers, own, strict=True):
         prompt = prompts[paired_prompt(i, len(prompts))]
         after_others.append(Example.of(prompt, rollout.completion_ids))
-    count = counted(report, "read answers", 3 * len(own))
+    count = counted(report, "both models read answers", 3 * len(prompts), 3 * numbers[0])
     with backbone.merged("base") as model:
         states = read_states(model, texts, count)
         states_after_others = read_states(model, after_others, count)
@@ -139,7 +138,8 @@ def _state_rows(
     of_base = [Example.of(r.prompt_ids, base_answers[i]) for i, r in zip(numbers, own, strict=True)]
     known_texts, known_states = BASE_HIDDEN_STATES.get(backbone, {}).get(numbers[0], ([], {}))
     is_known = known_texts == of_base
-    count = counted(report, "read answers", (3 if is_known else 4) * len(own))
+    done = 4 * numbers[0] + (len(own) if is_known else 0)
+    count = counted(report, "both models read answers", 4 * len(base_answers), done)
     with backbone.merged("student") as model:
         states = [read_states(model, each, count) for each in (texts, of_base)]
     with backbone.merged("base") as model:

@@ -44,7 +44,7 @@ from opdcl.rundir.layout import RunDir
 from opdcl.train.answer_cache import CompletionCache
 from opdcl.train.cost import reset_peak_memory
 from opdcl.train.external_teachers import reach_own_model
-from opdcl.train.stage import StageReport
+from opdcl.train.stage import StageReport, counter
 from opdcl.train.teachers import Teacher
 from opdcl.words import Rollout
 
@@ -118,7 +118,6 @@ def _writer(asking: Asking, temperature: float) -> Iterator[Decode]:
     if not config.server:
         texts, writer = CompletionCache(backbone), Teacher(backbone, asking.state)
         yield partial(texts.complete, writer, temperature=temperature, batch_size=int(config.batch_size))
-        texts.log_hits(asking.report.note)
         return
     with contextlib.ExitStack() as stack:
         server = reach_own_model(config.server.url, backbone, asking.report.note)
@@ -144,13 +143,11 @@ def compare_likelihoods(asking: Asking, requests: Sequence[Instance]) -> list[li
 
     by_key = {key_of(request.args): request for request in requests}
     kept = AnswerCache(asking.file, by_key)
-    done = len(kept.rows)
+    count = counter(report.progress, len(by_key), len(kept.rows))
 
     def keep(batch: list[Likelihood]) -> None:
-        nonlocal done
         kept.add({key_of(texts): {"answer": found} for texts, found in batch})
-        done = min(len(by_key), done + len(batch) * parallel.worker_count())
-        report.progress(done, len(by_key))
+        count(batch)
 
     missing = [key for key in by_key if key not in kept.rows]
     with backbone.merged(asking.state) as model:

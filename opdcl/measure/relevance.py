@@ -30,7 +30,7 @@ from opdcl.model.forward import answer_ids
 from opdcl.rundir.hashes import hash_files
 from opdcl.train.answer_cache import CompletionCache
 from opdcl.train.losses import token_logprobs
-from opdcl.train.stage import StageReport, counted
+from opdcl.train.stage import StageReport
 from opdcl.train.teachers import Teacher
 from opdcl.words import Example, Prompt, Rollout
 
@@ -73,6 +73,18 @@ class Reader(Teacher):
     def __init__(self, backbone: Backbone, report: StageReport | None = None):
         super().__init__(backbone, "base")
         self.report, self.kept = report, CompletionCache(backbone)
+        self.done = self.expected = 0  # readings of answers
+
+    def expect(self, readings: int) -> None:
+        """Count on from what was expected so far: some of that was not needed."""
+        self.done, self.expected = self.expected, self.expected + readings
+        self._count(())
+
+    def _count(self, read: Sequence[Any]) -> None:
+        self.done += len(read) * parallel.worker_count()
+        if self.report and self.expected:
+            done = min(self.done, self.expected)
+            self.report.part("the original model checks answers", done, self.expected)
 
     def logprobs(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
         """Return the log-probability under base of each text as the answer to its prompt."""
@@ -83,8 +95,7 @@ class Reader(Teacher):
             asked = render(self.backbone.tokenizer, [{"role": "user", "content": prompt}], True)
             prompts.append(Prompt(self.backbone.tokenizer(asked, add_special_tokens=False)["input_ids"]))
         read = {"given": [self.ids(text) for _, text in pairs], "code": hash_files(READING_CODE)}
-        count = counted(self.report, "base reads answers", len(pairs)) if self.report else None
-        found = self.kept.complete(self, prompts, count, max_new_tokens=LONGEST, **read)
+        found = self.kept.complete(self, prompts, self._count, max_new_tokens=LONGEST, **read)
         return [sum(rollout.logprobs) for rollout in found]
 
     def complete(self, prompts: Sequence[Prompt], **options: Any) -> list[Rollout]:
@@ -115,6 +126,7 @@ def grade(reader: Reader, suite: Suite, docs: list[dict], texts: list[str]) -> l
     scores = suite.scores(docs, texts)
     metric = suite.metrics[0]
     passed = {i: texts[i] for i, row in enumerate(scores) if row[metric]}
+    reader.expect(len(passed) * (2 * suite.ordered + (1 + NEAREST + len(OTHERS)) * suite.content))
     if suite.ordered:  # first: it takes two readings, and the gain up to seven
         prompts = {i: str(suite.task.doc_to_text(docs[i])) for i in passed}
         for i, order in coherence_of(reader, prompts, passed).items():

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from peft.tuners.lora.layer import Linear, ParamWrapper
 from peft.utils.integrations import dequantize_module_weight
 from torch.utils.checkpoint import checkpoint
@@ -32,6 +32,12 @@ from opdcl.model.architecture import architecture
 def base_weight(layer: Linear | ParamWrapper) -> torch.nn.Parameter:
     """Return the frozen weight that a layer's adapters change."""
     return layer.get_param() if isinstance(layer, ParamWrapper) else layer.get_base_layer().weight
+
+
+def describe_adapter(model: PeftModel) -> str:
+    """Say how large the student's adapter is."""
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    return f"an adapter of rank {model.peft_config['student'].r}, {trained:,} weights to train"
 
 
 def adapter_weights(layer: Linear | ParamWrapper, name: str) -> list[torch.nn.Parameter]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from opdcl.model.check_adapter import read_lora_config
 from opdcl.pipeline.checks import checked_plan, repeated_rows
 from opdcl.pipeline.forecast import forecast, memory_words
 from opdcl.pipeline.job import Job
@@ -33,8 +35,6 @@ def describe(
     Raises:
         OpdclError: The run would refuse it.
     """
-    from opdcl.pipeline.forecast import adapted_share
-
     workflow, made_by = job.workflow, {} if made_by is None else made_by
     tasks = []
     refuse_foreign(job.run)
@@ -63,17 +63,16 @@ def describe(
         plan.append(shown | {"why": task.why})
     totals = f"{sizes['parameters'] / 1e6:,.0f}M parameters; "
     totals += f"about {sizes['disk_bytes'] / 2**20:,.0f} MiB of disk"
-    share = None
-    if job.adapter:
-        share = adapted_share(workflow.model, job.adapter)
-        totals = f"LoRA on layers with {100 * share:.0f} % of {totals}"
+    lora = read_lora_config(job.adapter) if isinstance(job.adapter, Path) else job.adapter
+    rank = lora.r if lora else None
+    totals = f"an adapter of rank {rank} on {totals}" if lora else totals
     rows, words = [["machine", sizes["device"], totals]], memory_words(sizes)
     if words:
         rows.append(["memory", "", words])
     for (name, action, why), of_suite in states.items():
         rows.append([f"{name} {', '.join(of_suite)}".rstrip(), action, why])
     data = _data(job) if "finetune" in sizes["steps"] else {}
-    more = {"adapted_share": share, "data": data, "notes": notes}
+    more = {"rank": rank, "data": data, "notes": notes}
     return rows, {"tasks": plan, **sizes, **more}
 
 

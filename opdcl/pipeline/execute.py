@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 import tempfile
@@ -51,10 +52,8 @@ if TYPE_CHECKING:
     from opdcl.model.backbone import Backbone
     from opdcl.results.estimates import Summary
 
-COST_OF_DETERMINISM = {
-    "cpu": "deterministic: costs nothing here; on a CPU, runs repeat bit for bit anyway",
-    "cuda": "deterministic: slower; results repeat only on the same kind of GPU with the same versions",
-}
+# Nats a token above which rows are hardly learned: of a model that knows nothing of them they cost several.
+HIGH_LOSS = 1.0
 
 
 def execute(
@@ -133,17 +132,15 @@ def _load(job: Job, manifest: dict[str, Any], output: Output) -> Backbone:
     from opdcl.model.load import pick_device, pick_dtype
 
     started, config, tuned = time.perf_counter(), job.workflow.model, job.tuned
-    with output.stage("load") as line:
-        models = f"{tuned.id} beside {config.id}" if tuned else config.id
-        line.note(f"{models} on {pick_device()} in {pick_dtype(config.dtype)}")
+    models = f"{short_name(tuned.id)} beside {short_name(config.id)}" if tuned else short_name(config.id)
+    output.note(f"load: {models} on {pick_device()} in {pick_dtype(config.dtype)}")
+    with output.busy("loading the model"):
         backbone = load_backbone(config, tuned, job.tokenizer)
         for folder in job.foreign_adapters:
             refuse_changed_copies(folder, backbone.causal_lm)
-        if parallel.worker_count() > 1:
-            part = "a part of the" if parallel.sharded() else "the whole"
-            line.note(f"{parallel.worker_count()} processes, each with {part} base")
-        if config.deterministic:
-            line.note(COST_OF_DETERMINISM[backbone.device.type])
+    if parallel.worker_count() > 1:
+        part = "a part of the" if parallel.sharded() else "the whole"
+        output.note(f"{parallel.worker_count()} processes, each with {part} base")
     base = manifest.setdefault("base", {"id": config.id, "revision": config.revision})
     base.setdefault("parameters", backbone.causal_lm.num_parameters())
     with output.busy("hashing the weights of the base"):
@@ -197,8 +194,12 @@ def _announce(job: Job, tasks: list[Task], notes: list[str], output: Output) -> 
 
     if TOO_LARGE in (words := memory_words(forecast(job, tasks))):
         output.note(words)
+    done = [task for task in tasks if task.action in ("skip", "resume")]
+    known = {str(value) for task in done if isinstance(task, Train) for value in task.inputs.values()}
+    asked = {job.workflow.eval.data.get(task.suite) for task in done if isinstance(task, Measure)}
     for source, rows in job.inputs.files.items():
-        output.note(recognised(source, rows))
+        if source not in asked and job.inputs.hash(source) not in known:  # an earlier command has not said it
+            output.note(recognised(source, rows))
     for note in notes:
         output.note(note)
 
@@ -239,7 +240,8 @@ class Session:
                     case Measure():
                         self._measure(task)
                     case Train(name="finetune") if workflow.finetune is None:
-                        self.output.note(f"{task.name}: taken from {workflow.start}")
+                        given = "model" if self.job.tuned else "adapter"
+                        self.output.note(f"{given} given: {short_name(workflow.start)}")
                         take_start(self.job, self.run, task, self.backbone)
                     case Train():
                         self._train(task)
@@ -261,6 +263,7 @@ class Session:
     def _train(self, task: Train) -> None:
         """Train one stage, showing its progress on the console and in the trackers."""
         from opdcl.train.cost import dose, peak_memory, reset_peak_memory
+        from opdcl.train.stage import Losses
 
         stage = stage_folder(self.run, task.name)
         earlier = read_record(stage) if task.action == "resume" else None
@@ -304,6 +307,10 @@ class Session:
             record = record.model_copy(update={"cost": spent | dose(metrics)})
             write_record(stage, record)
         finish_stage(stage, record)
+        config, loss = self.job.workflow.finetune, Losses(metrics).recent("domain")
+        if task.name == "finetune" and config.method == "sft" and loss > HIGH_LOSS:
+            self.output.note(f"Warning: your rows are hardly learned, at a loss of {loss:.2f} nats a token")
+            self.output.note(f"hint: {longer(self.run, 3 * config.epochs)}")
 
     def _learn(self, name: str, stage: StageDir, line: StageLine) -> None:
         """Recover or fine-tune, and write the adapter into the stage's folder."""
@@ -435,6 +442,17 @@ def steps_done(run: RunDir, before: StageDir | None = None) -> int:
     """Return the optimizer steps of all stages, or of those before one."""
     stages = [stage for stage in run.stages() if before is None or stage.path < before.path]
     return sum(stage.state().get("cost", {}).get("steps", 0) for stage in stages)
+
+
+def short_name(place: str) -> str:
+    """Return the name of a model or adapter: a folder, whose path is left out, or an id."""
+    return Path(place).name if os.path.exists(place) else place
+
+
+def longer(run: RunDir, epochs: float) -> str:
+    """Return the present command with more epochs."""
+    option = "--epochs " if sys.argv[1:2] == ["finetune"] else "--set finetune.epochs="
+    return f"{command_line(run)} {option}{epochs:g} --force"
 
 
 def command_line(run: RunDir) -> str:

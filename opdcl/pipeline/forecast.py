@@ -7,32 +7,25 @@ it may be. A rate is seconds per token of a kind of task: `finetune`, `recover` 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from peft import get_peft_model
-from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PretrainedConfig
 
 from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.finetune import REPLAYED_TOKENS
-from opdcl.config.lora import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.measure.ask import SAMPLING_BATCH, partial_file
 from opdcl.measure.evaluate import LOGIT_BYTES, max_answer_tokens
 from opdcl.model.architecture import architecture
-from opdcl.model.check_adapter import read_lora_config
 from opdcl.model.llama import FAMILY, WIDE, attends_within_rows
-from opdcl.model.load import pick_device, pick_dtype, skeleton
-from opdcl.model.lora import base_weight, lora_config
+from opdcl.model.load import pick_device, pick_dtype
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Measure, Task, Train
@@ -237,24 +230,6 @@ def longest_answer(job: Job, suite: str) -> int:
     return max_answer_tokens(config, job.suite(suite).answering.max_tokens, 0, sys.maxsize)
 
 
-def adapted_share(model: ModelConfig, adapter: LoraSection | Path) -> float:
-    """Return the share of a model's weights that an adapter changes. No weights are loaded."""
-    lora = adapter if isinstance(adapter, Path) else adapter.model_dump_json()
-    return _share(model.model_dump_json(), lora)
-
-
-@functools.cache  # the arms of a comparison mostly share both
-def _share(model: str, adapter: str | Path) -> float:
-    bare = skeleton(ModelConfig.model_validate_json(model))
-    total = sum(parameter.numel() for parameter in bare.parameters())
-    lora = adapter if isinstance(adapter, Path) else LoraSection.model_validate_json(adapter)
-    config = read_lora_config(lora) if isinstance(lora, Path) else lora_config(lora, bare)
-    with torch.device("meta"):
-        adapted = get_peft_model(bare, config)
-    layers = [layer for layer in adapted.modules() if isinstance(layer, BaseTunerLayer)]
-    return sum(base_weight(layer).numel() for layer in layers) / total
-
-
 # The least and the most seconds.
 Range = tuple[float, float]
 
@@ -394,4 +369,4 @@ class Timetable:
             return
         self._said = kind, found
         place = f"; stage {self.stages.index(kind) + 1} of {len(self.stages)}" if self.stages[1:] else ""
-        self.say(f"about {time_range(*found)} for this run{place}")
+        self.say(f"{time_range(*found)} for this run{place}")

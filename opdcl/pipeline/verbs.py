@@ -75,10 +75,11 @@ def add_stage(
     donor = run_beside(str(source), place)
     if donor and stage != "recover":
         raise UsageError(f"{source} is a run directory: what is measured stays in it", "leave out -o")
-    folder, saved = open_or_begin(str(source), place, flags.get("model.id"), stage)
+    output = Output("quiet" if quiet else "human")
+    with output.busy(f"reading {source}"):  # to find an adapter's base loads large libraries
+        folder, saved = open_or_begin(str(source), place, flags.get("model.id"), stage)
     if not how.get("force"):
         _refuse_another_file(RunDir(folder), saved["workflow"], flags)
-    output = Output("quiet" if quiet else "human")
     names_domain = "eval.domain" in flags or any(text.startswith("eval.domain=") for text in overrides)
     asks_already = names_domain or (saved["workflow"].get("eval") or {}).get("domain")
     asked = sets_asked(RunDir(folder)) if stage == "eval" and not asks_already else {}

@@ -121,10 +121,10 @@ def duration(seconds: float) -> str:
 
 
 def time_range(least: float, most: float) -> str:
-    """Format two estimated times as `40 to 90 s`, `12 to 19 min` or `3.4 to 5.1 h`, rounded outwards."""
+    """Format two estimated times as `about 12 to 19 min` or `at most 5.1 h`, rounded outwards."""
     unit, step, part = ("s", 10, 10.0) if most < 90 else ("min", 60, 1.0) if most < 5400 else ("h", 360, 0.1)
     low, high = math.floor(least / step) * part, math.ceil(most / step) * part
-    return f"{low:.3g} to {high:.3g} {unit}" if low else f"up to {high:.3g} {unit}"
+    return f"about {low:.3g} to {high:.3g} {unit}" if low else f"at most {high:.3g} {unit}"
 
 
 def memory(size: float) -> str:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 
 from opdcl import parallel
-from opdcl.config.teacher import BUILT_IN
 from opdcl.model.backbone import Backbone, State
 from opdcl.rundir.environment import machine_of, versions
 from opdcl.rundir.files import cache_home, write_atomic
@@ -41,7 +39,6 @@ class CompletionCache(Completions):
 
     def __init__(self, backbone: Backbone):
         self.backbone = backbone
-        self.hits: Counter[str] = Counter()
         self.keeps = True
         self._writers: dict[State, dict[str, Any]] = {}
 
@@ -69,16 +66,10 @@ class CompletionCache(Completions):
             if parallel.rank() == 0 and self.keeps:
                 self.keeps = _keep(file, rollouts)
             return rollouts
-        self.hits[state if state in BUILT_IN else "other teachers"] += len(rows)
         rollouts = [Rollout(prompt, *row) for prompt, row in zip(prompts, rows, strict=True)]
         if on_finished:
             on_finished(list(parallel.my_share(rollouts)))
         return rollouts
-
-    def log_hits(self, note: Callable[[str], None]) -> None:
-        """Note how many answers of earlier runs were used, if any."""
-        if counts := [f"{count} answers of {state}" for state, count in self.hits.items()]:
-            note(f"{', '.join(counts)}: kept from earlier, not sampled again")
 
     def _writer(self, state: State) -> dict[str, Any]:
         """Return all that makes a state's answers, apart from the prompts, which the chat template wrote."""

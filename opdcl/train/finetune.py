@@ -21,13 +21,16 @@ from opdcl.config.finetune import WARM_UP, FinetuneConfig
 from opdcl.config.section import LARGEST
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone
+from opdcl.model.lora import describe_adapter
 from opdcl.rundir.layout import StageDir
+from opdcl.rundir.records import read_metrics
 from opdcl.train.learner import Learner, mean_loss
 from opdcl.train.replay import finetune_streams, interleave, lay_out, let_base_write, read_by_base
 from opdcl.train.stage import (
     CHECKPOINTS,
     LONGEST_GRADIENT,
     Interruption,
+    Losses,
     Schedule,
     StageLog,
     StageReport,
@@ -72,6 +75,7 @@ def finetune(
         report.note(f"continuing the adapter of {start}, which keeps its shape")
     else:
         backbone.new_adapter(config.lora, config.seed)
+    report.note(describe_adapter(backbone.peft))
     streams, size = finetune_streams(config), int(config.batch_size)
     of_domain = lay_out(rows, size, domain_steps, config.seed)
     learner = Learner(
@@ -83,7 +87,7 @@ def finetune(
         [Batch(streams["domain"], rows, "rows") for rows in of_domain],
         [Batch(streams["general"], rows, "base") for rows in replayed],
     )
-    LearnerTrainer(config, learner, StageLog(report, out, steps), batches).run()
+    LearnerTrainer(config, learner, StageLog(report, out, steps, Losses().add), batches).run()
     save_adapter(backbone, out.adapter)
 
 
@@ -174,6 +178,8 @@ class LearnerTrainer(SFTTrainer):
         """
         steps = self.metrics.steps
         checkpoint = last_checkpoint(self.metrics.out, self.metrics.report, steps)
+        for values in read_metrics(self.metrics.out.metrics):
+            self.metrics.describe(values)
         with self.interruption.awaited():
             self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         self.model.eval()  # later stages measure and sample without dropout

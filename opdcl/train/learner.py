@@ -209,7 +209,7 @@ class Learner:
 
     @torch.no_grad()
     def measure(self, graded: Graded, endings: bool = False, count: Count | None = None) -> Sums:
-        """Return the sums without learning, with each answer's mean KL; with `endings`, also `missed_ends`.
+        """Return the sums without learning; with `endings`, also `missed_ends`.
 
         `count` is that of `grade`.
         """
@@ -221,8 +221,6 @@ class Learner:
             if batch.filler:
                 continue
             _add(sums, batch, losses)
-            answers = losses.kl.split(batch.lengths)
-            sums["answer_kl"] += sum(answer.mean().double() for answer in answers)
             if endings:
                 ends_N, missed_N = missed_ends(student, teacher, self.backbone.eos_ids)
                 sums["ends"] += ends_N.sum().double()

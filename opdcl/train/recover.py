@@ -13,12 +13,14 @@ import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from opdcl.config.recover import PROMPTS_OF_START, RecoverConfig
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
+from opdcl.model.lora import describe_adapter
 from opdcl.repetition import repetition
 from opdcl.rundir.files import folder_appears_whole, write_atomic, write_json
 from opdcl.rundir.hashes import SEAL, damage, seal
@@ -32,7 +34,15 @@ from opdcl.train.schedule import plan_steps
 from opdcl.train.stage import Interruption, StageLog, StageReport, last_checkpoint, save_adapter, step_of
 from opdcl.train.start import Start, put_at_start
 from opdcl.train.teachers import EmaTeacher, Provided, Teacher, Teachers, teacher_here
-from opdcl.train.validation import HeldOut, Milestones, check_kl, check_responses, describe_kl, is_kept
+from opdcl.train.validation import (
+    HeldOut,
+    Milestones,
+    check_kl,
+    check_responses,
+    describe_kl,
+    describe_step,
+    is_kept,
+)
 from opdcl.words import Batch, Prompts, Stream, StreamName
 
 # Bytes of teachers' states that are kept. They are in every checkpoint, so they are few.
@@ -67,6 +77,7 @@ def recover(
     backbone.load_adapter(tuned, "student", trainable=True)
     backbone.load_adapter(tuned, "tuned")
     backbone.causal_lm.eval()
+    report.note(describe_adapter(backbone.peft))
     train = {stream: of_stream.train for stream, of_stream in prompts.items()}
     if config.given_answers:
         given, limit = train["general"] + prompts["general"].held_out, config.limit("general")
@@ -85,12 +96,12 @@ def recover(
     tokens = int(config.micro_batch_tokens)
     learner = Learner(backbone, teachers, "recover.max_new_tokens", tokens, KEPT_ROOM)
     held_out = HeldOut(config, learner, queue, prompts, report)
-    recovery = Recovery(config, queue, learner, held_out, StageLog(report, out, config.steps))
+    log = StageLog(report, out, config.steps, partial(describe_step, config))
+    recovery = Recovery(config, queue, learner, held_out, log)
     if config.steps:
         learn(recovery)
     else:
         keep_start(recovery)
-    provided.completions.log_hits(report.note)
     if problem := damage(out.best):
         hint = f"remove {out.trainer}: the same command then repeats the stage"
         raise OpdclError(f"{out.best}, the adapter to end with, is damaged: {problem}", hint)
@@ -142,7 +153,7 @@ def begin(recovery: Recovery, is_new: bool) -> Milestones:
     if is_new:
         start, found = find_start(recovery)
         before = None if start.is_tuned else found.tuned
-        log.report.note(f"start: {start}, {describe_kl(config, found.start, found.base, before)}")
+        log.report.note(f"start: {start}; in nats a token, {describe_kl(found.start, before)}")
         held_out.show_answers()
         score = found.start.score(config.method)
         keep_adapter(recovery, 0, score)
@@ -155,7 +166,7 @@ def begin(recovery: Recovery, is_new: bool) -> Milestones:
 def find_start(recovery: Recovery) -> tuple[Start, Milestones]:
     """Measure base and tuned, and put the student where it starts; return that place and what it measures."""
     config, held_out, learner = recovery.config, recovery.held_out, recovery.learner
-    base, tuned = held_out.measure_base(), held_out.measure_tuned()
+    base, tuned = held_out.measure_base(), held_out.measure_student("tuned")
 
     def measure_kl(doing: str) -> dict[StreamName, float]:
         return held_out.on_teachers_answers(doing).kl
@@ -231,8 +242,8 @@ def validate_step(recovery: Recovery, milestones: Milestones, step: int, optimiz
         keep_adapter(recovery, step, score)
     values = now.row() | milestones.gaps_closed(now)
     log.write({"step": step, "validation": {**values, "score": score, "best": is_best}})
-    described = describe_kl(config, now, milestones.base, milestones.tuned)
-    log.report.note(f"step {step}: {described}{', adapter kept' if is_best else ''}")
+    described = describe_kl(now, milestones.start, "at the start")
+    log.report.note(f"step {step}: {described}{'; adapter kept' if is_best else ''}")
     held_out.show_answers()
     if config.health:
         before, after = (model.teachers_score(config.method) for model in (milestones.start, now))
@@ -262,7 +273,7 @@ def keep_start(recovery: Recovery) -> None:
         {"step": 1, "validation": {**kept, "best": True}},
     ]
     write_atomic(log.out.metrics, "".join(json.dumps(row) + "\n" for row in rows))
-    log.report.note(f"{start}: {describe_kl(recovery.config, found.start, found.base, found.tuned)}")
+    log.report.note(f"{start}; in nats a token, {describe_kl(found.start, found.tuned)}")
 
 
 def student_here(backbone: Backbone, report: StageReport) -> Teacher:

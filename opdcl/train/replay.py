@@ -49,7 +49,6 @@ def let_base_write(
             rows.append({"prompt_ids": rollout.prompt_ids, "completion_ids": rollout.completion_ids})
         if parallel.rank() == 0:
             write_atomic(file, "".join(json.dumps(row) + "\n" for row in rows))
-    completions.log_hits(report.note)
     return [Rollout(Prompt(row["prompt_ids"]), row["completion_ids"]) for row in rows[:count]]
 
 

@@ -16,7 +16,7 @@ from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
 from opdcl.train.schedule import prompt_order, sampled_together
 from opdcl.train.stage import StageReport, counted
-from opdcl.train.teachers import OnFinished, Provided, Teachers, by_teacher
+from opdcl.train.teachers import IN_WORDS, OnFinished, Provided, Teachers, by_teacher, teacher_name
 from opdcl.words import STREAMS, Author, Batch, Example, Prompt, Rollout, Step, StreamName
 
 
@@ -119,7 +119,7 @@ class RolloutQueue:
         return is_new and self.config.on_policy.temperature == 1
 
     def _write_by_teacher(self, stream: StreamName, prompts: list[Prompt], seed: int) -> list[Rollout]:
-        finished = self._when_finished("teacher", stream, len(prompts))
+        finished = self._when_finished(teacher_name(self.config, stream), stream, len(prompts))
         return self.write(prompts, stream, seed, self.teachers[stream], finished)
 
     def _write_by_student(
@@ -137,7 +137,7 @@ class RolloutQueue:
             max_new_tokens=self.config.limit(stream),
             temperature=self.config.on_policy.temperature,
             seed=seed,
-            on_finished=self._when_finished("student", stream, len(resumed) + len(prompts)),
+            on_finished=self._when_finished(IN_WORDS["student"], stream, len(resumed) + len(prompts)),
             **partial,
         )
         if unfinished := [r for r in rollouts if not self._is_done(r, stream)]:
@@ -184,9 +184,9 @@ class RolloutQueue:
         sizes = [len(self.steps[i].prompts) for i in batch]
         return min(sum(sizes) // 16, min(sizes) - 1)
 
-    def _when_finished(self, author: Author, stream: StreamName, total: int) -> OnFinished:
+    def _when_finished(self, name: str, stream: StreamName, total: int) -> OnFinished:
         """Return what takes the completions that have ended: it counts them, and has them graded ahead."""
-        count = counted(self.report, f"{author} writes", total)
+        count = counted(self.report, f"{name} answers", total)
 
         def finished(rollouts: list[Rollout]) -> None:
             count(rollouts)

@@ -10,8 +10,9 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -37,19 +38,17 @@ LONGEST_GRADIENT = 1.0
 
 Shape = Literal["linear", "cosine"]
 
-# Who wrote the answers of a step, on the screen.
-WRITTEN = {
-    "rows": "your answers",
-    "base": "base's answers",
-    "student": "the student writes",
-    "teacher": "the teacher writes",
-}
+# Steps over whose losses a mean is shown: that of one step depends on its rows.
+RECENT_STEPS = 5
 
 
 class StageReport(Protocol):
     """Receives a stage's progress; `opdcl.console` prints it."""
 
-    def progress(self, done: int, total: int, **values: float | str) -> None: ...
+    @property
+    def is_live(self) -> bool: ...  # whether texts are shown
+
+    def progress(self, done: int, total: int, words: str = "") -> None: ...
 
     def part(self, what: str, done: int, total: int) -> None: ...
 
@@ -60,13 +59,20 @@ class StageReport(Protocol):
 
 def counted(report: StageReport, what: str, total: int, done: int = 0) -> Callable[[Sequence[Any]], None]:
     """Begin a part of a stage; return the function that takes the items done since its last call."""
-    report.part(what, done, total)
+    count = counter(partial(report.part, what), total, done)
+    if total:
+        count(())
+    return count
+
+
+def counter(show: Callable[[int, int], None], total: int, done: int) -> Callable[[Sequence[Any]], None]:
+    """Return the function that takes the items done since its last call, on top of `done`."""
 
     def count(items: Sequence[Any]) -> None:
         nonlocal done
         # The other workers do as many in the same time.
         done = min(done + len(items) * parallel.worker_count(), total)
-        report.part(what, done, total)
+        show(done, total)
 
     return count
 
@@ -123,11 +129,38 @@ def endless(count: int, seed: int) -> Iterator[int]:
         yield from order
 
 
+# Says what a step did, by its values.
+Describe = Callable[[Mapping[str, Any]], str]
+
+
+class Losses:
+    """The losses of a fine-tune's steps, by stream: replayed rows have low ones from the start."""
+
+    def __init__(self, steps: Iterable[Mapping[str, Any]] = ()):
+        self.by_stream: dict[str, list[float]] = {"domain": [], "general": []}
+        for values in steps:
+            self.add(values)
+
+    def add(self, values: Mapping[str, Any]) -> str:
+        """Take a step's values; say how high the loss is."""
+        if "loss" in values:
+            self.by_stream[values["stream"]].append(values["loss"])
+        done = sum(map(len, self.by_stream.values()))
+        domain, general = map(self.recent, self.by_stream)
+        own = f"your rows: loss {domain:.2f} ({len(self.by_stream['domain'])} of {done} steps)"
+        return f"{own}; general rows {general:.2f}" if self.by_stream["general"] else own
+
+    def recent(self, stream: str) -> float:
+        """Return the mean of a stream's last losses; not a number without any."""
+        last = self.by_stream[stream][-RECENT_STEPS:]
+        return sum(last) / len(last) if last else math.nan
+
+
 class StageLog:
     """The metrics of a stage, in its folder and on the screen."""
 
-    def __init__(self, report: StageReport, out: StageDir, steps: int):
-        self.report, self.out, self.steps = report, out, steps
+    def __init__(self, report: StageReport, out: StageDir, steps: int, describe: Describe = lambda step: ""):
+        self.report, self.out, self.steps, self.describe = report, out, steps, describe
         self._skipped: int | None = None
 
     def write(self, row: dict[str, Any]) -> None:
@@ -136,12 +169,9 @@ class StageLog:
             file.write(json.dumps(row) + "\n")
 
     def step(self, step: int, values: dict[str, Any], tokens: int, seconds: float) -> None:
-        """Record what a step did, and show a part of it."""
+        """Record what a step did, and describe it on the screen."""
         self.write({"step": step, **values, "tokens": tokens, "seconds": round(seconds, 3)})
-        live: dict[str, Any] = {}
-        if "author" in values:
-            live["step"] = f"{values['stream']} step, {WRITTEN[values['author']]}:"
-        self.report.progress(step, self.steps, **live, loss=values["loss"])
+        self.report.progress(step, self.steps, words=self.describe(values))
 
     def skip(self, step: int) -> None:
         """Record a step skipped for a loss or gradient that is not finite.

@@ -118,7 +118,7 @@ def put_at_start(
 
         def measure_scaled(alpha: float) -> StreamKl:
             with backbone.scaled(alpha):
-                return measure(f"try start {alpha:g}")
+                return measure(f"trying the start {alpha:g}")
 
         scale, measured = choose(SCALES, measure_scaled, tuned, base)
         backbone.shrink(scale or 1.0)
@@ -141,7 +141,7 @@ def put_at_start(
 
     def measure_projected(mu: float) -> StreamKl:
         put(mu)
-        return measure(f"try start {mu:g}")
+        return measure(f"trying the start {mu:g}")
 
     weight, measured = choose(WEIGHTS_OF_GENERAL, measure_projected, tuned, base)
     put(weight or 0.0)

@@ -29,13 +29,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import EMA_RATE, TeacherSection
 from opdcl.model.backbone import Backbone, State
 from opdcl.model.distributions import HiddenStates, TeacherDistribution
 from opdcl.model.forward import answer_states
 from opdcl.model.lora import adapter_weights
 from opdcl.sampling.sample import sample
-from opdcl.words import Example, Judge, Prompt, Rollout
+from opdcl.words import Example, Judge, Prompt, Rollout, StreamName
+
+# How the states are called on the screen.
+IN_WORDS = {"base": "the original model", "tuned": "the fine-tuned model", "student": "the model in training"}
 
 # Receives the completions that have ended since its last call.
 OnFinished = Callable[[list[Rollout]], None]
@@ -141,6 +145,11 @@ def teacher_here(config: TeacherSection, backbone: Backbone, state: State = "gen
     raise ValueError(f"a teacher of kind {config.kind} is no state of the backbone")
 
 
+def teacher_name(config: RecoverConfig, stream: StreamName) -> str:
+    """Return how a stream's teacher is called on the screen."""
+    return IN_WORDS.get(config.teacher_of(stream).kind, f"the teacher of {stream} prompts")
+
+
 class Completions:
     """Where the completions of teachers come from: all are sampled, unless there is a cache."""
 
@@ -153,9 +162,6 @@ class Completions:
     ) -> list[Rollout]:
         """Let a teacher complete prompts, as `Teacher.complete`."""
         return teacher.complete(prompts, on_finished=on_finished, **options)
-
-    def log_hits(self, note: Callable[[str], None]) -> None:
-        """Note how many answers were not sampled, if any."""
 
 
 SAMPLED = Completions()

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from opdcl import parallel
 from opdcl.config.recover import NO_WORSE, RecoverConfig
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import State
@@ -27,7 +28,7 @@ from opdcl.train.learner import Graded, Learner, kl_by_teacher
 from opdcl.train.rollouts import RolloutQueue
 from opdcl.train.stage import StageLog, StageReport, counted
 from opdcl.train.start import KL_NOISE
-from opdcl.train.teachers import Teachers
+from opdcl.train.teachers import IN_WORDS, Teacher, Teachers, teacher_name
 from opdcl.words import STREAMS, Prompts, Rollout, StreamName
 
 # Measures a stream's progress where its own teacher changes from step to step.
@@ -47,6 +48,12 @@ LENGTH_GROWTH = 3.0
 # that are cut at the maximum length.
 REPETITION_EXCESS = 0.3
 TRUNCATED_EXCESS = 0.5
+
+# What a validation says of the student, and its name in metrics.jsonl.
+SAID = {"KL of own answers": "own_kl", "KL on your prompts": "domain_kl", "endings missed": "missed_ends"}
+
+# The longest answer that is shown on a terminal, in tokens: it has a line.
+SHOWN_TOKENS = 40
 
 RATE_HALVED = "rate halved"
 CHECK_BASE = "check that the base model loads correctly: opdcl chat RUN"
@@ -91,9 +98,6 @@ class Measurement:
     """The share of the general teacher's endings that the model would miss."""
     own_kl: float | None = None
     """To the general teacher, on what the model writes itself: the mean over tokens."""
-    own_distance: float | None = None
-    """The same as a mean over answers, as an evaluation's distance is. An answer in the domain's style is
-    short, and hardly counts in `own_kl`."""
     own: ResponseStats | None = None
     """How it answers the general prompts at temperature 1."""
 
@@ -104,24 +108,18 @@ class Measurement:
         own = None
         if "own_length" in row:
             own = ResponseStats(row["own_length"], row["own_ended"], row["own_repetition"])
-        return cls(kl, own_kl=row.get("own_kl"), own_distance=row.get("own_distance"), own=own)
+        return cls(kl, missed_ends=row.get("missed_ends"), own_kl=row.get("own_kl"), own=own)
 
     def row(self) -> dict[str, float]:
         """Return its values by the names that they have in metrics.jsonl."""
-        values = {"missed_ends": self.missed_ends}
+        values = {"missed_ends": self.missed_ends, "own_kl": self.own_kl}
         for stream, kl in self.kl.items():
             values[f"{stream}_kl"] = kl
             for teacher, kl_to_it in self.kl_by_teacher.get(stream, {}).items():
                 values[f"{stream}_kl/{teacher}"] = kl_to_it
-        values |= {"own_kl": self.own_kl, "own_distance": self.own_distance}
         if self.own:
             values |= {f"own_{key}": value for key, value in asdict(self.own).items()}
         return {name: value for name, value in values.items() if value is not None}
-
-    @property
-    def distance(self) -> float:
-        """How far the model is from base: on its own answers, if it wrote some."""
-        return self.kl["general"] if self.own_distance is None else self.own_distance
 
     def score(self, method: str) -> float:
         """Return how far the student is from its teachers, both streams with the same weight.
@@ -157,15 +155,10 @@ class Milestones:
         return cls(tuned, base, Measurement.of_row(first["start"]["validation"]), min(scores))
 
     def gaps_closed(self, now: Measurement) -> dict[str, float]:
-        """Return what share of each stream's gap in KL is closed, where there is one.
-
-        On general prompts that is the gap from tuned to base, on the domain from base to tuned.
-        """
-        closed = {}
-        for stream, whole in (("general", self.tuned), ("domain", self.base)):
-            if stream in now.kl and whole.kl[stream] > KL_NOISE:
-                closed[f"{stream}_gap_closed"] = 1 - now.kl[stream] / whole.kl[stream]
-        return closed
+        """Return what share of the KL from base to tuned on the domain is closed, where there is a gap."""
+        if "domain" not in now.kl or self.base.kl["domain"] <= KL_NOISE:
+            return {}
+        return {"domain_gap_closed": 1 - now.kl["domain"] / self.base.kl["domain"]}
 
 
 class HeldOut:
@@ -191,8 +184,8 @@ class HeldOut:
         self.asked = self.prompts["general"]
         """The prompts that each model answers itself."""
         self.answers: dict[StreamName, Graded] = {}
-        self._written: dict[str, list[Rollout]] = {}
-        """The latest answers to the general prompts, by who wrote them."""
+        self._of_teacher: list[Rollout] = []
+        """The general teacher's answers."""
 
     def let_teachers_answer(self) -> None:
         """Let the teachers answer the prompts, and grade the answers."""
@@ -202,11 +195,11 @@ class HeldOut:
             teachers, name = self._frozen_teachers(stream), teacher_name(self.config, stream)
             count = counted(self.report, f"{name} answers", len(prompts))
             rollouts = self.queue.write(prompts, stream, self.config.seed + 7, teachers, count)
-            grades = counted(self.report, f"{name} grades", len(rollouts))
+            grades = counted(self.report, f"{name} reads answers", len(rollouts))
             loss = self.queue.streams[stream].loss
             self.answers[stream] = self.learner.grade(rollouts, loss, teachers, grades)
             if stream == "general":
-                self._written[name] = rollouts
+                self._of_teacher = rollouts
 
     def _frozen_teachers(self, stream: StreamName) -> Teachers:
         teachers = self.learner.teachers[stream]
@@ -215,13 +208,8 @@ class HeldOut:
     def measure_base(self) -> Measurement:
         """Measure base, whose answers are those of the general teacher."""
         with self.learner.backbone.scaled(0.0):
-            base = self.on_teachers_answers("measure base", model="base")
-        answers = self._written.get(teacher_name(self.config, "general"))
-        return replace(base, own=ResponseStats.of(answers)) if answers else base
-
-    def measure_tuned(self) -> Measurement:
-        """Measure the student while it is as tuned left it."""
-        return self.measure_student("tuned", "measure tuned")
+            base = self.on_teachers_answers(f"measuring {IN_WORDS['base']}", model="base")
+        return replace(base, own=ResponseStats.of(self._of_teacher)) if self._of_teacher else base
 
     def on_teachers_answers(self, doing: str, endings: bool = False, model: State = "student") -> Measurement:
         """Measure the student on what the teachers wrote; the progress line says `doing`.
@@ -255,42 +243,35 @@ class HeldOut:
         shown = all(prompt.context is None for prompt in self.prompts[stream])
         return shown and {t.frozen_state for t in self._frozen_teachers(stream).values()} == {model}
 
-    def measure_student(self, name: State = "student", doing: str = "validate") -> Measurement:
-        """Measure the student on the teachers' answers and on its own, which are called `name`."""
-        found, prompts = self.on_teachers_answers(doing, bool(self.asked), name), self.asked
+    def measure_student(self, model: State = "student") -> Measurement:
+        """Measure the student, which is as `model`, on the teachers' answers and on its own."""
+        name, prompts = IN_WORDS[model], self.asked
+        found = self.on_teachers_answers(f"measuring {name}", bool(prompts), model)
         if not prompts:
             return found
         # As a teacher does: at temperature 1, and up to the length of base's answers.
         limit, seed = self.config.limit("general"), self.config.seed + 8
         count = counted(self.report, f"{name} answers", len(prompts))
         rollouts = self.queue.student.complete(prompts, max_new_tokens=limit, seed=seed, on_finished=count)
-        self._written[name] = rollouts
-        grades = counted(self.report, f"{teacher_name(self.config, 'general')} grades", len(prompts))
+        reader = teacher_name(self.config, "general")
+        grades = counted(self.report, f"{reader} reads answers", len(prompts))
         loss, teachers = self.queue.streams["general"].loss, self._frozen_teachers("general")
         sums = self.learner.measure(self.learner.grade(rollouts, loss, teachers, grades))
-        return replace(
-            found,
-            own_kl=sums["kl"] / sums["tokens"],
-            own_distance=sums["answer_kl"] / len(rollouts),
-            own=ResponseStats.of(rollouts),
-        )
+        return replace(found, own_kl=sums["kl"] / sums["tokens"], own=ResponseStats.of(rollouts))
 
     def show_answers(self) -> None:
-        """Show what each model answers to a general prompt, to the next one each time."""
-        if not self._written:
+        """Show on a terminal each model's likeliest answer to a general prompt, the next one each time."""
+        if not (self.asked and parallel.any_worker(self.report.is_live)):
             return
         number, question = next(self.questions)
-        decode = self.learner.backbone.tokenizer.decode
-        texts = {"prompt": question}
-        for name, rollouts in self._written.items():
-            texts[name] = decode(rollouts[number].completion_ids, skip_special_tokens=True)
+        backbone, texts = self.learner.backbone, {"prompt": question}
+        for state, words in IN_WORDS.items():
+            writer = self.queue.student if state == "student" else Teacher(backbone, state)
+            greedy = {"max_new_tokens": SHOWN_TOKENS, "seed": 0, "temperature": 0.0}
+            (rollout,) = writer.complete([self.asked[number]], **greedy)
+            name = words.removeprefix("the ")
+            texts[name] = backbone.tokenizer.decode(rollout.completion_ids, skip_special_tokens=True)
         self.report.texts(texts)
-
-
-def teacher_name(config: RecoverConfig, stream: StreamName) -> str:
-    """Return how a stream's teacher is called on the screen."""
-    kind = config.teacher_of(stream).kind
-    return kind if kind in FROZEN.values() else f"{stream} teacher"
 
 
 def is_kept(config: RecoverConfig, score: float, lowest: float) -> bool:
@@ -298,18 +279,22 @@ def is_kept(config: RecoverConfig, score: float, lowest: float) -> bool:
     return config.keep == "last" or score <= NO_WORSE * lowest
 
 
-def describe_kl(
-    config: RecoverConfig, now: Measurement, base: Measurement, before: Measurement | None = None
-) -> str:
-    """Say how far the student is from base, and was `before`, and on the domain from tuned, beside base."""
-    parts = []
-    if "general" in now.kl:
-        change = f"{before.distance:.2f} -> {now.distance:.2f}" if before else f"{now.distance:.2f}"
-        parts.append(f"distance to {teacher_name(config, 'general')} {change} nats")
-    if "domain" in now.kl:
-        domain, farthest = now.kl["domain"], base.kl["domain"]
-        parts.append(f"domain {domain:.2f} nats from {teacher_name(config, 'domain')} (base {farthest:.2f})")
-    return ", ".join(parts)
+def describe_kl(now: Measurement, before: Measurement | None = None, when: str = "as tuned") -> str:
+    """Say how far the student is from its teachers, in nats a token, and was `before`, that is `when`."""
+    values, earlier, parts = now.row(), before.row() if before else {}, []
+    for words, key in SAID.items():
+        if key in values:
+            then = f" {earlier[key]:.2f} {when}, now" if key in earlier else ""
+            parts.append(f"{words}{then} {values[key]:.2f}")
+    return "; ".join(parts)
+
+
+def describe_step(config: RecoverConfig, values: Mapping[str, Any]) -> str:
+    """Say whose prompts a step learned from, and who answered them."""
+    stream, whose = values["stream"], "your" if values["stream"] == "domain" else "general"
+    others = {"student": IN_WORDS["student"], "rows": "your file"}
+    writer = others.get(values["author"]) or teacher_name(config, stream)
+    return f"{whose} prompts, {writer} answers: loss {values['loss']:.3f}"
 
 
 @dataclass(frozen=True)

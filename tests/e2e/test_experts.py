@@ -1,7 +1,5 @@
 """A mixture of experts through all commands."""
 
-import json
-
 import pytest
 import torch
 from helpers.command import opdcl
@@ -21,24 +19,12 @@ def load(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def share_of(folder, *words):
-    """Return the share of a model's weights that are matrices with one of the words in their names."""
-    weights = dict(load(folder).named_parameters())
-    named = [name for name in weights if any(word in name for word in words) and not name.endswith("bias")]
-    return sum(weights[name].numel() for name in named) / sum(w.numel() for w in weights.values())
-
-
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.nightly)])
 def test_a_mixture_is_tuned_recovered_measured_and_exported(family, tiny_model, tmp_path):
     make_mixture(tmp_path / "mixture", tiny_model, family)
     saved_by_trl = read_json(tmp_path / "mixture" / "config.json") | {"output_router_logits": True}
     write_json(tmp_path / "mixture" / "config.json", saved_by_trl)
     make_project(tmp_path, tmp_path / "mixture")
-    planned = opdcl("run", "tiny.yaml", "-o", "out", "--dry-run", "--json", cwd=tmp_path)
-    share = share_of(tmp_path / "mixture", "_proj")
-    assert json.loads(planned.stdout)["adapted_share"] == pytest.approx(share)
-    said = opdcl("run", "tiny.yaml", "-o", "out", "--dry-run", cwd=tmp_path).stdout
-    assert f"layers with {100 * share:.0f} % of" in said
     # Random weights may drift.
     done = opdcl("run", "tiny.yaml", "-o", "out", "--set", "recover.health=false", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -47,7 +47,6 @@ def test_secrets_are_never_written_and_determinism_changes_nothing_on_the_cpu(fi
     assert done.returncode == 2, "a secret in the configuration is refused"
     done = opdcl(*words, env=planted, cwd=project)
     assert done.returncode == 0, done.stderr
-    assert "deterministic: costs nothing here" in done.stderr
     url = "https://someone:swordfish@models.example/a"
     bad = opdcl(*words, "--set", f"model.id={url}", env=planted, cwd=project)
     assert bad.returncode == 2

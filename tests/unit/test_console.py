@@ -139,13 +139,38 @@ def test_a_part_of_a_stage_has_a_bar_of_its_own_until_the_next_step():
         line.part("teachers answer", 7, 24)
         line._live.refresh()
         assert re.search("teachers answer +[━╸╺ ]* +7/24", shown_text(screen))
-        line.progress(1, 8, step="general step, the student writes:", loss=0.5)
+        line.progress(1, 8, "general prompts: loss 0.500")
         screen.truncate(0)
         line._live.refresh()
         last = shown_text(screen)
     assert "teachers answer" not in last
     assert "1/8" in last
-    assert "general step, the student writes: loss 0.500" in last
+    assert "general prompts: loss 0.500" in last
+
+
+def test_the_time_of_a_stage_is_no_less_than_its_parts_counts_down_and_runs_over(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    output, _ = on_a_terminal()
+    with output.stage("recover") as line:
+
+        def left(seconds):
+            clock[0] += seconds
+            return line._left(line._pace, line._part)
+
+        line.progress(1, 4)
+        clock[0] += 60
+        line.progress(2, 4)
+        assert [left(0), left(60), left(60), left(60)] == [
+            "left 2 min",
+            "left 60 s",
+            "left 10 s",
+            "over 60 s already",
+        ]
+        line.part("answers", 0, 10)
+        clock[0] += 100
+        line.part("answers", 1, 10)
+        assert left(0) == left(0) == "left 15 min"
 
 
 def test_a_part_has_a_line_every_few_seconds_off_a_terminal(capsys, monkeypatch):

@@ -52,7 +52,7 @@ def test_any_command_that_is_asked_to_end_removes_what_is_half_written(waiting, 
     process.send_signal(number)
     process.send_signal(number)  # as terminals and schedulers do
     said = process.communicate(timeout=30)[1]
-    assert (process.returncode, said.splitlines()[0]) == (130, "error: interrupted")
+    assert (process.returncode, said.splitlines()[0]) == (130, "note: interrupted")
     assert not list(tmp_path.glob("half-written-*"))
 
 

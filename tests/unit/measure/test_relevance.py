@@ -134,8 +134,10 @@ def test_an_answer_that_gains_much_over_the_nearest_requests_is_compared_with_no
         monkeypatch.setattr(relevance, "CLEAR_RELEVANCE", clear)
         notes, begun = Silent(), []
         notes.part = lambda what, done, total: begun.append(done)
-        found = relevance.relevance_of(Reader(backbone, notes), DOCS, requests, {3: TEXTS[3]})
-        return found[3], begun.count(0)
+        reader = Reader(backbone, notes)
+        reader.expect(99)
+        found = relevance.relevance_of(reader, DOCS, requests, {3: TEXTS[3]})
+        return found[3], begun[-1]
 
     every, readings = compared(-100.0, 100.0)
     near, fewer = compared(-100.0, -100.0)

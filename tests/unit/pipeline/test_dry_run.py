@@ -115,15 +115,9 @@ def test_a_file_alone_is_said_where_shipped_prompts_could_be_mixed_in(plan, tmp_
     assert said(shown, "recover.general_teacher=shown") == []
 
 
-def test_the_share_of_the_weights_that_the_adapter_changes_is_said(plan, loaded):
-    bare = loaded.causal_lm.state_dict()
-    products = [weight.numel() for key, weight in bare.items() if "proj" in key]
-    total = sum(weight.numel() for weight in loaded.causal_lm.parameters())
-    assert plan()["adapted_share"] == pytest.approx(sum(products) / total)
-    half = [weight.numel() for key, weight in bare.items() if "q_proj" in key]
-    made = plan("finetune.lora.target_modules=[q_proj]")["adapted_share"]
-    assert made == pytest.approx(sum(half) / total)
-    assert plan("finetune=null", "recover=null")["adapted_share"] is None
+def test_the_rank_of_the_adapter_is_said(plan):
+    assert plan("finetune.lora.r=5")["rank"] == 5
+    assert plan("finetune=null", "recover=null")["rank"] is None
 
 
 def test_a_mixture_is_counted_with_all_its_experts(tiny_model, tmp_path):

@@ -97,7 +97,7 @@ def test_a_halved_rate_acts_on_the_very_next_step_interrupted_or_not(backbone, t
         with pytest.raises(OpdclError, match="halted at step 5"):
             train(backbone, tuned, name, config)
         rates = [r["learning_rate"] for r in read_jsonl(tuned / name / "metrics.jsonl") if "loss" in r]
-        assert rates == [0.004, 0.004, 0.004, 0.002]
+        assert rates == [0.004, 0.004, 0.003, 0.001]
 
 
 def test_repetition_is_counted_within_each_completion():

@@ -110,7 +110,6 @@ def test_the_student_starts_as_the_scaled_adapter_and_every_share_counts_from_tu
     tuned_row, end = [row["validation"] for row in rows if "validation" in row]
     assert tuned_row["general_kl"] == pytest.approx(whole["general_kl"], rel=1e-5)
     assert end["general_kl"] == pytest.approx(rows[0]["start"]["validation"]["general_kl"], rel=1e-4)
-    assert end["general_gap_closed"] == pytest.approx(1 - end["general_kl"] / tuned_row["general_kl"])
     assert end["domain_gap_closed"] == pytest.approx(1 - end["domain_kl"] / rows[0]["base"]["domain_kl"])
 
 
@@ -152,8 +151,8 @@ def test_lmbda_outside_its_range_is_refused(lmbda):
         RecoverConfig(lmbda=lmbda)
 
 
-@pytest.mark.parametrize(("scale", "recovered", "kept"), [(1.0, 0, 1), (1e-4, 1, 0)])
-def test_the_shares_of_held_out_kl_are_none_at_tuned_and_all_at_base(backbone, tuned, scale, recovered, kept):
+@pytest.mark.parametrize(("scale", "kept"), [(1.0, 1), (1e-4, 0)])
+def test_the_share_of_held_out_kl_is_all_at_tuned_and_none_at_base(backbone, tuned, scale, kept):
     class Shrinking(Silent):
         def note(self, text):
             if text.startswith("start:"):
@@ -163,10 +162,7 @@ def test_the_shares_of_held_out_kl_are_none_at_tuned_and_all_at_base(backbone, t
     out = StageDir(tuned / "out")
     recover_rows(config, backbone, tuned / "tuned", out, Shrinking())
     measured = [r["validation"] for r in read_jsonl(out.metrics) if "validation" in r][-1]
-    assert (measured["general_gap_closed"], measured["domain_gap_closed"]) == (
-        pytest.approx(recovered, abs=1e-3),
-        pytest.approx(kept, abs=1e-3),
-    )
+    assert measured["domain_gap_closed"] == pytest.approx(kept, abs=1e-3)
 
 
 def test_without_a_distance_between_base_and_teacher_there_is_no_share(backbone, tuned):
@@ -178,7 +174,7 @@ def test_without_a_distance_between_base_and_teacher_there_is_no_share(backbone,
 
 def test_method_general_is_measured_by_the_general_stream_alone(backbone, tuned):
     """It leaves the domain by design; that must neither halt it nor choose its adapter."""
-    settings = {"steps": 24, "validate_every": 4, "learning_rate": 5e-3, "sample_ahead": 1}
+    settings = {"steps": 24, "validate_every": 4, "learning_rate": 1e-2, "sample_ahead": 1}
     rows = run(backbone, tuned, method="general", **settings)
     measured = [r["validation"] for r in rows if "validation" in r]
     assert measured[-1]["domain_kl"] > measured[0]["domain_kl"] + 0.05
@@ -211,8 +207,7 @@ def test_every_validation_grades_what_the_student_writes_itself(backbone, tuned)
         assert 1 <= own["own_length"] <= 6
         assert 0 <= own["own_ended"] <= 1
         assert 0 <= own["own_repetition"] <= 1
-        assert 0 < own["own_distinct"] <= 1
-    assert {"own_length", "own_ended", "own_repetition", "own_distinct"} <= set(first["base"])
+    assert {"own_length", "own_ended", "own_repetition"} <= set(first["base"])
     assert "own_kl" not in first["base"]
 
 
@@ -223,7 +218,8 @@ def test_no_model_is_compared_with_itself_on_the_same_prompts(backbone, answered
     teachers = {"told": {"kind": "base", "context": context}}
     config = short_recovery(answered, steps=2, health=False, teachers=teachers, domain_teacher="told")
     recover_rows(config, backbone, answered / "tuned", StageDir(answered / "out"), report)
-    assert (parts["measure base"], parts["validate"]) == (compared - 2, 4)
+    measured = [parts.get(f"measuring {name}", 0) for name in ("the original model", "the model in training")]
+    assert measured == [compared - 2, 4]
     assert read_jsonl(answered / "out" / "metrics.jsonl")[0]["base"]["general_kl"] == 0
 
 

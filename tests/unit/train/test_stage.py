@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from helpers.recovering import Silent, recover_rows, run, short_recovery, train
 from safetensors.torch import load_file
 from transformers import get_scheduler
 
+from opdcl.config.recover import RecoverConfig
 from opdcl.data.rows import load_rows
 from opdcl.errors import Interrupted, OpdclError
 from opdcl.model.backbone import Backbone
@@ -22,17 +24,20 @@ from opdcl.rundir.layout import StageDir
 from opdcl.train.cost import dose
 from opdcl.train.learner import Learner
 from opdcl.train.recover import student_here
-from opdcl.train.stage import Interruption, Schedule, StageLog, is_finite
+from opdcl.train.stage import Interruption, Losses, Schedule, StageLog, is_finite
+from opdcl.train.validation import describe_step
 
 
 class Shown(Silent):
     """A report that keeps what a progress line shows, and the notes."""
 
-    def __init__(self):
-        self.values, self.notes, self.shown = {}, [], []
+    is_live = True
 
-    def progress(self, done, total, **values):
-        self.values = values
+    def __init__(self):
+        self.words, self.notes, self.shown = "", [], []
+
+    def progress(self, done, total, words=""):
+        self.words = words
 
     def texts(self, texts):
         self.shown.append(texts)
@@ -45,12 +50,12 @@ def test_a_validation_says_two_numbers_and_shows_an_answer_of_each_model(backbon
     config, out, report = short_recovery(tuned), StageDir(tuned / "out"), Shown()
     recover_rows(config, backbone, tuned / "tuned", out, report)
     backbone.drop_adapters()
-    first, *_, last = [row["validation"] for row in read_jsonl(out.metrics) if "validation" in row]
-    said = f"distance to base {first['own_distance']:.2f} -> {last['own_distance']:.2f} nats"
-    base_kl = read_jsonl(out.metrics)[0]["base"]["domain_kl"]
-    said += f", domain {last['domain_kl']:.2f} nats from tuned (base {base_kl:.2f})"
+    measured = [row for row in read_jsonl(out.metrics) if "validation" in row]
+    first, last = measured[0]["start"]["validation"], measured[-1]["validation"]
+    said = f"KL of own answers {first['own_kl']:.2f} at the start, now {last['own_kl']:.2f}"
+    said += f"; KL on your prompts {first['domain_kl']:.2f} at the start, now {last['domain_kl']:.2f}"
     assert f"step 6: {said}" in report.notes[-1]
-    assert [*report.shown[-1]] == ["prompt", "base", "tuned", "student"]
+    assert [*report.shown[-1]] == ["prompt", "original model", "fine-tuned model", "model in training"]
     rows = [row.shown() for row in load_rows(config.general[0])]
     asked = [shown["prompt"] for shown in report.shown]
     assert len({*asked}) > 1, "not always the same"
@@ -58,10 +63,18 @@ def test_a_validation_says_two_numbers_and_shows_an_answer_of_each_model(backbon
 
 
 def test_a_step_shows_its_loss_and_who_wrote_and_keeps_the_rest(tmp_path):
-    log = StageLog(Shown(), StageDir(tmp_path), 9)
+    log = StageLog(Shown(), StageDir(tmp_path), 9, partial(describe_step, RecoverConfig()))
     log.step(1, {"loss": 0.739, "kl": 0.5, "stream": "general", "author": "teacher"}, 10, 0.5)
-    assert log.report.values == {"step": "general step, the teacher writes:", "loss": 0.739}
+    assert log.report.words == "general prompts, the original model answers: loss 0.739"
     assert json.loads(log.out.metrics.read_text())["kl"] == 0.5
+
+
+def test_the_loss_of_the_users_rows_stands_apart_from_that_of_replayed_ones():
+    losses = Losses({"stream": "domain", "loss": loss} for loss in (9.0, 2.0, 1.0, 1.0, 1.0, 0.0))
+    assert losses.add({}) == "your rows: loss 1.00 (6 of 6 steps)"
+    assert losses.add({"stream": "general", "loss": 0.06}) == (
+        "your rows: loss 1.00 (6 of 7 steps); general rows 0.06"
+    )
 
 
 def test_only_a_slower_sampler_is_mentioned(backbone):
@@ -172,7 +185,7 @@ def test_a_recovery_of_one_step_learns(backbone, tuned):
 def test_an_interrupt_before_the_first_step_ends_the_recovery_at_once(backbone, tuned):
     class Impatient(Shown):
         def part(self, what, done, total):
-            if what == "base answers" and not self.shown:
+            if what == "the original model answers" and not self.shown:
                 self.shown.append(what)
                 os.kill(os.getpid(), signal.SIGINT)
 
@@ -180,9 +193,10 @@ def test_an_interrupt_before_the_first_step_ends_the_recovery_at_once(backbone, 
     with pytest.raises(KeyboardInterrupt):
         recover_rows(short_recovery(tuned), backbone, tuned / "tuned", out, report)
     backbone.drop_adapters()
-    assert report.shown == ["base answers"]  # none of the answers that are shown once a start is chosen
+    # None of the answers that are shown once a start is chosen.
+    assert report.shown == ["the original model answers"]
     assert not out.metrics.exists()
-    assert report.notes == []
+    assert [note for note in report.notes if "rank" not in note] == []
 
 
 def test_an_interrupt_in_the_last_step_is_not_lost(backbone, tuned):
