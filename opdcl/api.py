@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from opdcl.arguments import Data, Options, PathLike, as_folder, question_suites, strings
-from opdcl.errors import UsageError, translate
+from opdcl.errors import UsageError, translate, typed
 
 if TYPE_CHECKING:
     from opdcl.console import Output
@@ -118,7 +118,8 @@ def recover(
     Args:
         path: Run directory; or an adapter or tuned model: a folder, or a Hub id.
         prompts: General prompts: everyday (shipped), a file, or a Hub id.
-        domain: Domain prompts. Default: the questions of the fine-tune's rows.
+        domain: Questions of your domain, hundreds at best; few are asked again and again. Answers are not
+            needed: the tuned model writes them. Default: the questions of the fine-tune's rows.
         steps: Optimizer steps; 96 unless set.
         learning_rate: Peak learning rate; half of the fine-tune's unless set.
         seed: Random seed of the stage.
@@ -358,7 +359,8 @@ def chat_page(
         prompts = regained_prompts(load_suites(run) if run.is_run() else [])
     except UsageError as error:
         output.warn(f"the page suggests no prompts: {error.message}")
-    return ChatServer(states, max_new_tokens, temperature, str(source), system_prompt(run), prompts)
+    name = f"{source} on {states.name}"
+    return ChatServer(states, max_new_tokens, temperature, name, system_prompt(run), prompts)
 
 
 def _chat_states(source: PathLike, temperature: float, trust_remote_code: bool) -> "Callable[[Output], Chat]":
@@ -428,7 +430,12 @@ def export(
         )
     what = {"merged": "merged model", "adapter": "adapter"}.get(format, "GGUF file")
     sentence = f"{what} ({written['state']}) written to {out}"
-    return Outcome(sentence, [], written)
+    other = {"merged": "adapter"}.get(format, "merged")
+    chosen = [
+        word for name, value in (("--state", state), ("--base", base)) if value for word in (name, value)
+    ]
+    again = typed("opdcl", "export", source, *chosen, "--format", other, "-o", f"{out}-{other}")
+    return Outcome(sentence, [], written, [f"as {other}: {again}"])
 
 
 def _output(quiet: bool) -> "Output":

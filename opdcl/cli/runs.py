@@ -156,6 +156,8 @@ def chat(
 def _serve_page(server: ChatServer) -> None:
     """Open the page, and answer until Ctrl-C."""
     screen.output.result(server.url, {"url": server.url})
+    port = server.server_port
+    screen.output.note(f"Over SSH, open a way first: ssh -L {port}:127.0.0.1:{port} THIS-MACHINE")
     screen.output.note("Press Ctrl-C to stop.")
     # Beside the server, which has to answer: some browsers return only when they are closed.
     threading.Thread(target=_open_page, args=(server.url,), daemon=True).start()

@@ -336,6 +336,10 @@ def _prompts_to_tell(prompts: int, detectable: float) -> int:
     return math.ceil(enough / unit) * unit
 
 
+# What a file of test rows holds.
+TEST_ROWS = "questions that it should now know, in other words"
+
+
 def next_command(run: RunDir, summary: Summary, place: str) -> str:
     """Return the next command to suggest: the missing stage, or chat.
 
@@ -345,7 +349,7 @@ def next_command(run: RunDir, summary: Summary, place: str) -> str:
     if summary.alone and summary.suites:
         base = settings.get("model", {}).get("id", "MODEL")
         return f"opdcl finetune ROWS.jsonl --base {shlex.quote(str(base))}"
-    measure = f"opdcl eval {place}" + ("" if rows_set_aside(run) else " --domain TEST.jsonl")
+    measure = f"opdcl eval {place}" + ("" if rows_set_aside(run) else f" --domain TEST.jsonl  # {TEST_ROWS}")
     if not adapters:
         # Not the command that began the run: its relative paths may have started in another folder.
         if run.workflow.exists():

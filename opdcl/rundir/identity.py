@@ -26,8 +26,15 @@ class Identity:
         return hash_value(self.parts)
 
     def changed_since(self, earlier: Mapping[str, Any]) -> list[str]:
-        """Return the names of the parts that were others, or were not there."""
-        return sorted(k for k in {*earlier, *self.parts} if earlier.get(k) != self.parts.get(k))
+        """Return the names of the parts that were others, or were not there; of numbers, both values too."""
+        parts = {key: (earlier.get(key), self.parts.get(key)) for key in {*earlier, *self.parts}}
+        return sorted(
+            f"{key} {then:g} -> {now:g}"
+            if isinstance(then, float | int) and isinstance(now, float | int)
+            else key
+            for key, (then, now) in parts.items()
+            if then != now
+        )
 
 
 def weights_of_base(manifest: Mapping[str, Any]) -> str:
