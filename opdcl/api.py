@@ -311,15 +311,11 @@ def chat(
         output.note(f"system prompt of the run: {system}")
 
     def turns() -> "Iterator[Outcome]":
-        states = load(output)
+        states, options = load(output), (max_new_tokens, system, temperature)
         for prompt in asked:
             with output.busy("reading the prompt") as say, quiet_libraries():
                 texts, cut = states.answers(
-                    prompt,
-                    max_new_tokens,
-                    system,
-                    temperature,
-                    lambda state, text: say(lambda: f"{state}: {text()}"),
+                    prompt, *options, lambda state, text: say(lambda: f"{state}: {text()}")
                 )
             table = Table("", ["state", "answer"], [[*pair] for pair in texts.items()], "")
             notes = [f"cut at {max_new_tokens} tokens: {', '.join(cut)}"] if cut else []
@@ -416,18 +412,8 @@ def export(
     from opdcl.outcomes import Outcome
 
     with _output(quiet).stage("export") as line, quiet_libraries():
-        written = export(
-            str(source),
-            state,
-            target=as_folder(out),
-            format=format,
-            outtype=outtype,
-            converter=converter,
-            check=check,
-            report=line,
-            trust_remote_code=trust_remote_code,
-            base_name=str(base) if base else None,
-        )
+        place, name = (str(source), state, as_folder(out)), str(base) if base else None
+        written = export(*place, format, outtype, converter, check, line, trust_remote_code, name)
     what = {"merged": "merged model", "adapter": "adapter"}.get(format, "GGUF file")
     sentence = f"{what} ({written['state']}) written to {out}"
     other = {"merged": "adapter"}.get(format, "merged")

@@ -160,13 +160,13 @@ describe_commands(suites_app, "suites ")
 describe_commands(config_app, "config ")
 
 
-ROWS_HELP = "Rows to learn: a file, a folder, or a Hub id"
+ROWS_HELP = "Rows to learn: a file, a folder, or a Hub id."
 BASE_HELP = "Base model: smollm2-135m (embedded), a Hub id, or a folder."
 TEST_HELP = "Your own test rows; no others are set aside."
 
 
 def init(
-    data: Annotated[str | None, typer.Argument(metavar="ROWS", help=f"{ROWS_HELP}.")] = None,
+    data: Annotated[str, typer.Argument(metavar="ROWS", help=ROWS_HELP)],
     base: Annotated[str, typer.Option(help=BASE_HELP)] = "smollm2-135m",
     test: Annotated[str | None, typer.Option(metavar="FILE", help=TEST_HELP)] = None,
     test_share: Annotated[float, typer.Option(help="Share of the rows to set aside as a test.")] = 0.1,
@@ -180,15 +180,12 @@ def init(
 
     start(json)
     if out.is_dir() or not out.parent.is_dir():
-        problem = f"{out} is a folder" if out.is_dir() else f"there is no folder {out.parent}"
-        raise UsageError(problem, "-o NAME.yaml names the workflow, in a folder that exists")
+        hint = "-o NAME.yaml names the workflow, in a folder that exists"
+        raise UsageError(f"{out} is a folder, or in none that exists", hint)
     files = [out, *(out.with_name(f"{out.stem}-{part}.jsonl") for part in ("rows", "test-rows"))]
     if there := [str(file) for file in files if file.exists()]:
         other = typed("opdcl", *sys.argv[1:], "-o", f"{out.stem}-2.yaml")
         raise UsageError(f"{there[0]} exists, and would be overwritten", other)
-    if not (data or screen.output.can_ask()):
-        raise UsageError("ROWS is not given, and nobody can be asked", "opdcl init rows.jsonl")
-    data = data or typer.prompt(ROWS_HELP, err=True)
     *rows, note = split_rows(load_records(data), {}, 0 if test else test_share)
     if test:
         rows[1], _, _ = split_rows(load_records(test), {}, 0)

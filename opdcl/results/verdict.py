@@ -336,10 +336,6 @@ def _prompts_to_tell(prompts: int, detectable: float) -> int:
     return math.ceil(enough / unit) * unit
 
 
-# What a file of test rows holds.
-TEST_ROWS = "questions that it should now know, in other words"
-
-
 def next_command(run: RunDir, summary: Summary, place: str) -> str:
     """Return the next command to suggest: the missing stage, or chat.
 
@@ -349,7 +345,8 @@ def next_command(run: RunDir, summary: Summary, place: str) -> str:
     if summary.alone and summary.suites:
         base = settings.get("model", {}).get("id", "MODEL")
         return f"opdcl finetune ROWS.jsonl --base {shlex.quote(str(base))}"
-    measure = f"opdcl eval {place}" + ("" if rows_set_aside(run) else f" --domain TEST.jsonl  # {TEST_ROWS}")
+    test_rows = "TEST.jsonl  # questions that it should now know, in other words"
+    measure = f"opdcl eval {place}" + ("" if rows_set_aside(run) else f" --domain {test_rows}")
     if not adapters:
         # Not the command that began the run: its relative paths may have started in another folder.
         if run.workflow.exists():

@@ -27,14 +27,14 @@ class Identity:
 
     def changed_since(self, earlier: Mapping[str, Any]) -> list[str]:
         """Return the names of the parts that were others, or were not there; of numbers, both values too."""
-        parts = {key: (earlier.get(key), self.parts.get(key)) for key in {*earlier, *self.parts}}
-        return sorted(
-            f"{key} {then:g} -> {now:g}"
-            if isinstance(then, float | int) and isinstance(now, float | int)
-            else key
-            for key, (then, now) in parts.items()
-            if then != now
-        )
+        changed = []
+        for key in sorted({*earlier, *self.parts}):
+            match earlier.get(key), self.parts.get(key):
+                case int() | float() as then, int() | float() as now if then != now:
+                    changed.append(f"{key} {then:g} -> {now:g}")
+                case then, now if then != now:
+                    changed.append(key)
+        return changed
 
 
 def weights_of_base(manifest: Mapping[str, Any]) -> str:
