@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from opdcl.arguments import Data, Options, PathLike, as_folder, question_suites, strings
-from opdcl.errors import UsageError, translate
+from opdcl.errors import UsageError, translate, typed
 
 if TYPE_CHECKING:
     from opdcl.console import Output
@@ -118,7 +118,8 @@ def recover(
     Args:
         path: Run directory; or an adapter or tuned model: a folder, or a Hub id.
         prompts: General prompts: everyday (shipped), a file, or a Hub id.
-        domain: Domain prompts. Default: the questions of the fine-tune's rows.
+        domain: Questions of your domain, hundreds at best; few are asked again and again. Answers are not
+            needed: the tuned model writes them. Default: the questions of the fine-tune's rows.
         steps: Optimizer steps; 96 unless set.
         learning_rate: Peak learning rate; half of the fine-tune's unless set.
         seed: Random seed of the stage.
@@ -310,15 +311,11 @@ def chat(
         output.note(f"system prompt of the run: {system}")
 
     def turns() -> "Iterator[Outcome]":
-        states = load(output)
+        states, options = load(output), (max_new_tokens, system, temperature)
         for prompt in asked:
             with output.busy("reading the prompt") as say, quiet_libraries():
                 texts, cut = states.answers(
-                    prompt,
-                    max_new_tokens,
-                    system,
-                    temperature,
-                    lambda state, text: say(lambda: f"{state}: {text()}"),
+                    prompt, *options, lambda state, text: say(lambda: f"{state}: {text()}")
                 )
             table = Table("", ["state", "answer"], [[*pair] for pair in texts.items()], "")
             notes = [f"cut at {max_new_tokens} tokens: {', '.join(cut)}"] if cut else []
@@ -358,7 +355,8 @@ def chat_page(
         prompts = regained_prompts(load_suites(run) if run.is_run() else [])
     except UsageError as error:
         output.warn(f"the page suggests no prompts: {error.message}")
-    return ChatServer(states, max_new_tokens, temperature, str(source), system_prompt(run), prompts)
+    name = f"{source} on {states.name}"
+    return ChatServer(states, max_new_tokens, temperature, name, system_prompt(run), prompts)
 
 
 def _chat_states(source: PathLike, temperature: float, trust_remote_code: bool) -> "Callable[[Output], Chat]":
@@ -414,21 +412,16 @@ def export(
     from opdcl.outcomes import Outcome
 
     with _output(quiet).stage("export") as line, quiet_libraries():
-        written = export(
-            str(source),
-            state,
-            target=as_folder(out),
-            format=format,
-            outtype=outtype,
-            converter=converter,
-            check=check,
-            report=line,
-            trust_remote_code=trust_remote_code,
-            base_name=str(base) if base else None,
-        )
+        place, name = (str(source), state, as_folder(out)), str(base) if base else None
+        written = export(*place, format, outtype, converter, check, line, trust_remote_code, name)
     what = {"merged": "merged model", "adapter": "adapter"}.get(format, "GGUF file")
     sentence = f"{what} ({written['state']}) written to {out}"
-    return Outcome(sentence, [], written)
+    other = {"merged": "adapter"}.get(format, "merged")
+    chosen = [
+        word for name, value in (("--state", state), ("--base", base)) if value for word in (name, value)
+    ]
+    again = typed("opdcl", "export", source, *chosen, "--format", other, "-o", f"{out}-{other}")
+    return Outcome(sentence, [], written, [f"as {other}: {again}"])
 
 
 def _output(quiet: bool) -> "Output":

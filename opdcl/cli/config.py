@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import sys
 import tempfile
 import textwrap
 from collections.abc import Sequence
@@ -158,37 +160,45 @@ describe_commands(suites_app, "suites ")
 describe_commands(config_app, "config ")
 
 
-ROWS_HELP = "Rows to learn: a file, a folder, or a Hub id"
-BASE = "Model: smollm2-135m (embedded), a Hub id, or a folder"
+ROWS_HELP = "Rows to learn: a file, a folder, or a Hub id."
+BASE_HELP = "Base model: smollm2-135m (embedded), a Hub id, or a folder."
+TEST_HELP = "Your own test rows; no others are set aside."
 
 
 def init(
-    data: Annotated[str | None, typer.Argument(metavar="ROWS", help=f"{ROWS_HELP}.")] = None,
-    base: Annotated[str | None, typer.Option(help=f"{BASE}.")] = None,
+    data: Annotated[str, typer.Argument(metavar="ROWS", help=ROWS_HELP)],
+    base: Annotated[str, typer.Option(help=BASE_HELP)] = "smollm2-135m",
+    test: Annotated[str | None, typer.Option(metavar="FILE", help=TEST_HELP)] = None,
     test_share: Annotated[float, typer.Option(help="Share of the rows to set aside as a test.")] = 0.1,
     out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="Workflow.")] = Path("mine.yaml"),
     json: opt.Json = False,
 ) -> None:
-    """Write a workflow for your rows and model, with test rows set aside. Asks for what is not given."""
+    """Write a workflow for your rows and model, with test rows set aside where there are enough."""
     from opdcl.api import run
     from opdcl.data.rows import load_records
     from opdcl.data.split import split_rows
 
     start(json)
     if out.is_dir() or not out.parent.is_dir():
-        problem = f"{out} is a folder" if out.is_dir() else f"there is no folder {out.parent}"
-        raise UsageError(problem, "-o NAME.yaml names the workflow, in a folder that exists")
+        hint = "-o NAME.yaml names the workflow, in a folder that exists"
+        raise UsageError(f"{out} is a folder, or in none that exists", hint)
     files = [out, *(out.with_name(f"{out.stem}-{part}.jsonl") for part in ("rows", "test-rows"))]
-    if there := [str(place) for place in (*files, Path("runs") / out.stem) if place.exists()]:
-        raise UsageError(f"{there[0]} exists", "-o NAME.yaml chooses another name")
-    for name, given in (("ROWS", data), ("--base", base)):
-        if given == "" or (given is None and not screen.output.can_ask()):
-            problem = "is empty" if given == "" else "is not given, and nobody can be asked"
-            raise UsageError(f"{name} {problem}", "opdcl init rows.jsonl --base MODEL")
-    data = data or typer.prompt(ROWS_HELP, err=True)
-    base = base or typer.prompt(BASE, "smollm2-135m", err=True)
-    *rows, note = split_rows(load_records(data), {}, test_share)
-    text = workflow_text(data, base, files)
+    if there := [str(file) for file in files if file.exists()]:
+        other = typed("opdcl", *sys.argv[1:], "-o", f"{out.stem}-2.yaml")
+        raise UsageError(f"{there[0]} exists, and would be overwritten", other)
+    *rows, note = split_rows(load_records(data), {}, 0 if test else test_share)
+    if test:
+        rows[1], _, _ = split_rows(load_records(test), {}, 0)
+        note = f"{test}: the test rows"
+    elif not rows[1]:
+        files, rows = files[:2], rows[:1]
+        note += ". Test rows of your own, the same facts asked in other words: --test FILE, or after the run "
+        note += "opdcl eval RUN --domain FILE"
+    names = itertools.chain([out.stem], (f"{out.stem}-{number}" for number in itertools.count(2)))
+    name = next(name for name in names if not (Path("runs") / name).exists())
+    if name != out.stem:
+        note += f"\nruns/{out.stem} exists: this workflow runs in runs/{name}"
+    text = workflow_text(name, data, base, files)
     # Nothing stays behind of a workflow that would be refused.
     with (
         tempfile.TemporaryDirectory(dir=out.parent) as scratch,
@@ -209,8 +219,8 @@ def init(
     suggest("run", out, "--dry-run")
 
 
-def workflow_text(data: str, base: str, files: Sequence[Path]) -> str:
-    """Return a workflow for a model and rows; `files` are its own, and those of the rows and the test rows.
+def workflow_text(name: str, data: str, base: str, files: Sequence[Path]) -> str:
+    """Return a workflow for a model and rows; `files` are its own, that of the rows, and that of test rows.
 
     Raises:
         UsageError: Reading it again, a name would be another one, or more than a name.
@@ -224,9 +234,13 @@ def workflow_text(data: str, base: str, files: Sequence[Path]) -> str:
     yaml, text = YAML(), StringIO()
     flow = yaml.load(find_workflow("own-data"))
     flow.yaml_set_start_comment("Your rows and model. `opdcl config show FILE --all` shows all defaults.")
-    flow["name"], flow["description"] = files[0].stem, Quoted(f"{data} on {base}")
+    flow["name"], flow["description"] = name, Quoted(f"{data} on {base}")
     flow["model"]["id"] = Quoted(os.path.realpath(base) if os.path.exists(base) else base)
-    flow["finetune"]["data"], flow["eval"]["data"]["mine"] = files[1].name, files[2].name
+    flow["finetune"]["data"] = files[1].name
+    if files[2:]:
+        flow["eval"]["data"]["mine"] = files[2].name
+    else:
+        del flow["eval"]["domain"], flow["eval"]["data"]
     yaml.dump(flow, text)
     try:
         same = YAML(typ="safe").load(text.getvalue()) == flow

@@ -131,15 +131,7 @@ def chat(
         _serve_page(api.chat_page(source, max_new_tokens, temperature, trust_remote_code))
         return
     asked = [" ".join(prompts)] if prompts else _typed_lines()
-    turns = api.chat(
-        source,
-        asked,
-        max_new_tokens=max_new_tokens,
-        system=system,
-        temperature=temperature,
-        trust_remote_code=trust_remote_code,
-        quiet=json,
-    )
+    turns = api.chat(source, asked, max_new_tokens, system, temperature, trust_remote_code, quiet=json)
     typed = bool(prompts) or sys.stdin.isatty()
     if typed and not prompts:
         screen.output.note("Every prompt starts a new conversation. Press Ctrl-C or Ctrl-D to stop.")
@@ -156,6 +148,8 @@ def chat(
 def _serve_page(server: ChatServer) -> None:
     """Open the page, and answer until Ctrl-C."""
     screen.output.result(server.url, {"url": server.url})
+    port = server.server_port
+    screen.output.note(f"Over SSH, open a way first: ssh -L {port}:127.0.0.1:{port} THIS-MACHINE")
     screen.output.note("Press Ctrl-C to stop.")
     # Beside the server, which has to answer: some browsers return only when they are closed.
     threading.Thread(target=_open_page, args=(server.url,), daemon=True).start()
@@ -194,16 +188,7 @@ def export(
     """Write the merged model, or its adapter, for other programs."""
     start(json)
     outcome = api.export(
-        source,
-        out,
-        state=state,
-        format=format,
-        outtype=outtype,
-        converter=converter,
-        check=check,
-        base=base,
-        trust_remote_code=trust_remote_code,
-        quiet=json,
+        source, out, state, format, outtype, converter, check, base, trust_remote_code, quiet=json
     )
     show(outcome)
     upload = typed("hf", "upload", "OWNER/NAME", out)

@@ -34,35 +34,27 @@ def split_rows(
 ) -> tuple[str, str, str]:
     """Set about a `share` of the rows aside; `records` are the rows as they are written, with their places.
 
-    Returns: The rows to learn and those to test, as the text of JSONL files, and what to know of them.
+    Returns: The rows to learn and those to test, as the text of JSONL files, and what to know of them. If
+        too few can be set aside, none are, and the last text says why.
 
     Rows that say nearly the same stay together. The choice follows from their content alone, so that the same
     rows are set aside whatever the seed of the training, and runs can be compared.
 
     Raises:
-        UsageError: A row is bad or has no question, or too few can be set aside.
+        UsageError: A row is bad.
     """
-    if not 0 < share <= 0.5:
-        raise UsageError(f"--test-share {share:g} is not above 0 and at most 0.5", "--test-share 0.1")
+    if not 0 <= share <= 0.5:
+        raise UsageError(f"--test-share {share:g} is below 0 or above 0.5", "--test-share 0.1")
     rows = check_all(records, columns).all()
-    if plain := next((row for row in rows if not row.prompt), None):
-        hint = "write test rows: opdcl eval RUN --domain TEST.jsonl"
-        raise UsageError(f"{plain.where} is plain text, and a test asks questions", hint)
     wanted, chosen, things = round(share * len(rows)), dict[int, str](), 0
-    said, groups = [f"{row.key()}\n{row.answer}" for row in rows], _groups(rows)
+    said, groups = [f"{row.key()}\n{row.answer}" for row in rows], _groups(rows) if share else []
     for first, alike in sorted((hash_value(min(said[i] for i in alike)), alike) for alike in groups):
-        if len(chosen) + len(alike) <= wanted and all(rows[i].answer for i in alike):
+        if len(chosen) + len(alike) <= wanted and all(rows[i].prompt and rows[i].answer for i in alike):
             named = next((rows[i].cluster for i in alike if rows[i].cluster), first if len(alike) > 1 else "")
             chosen |= dict.fromkeys(alike, named)
             things += 1
     if things < FEWEST:
-        found = f"{len(chosen)} of {len(rows)} rows can be set aside ({wanted} are wanted, and similar ones"
-        # A few more than the fewest, because groups are set aside whole.
-        larger = max(share * 1.5, math.ceil(120 * FEWEST / len(groups)) / 100)
-        hint = f"--test-share {larger:.2g}, or w" if larger <= 0.5 else "w"
-        hint += "rite test rows: opdcl eval RUN --domain TEST.jsonl"
-        few = f"they say {things} different things, and fewer than {FEWEST} show nothing"
-        raise UsageError(f"{found} stay together): {few}", hint)
+        chosen = {}
     lines = []
     for i, (record, _) in enumerate(records):
         spelled = {key: str(value) for key, value in record.items() if isinstance(value, Spelled)}
@@ -72,14 +64,20 @@ def split_rows(
         lines.append(json.dumps(record | spelled | of_one, ensure_ascii=False, default=str) + "\n")
     test = "".join(lines[i] for i in sorted(chosen))
     learned = "".join(line for i, line in enumerate(lines) if i not in chosen)
+    if not chosen:
+        note = f"{len(rows)} rows: none set aside"
+        if share:
+            # A few more than the fewest, because groups are set aside whole.
+            larger = max(share * 1.5, math.ceil(120 * FEWEST / len(groups)) / 100)
+            more = f"; --test-share {larger:.2g} may find enough" if larger <= 0.5 else ""
+            note += f"; {things} could be, and fewer than {FEWEST} different questions show nothing{more}"
+        return learned, test, note
     answers = _answers(rows)
     known = {answers[i] for i in range(len(rows)) if i not in chosen}
     shared = sum(answers[i] in known for i in chosen)
     of = f", which say {things} different things," if things < len(chosen) else ""
-    note = (
-        f"{len(chosen)} of {len(rows)} rows{of} are set aside as a test; no learned row says nearly the same"
-    )
-    note += f", but {shared} have an answer that learned rows have too" if shared else ""
+    note = f"{len(chosen)} of {len(rows)} rows{of} are set aside as a test; no learned row says nearly the "
+    note += f"same, but {shared} have an answer that learned rows have too" if shared else "same"
     note += ". They show what carries over to new questions, not facts: nobody knows one that was held back"
     return learned, test, note
 

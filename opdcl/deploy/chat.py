@@ -20,7 +20,7 @@ class Chat:
     """The loaded base with one or two adapters, which may belong to a tuned model beside it."""
 
     def __init__(self, base: ModelConfig, adapters: dict[str, Path], tuned: ModelConfig | None = None):
-        self.backbone = load_backbone(base, tuned)
+        self.backbone, self.name = load_backbone(base, tuned), base.id
         # The backbone holds two adapters, under these names; a single adapter must be `student`.
         names = ("student",) if len(adapters) == 1 else ("tuned", "student")
         self.slots = {"base": "base", **dict(zip(adapters, names, strict=False))}

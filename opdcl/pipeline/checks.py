@@ -20,7 +20,7 @@ from opdcl.errors import UsageError, nearest_path, typed
 from opdcl.model.consent import refuse_stored_places, trackers_of
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.plan import Measure, Task, Train, make_plan
+from opdcl.pipeline.plan import Measure, Task, Train
 from opdcl.pipeline.reuse import outcomes
 from opdcl.pipeline.stage_record import Records, learned_rows, read_records
 from opdcl.pipeline.trackers import check_trackers
@@ -57,7 +57,7 @@ def checked_plan(
     recovery, near = job.recovery if workflow.recover else None, job.closeness
     _check_data(job)
     donor = read_records(continued) if continued else None
-    tasks = make_plan(workflow, job.hashes, records, job.earlier_hashes, donor)
+    tasks = job.plan(records, donor)
     if continued:
         refuse_other_finetune(job, tasks, continued)
     if not force:
@@ -117,7 +117,7 @@ def _refuse_stale(job: Job, tasks: list[Task], records: Records) -> None:
     if stale[0].name == "recover":
         again = typed("opdcl", "recover", place, "-o", other)
         ways.insert(0, f"a second recovery beside it ({again}, same options)")
-    elif not job.is_continued:
+    elif job.verb == "run":
         ways.insert(0, f"a new directory ({typed('-o', other)})")
     reasons = "; ".join(f"{task.name} {task.why}" for task in stale)
     message = f"{job.run.path} was made with other settings or data; {reasons}"

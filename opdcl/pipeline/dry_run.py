@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from opdcl.config.evaluate import CLOSENESS
 from opdcl.model.check_adapter import read_lora_config
 from opdcl.pipeline.checks import checked_plan, repeated_rows
 from opdcl.pipeline.forecast import forecast, memory_words
@@ -57,6 +58,9 @@ def describe(
         if task.unfinished and task.name in sizes["steps"]:
             why = f"{sizes['steps'][task.name]} steps, {why}"
         state, suite = (task.state, task.suite) if isinstance(task, Measure) else ("", "")
+        if suite:
+            prompts = job.suite(suite).documents(workflow.eval.limit) if suite != CLOSENESS else job.closeness
+            why = f"{len(prompts):,} prompts, {why}"
         # States of a suite with the same action and reason share a row.
         states[f"{task.name} {suite}", task.action, why].append(state)
         shown = {"stage": task.name, "state": state, "suite": suite, "action": task.action}

@@ -22,7 +22,7 @@ from opdcl.data.rows import Row, check_prompts
 from opdcl.pipeline.defaults import named_after, resolve_for_machine, text_config, with_steps
 from opdcl.pipeline.inputs import Inputs
 from opdcl.pipeline.plan import Task, make_plan
-from opdcl.pipeline.stage_record import read_records
+from opdcl.pipeline.stage_record import Records, read_records
 from opdcl.rundir.hashes import hash_value
 from opdcl.rundir.layout import RunDir
 
@@ -43,15 +43,15 @@ class Job:
         run: RunDir,
         inputs: Inputs | None = None,
         origins: dict[str, str] | None = None,
-        is_continued: bool = False,
+        verb: Literal["run", "recover", "eval"] = "run",
     ) -> None:
         """Resolve a workflow: its recovery practises the fine-tune's rows if it names no domain, and numbers
-        take the place of `auto`. `is_continued`: the command names this run as the one that it continues.
+        take the place of `auto`. `verb`: `eval` trains nothing.
 
         Raises:
             UsageError: A file of rows, the model, or the adapter to start from was not found.
         """
-        self.run, self.inputs, self.is_continued = run, inputs or Inputs(), is_continued
+        self.run, self.inputs, self.verb = run, inputs or Inputs(), verb
         self._suites: dict[str, Suite] = {}
         finetune, recover = workflow.finetune, workflow.recover
         self.training_rows = self.inputs.training_rows(workflow) if finetune else None
@@ -282,6 +282,7 @@ class Job:
         hashes = {key: self.inputs.hash(source) for key, source in self.sources.items()} if columns else {}
         return {key: hash_value([value, columns]) for key, value in hashes.items()}
 
-    def plan(self) -> list[Task]:
-        """Return the plan for the present state of the run directory."""
-        return make_plan(self.workflow, self.hashes, read_records(self.run), self.earlier_hashes)
+    def plan(self, records: Records | None = None, donor: Records | None = None) -> list[Task]:
+        """Return the plan for the present state of the run directory, which `records` describe if given."""
+        records, trains = records or read_records(self.run), self.verb != "eval"
+        return make_plan(self.workflow, self.hashes, records, self.earlier_hashes, donor, trains)

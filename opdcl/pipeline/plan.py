@@ -70,11 +70,13 @@ def make_plan(
     records: Records,
     earlier_hashes: dict[str, str] | None = None,
     donor: Records | None = None,
+    trains: bool = True,
 ) -> list[Task]:
     """Return all tasks in order.
 
     `hashes` has the hash of each data source by its key, as `finetune.data`, and `earlier_hashes` what
     earlier versions recorded of the same content. `donor` holds the records of a run that this one continues.
+    A plan that does not train leaves out what is not finished, and measures the states that are there.
     """
     stages, earlier = list[Train](), earlier_hashes or {}
     stored = Records({**(donor or records).stages, **records.stages})
@@ -83,6 +85,10 @@ def make_plan(
         identity = Identity(inputs)
         action, why = _training_action(records.stages.get(name), identity)
         stages.append(Train(action, why, identity.key, name, inputs))
+    if not trains:
+        is_taken = bool(workflow.start and not workflow.finetune)
+        finished = [name for name in STAGE_NUMBERS if records.finished(name)] + ["finetune"] * is_taken
+        stages = [stage for stage in stages if stage.name in finished]
     made = {stage.name: stage.fingerprint for stage in stages}
     return [*stages, *_eval_tasks(workflow, hashes, earlier, records, {"base": base, **made})]
 

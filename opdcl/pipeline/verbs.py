@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from opdcl import launcher, parallel
 from opdcl.arguments import PathLike, Settings, as_folder, as_settings, strings
@@ -50,18 +50,21 @@ def run_files(
     flow, origins = load(strings(files), overrides, flags, consent.is_stored_file, output.note)
     consent.refuse_consent_of_files(flow, origins)
     folder = as_folder(out or Path("runs") / flow.name)
-    if test_share is not None:
+    if test_share:
         if LEARNED in rows:
             records = records_in(rows[LEARNED], LEARNED)
         else:
             records, origins[LEARNED] = load_records(flow.finetune.data), f"{SPLIT}{flow.finetune.data}"
         rows[LEARNED], rows[SET_ASIDE], note = split_rows(records, flow.columns, test_share)
+        if not rows[SET_ASIDE]:
+            hint = "leave it out; afterwards, test rows of your own: opdcl eval RUN --domain TEST.jsonl"
+            raise UsageError(f"--test-share {test_share:g} of {note}", hint)
         output.note(f"{folder}/data/{SET_ASIDE}.jsonl: {note}")
-    return _carry_out(flow, origins, folder, rows, None, output, **how)
+    return _carry_out(flow, origins, folder, rows, None, output, "run", **how)
 
 
 def add_stage(
-    stage: str,
+    stage: Literal["recover", "eval"],
     source: PathLike,
     out: PathLike | None,
     chosen: Mapping[str, Any],
@@ -78,19 +81,23 @@ def add_stage(
     output = Output("quiet" if quiet else "human")
     with output.busy(f"reading {source}"):  # to find an adapter's base loads large libraries
         folder, saved = open_or_begin(str(source), place, flags.get("model.id"), stage)
+    run = RunDir(folder)
     if not how.get("force"):
-        _refuse_another_file(RunDir(folder), saved["workflow"], flags)
+        _refuse_another_file(run, saved["workflow"], flags)
     names_domain = "eval.domain" in flags or any(text.startswith("eval.domain=") for text in overrides)
     asks_already = names_domain or (saved["workflow"].get("eval") or {}).get("domain")
-    asked = sets_asked(RunDir(folder)) if stage == "eval" and not asks_already else {}
+    asked = sets_asked(run) if stage == "eval" and not asks_already else {}
     for name, file in asked.items():
         output.note(f"domain: {file}, the rows that the fine-tune has set aside")
         flags |= {"eval.domain": [*asked], f"eval.data.{name}": str(file)}
     stored = consent.without_consent(saved, folder)
     flow, origins = load_tree(*stored, overrides, flags, stage, output.note)
     consent.refuse_stored_consent(saved["workflow"], flow, folder)
-    is_continued = folder.resolve() == Path(source).resolve()
-    return _carry_out(flow, origins, folder, rows, donor, output, is_continued, **how)
+    for begun in run.stages() if stage == "eval" else ():
+        if not begun.is_done():
+            again = ("run", run.workflow, "-o", folder) if begun.name == "finetune" else ("recover", folder)
+            output.note(f"{begun.name} unfinished ({begun.progress()}): {typed('opdcl', *again)}")
+    return _carry_out(flow, origins, folder, rows, donor, output, stage, **how)
 
 
 def _carry_out(
@@ -100,14 +107,14 @@ def _carry_out(
     rows: Mapping[str, str],
     donor: RunDir | None,
     output: Output,
-    is_continued: bool = False,
+    verb: Literal["run", "recover", "eval"],
     dry_run: bool = False,
     force: bool = False,
 ) -> Result | Comparison | Plan:
     """Run a workflow in a folder, or describe what it would do; its settings are final.
 
     `rows` has the rows in memory by their setting, as text. What `donor` has finished with the same settings
-    is taken from it, the fine-tune always. `is_continued`: the command names the run itself.
+    is taken from it, the fine-tune always.
     """
     given = dict[str, str]()
     for key, text in rows.items():
@@ -140,12 +147,12 @@ def _carry_out(
     if not dry_run:
         launcher.start_workers()
         parallel.join()
-        job = Job(flow, run, inputs, origins, is_continued)
+        job = Job(flow, run, inputs, origins, verb)
         return Result(folder, execute(job, output, force, continued=donor))
     from opdcl.pipeline.dry_run import data_table, describe
 
     with output.busy("checking model and data"), quiet_libraries():
-        job = Job(flow, run, inputs, origins, is_continued)
+        job = Job(flow, run, inputs, origins, verb)
         lines, plan = describe(job, force, offered([donor] if donor else []), donor)
     tables = [Table(title, ["stage", "action", "why"], lines, ""), *data_table(plan)]
     return Plan(title, tables, plan, plan["notes"])

@@ -12,6 +12,7 @@ from opdcl.results.render import run_document
 from opdcl.results.status import STATES
 from opdcl.results.summary import Results
 from opdcl.rundir.layout import RunDir
+from opdcl.rundir.lock import owner_of
 
 LISTED = ["run", "state", "R", "D", "distance, nats", "begun"]
 
@@ -57,10 +58,13 @@ def _line(run: RunDir) -> tuple[list[str], dict[str, Any]]:
 
 
 def state_of(results: Results) -> str:
-    """Return which adapter a run has last, or where it stopped."""
+    """Return what a run is doing, where it stopped, or which adapter it has last."""
+    is_running = bool(owner_of(results.run))
     for stage in results.run.stages():
         if not stage.is_done():
-            return f"stopped in {stage.path.name.split('-', 1)[1]}"
+            return f"{'running' if is_running else 'stopped in'} {stage.name}, {stage.progress()}"
+    if is_running:
+        return "running eval"
     if results.alone:
         return "base alone"
     return next(reversed(results.run.adapters()), "not begun")

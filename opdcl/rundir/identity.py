@@ -26,8 +26,15 @@ class Identity:
         return hash_value(self.parts)
 
     def changed_since(self, earlier: Mapping[str, Any]) -> list[str]:
-        """Return the names of the parts that were others, or were not there."""
-        return sorted(k for k in {*earlier, *self.parts} if earlier.get(k) != self.parts.get(k))
+        """Return the names of the parts that were others, or were not there; of numbers, both values too."""
+        changed = []
+        for key in sorted({*earlier, *self.parts}):
+            match earlier.get(key), self.parts.get(key):
+                case int() | float() as then, int() | float() as now if then != now:
+                    changed.append(f"{key} {then:g} -> {now:g}")
+                case then, now if then != now:
+                    changed.append(key)
+        return changed
 
 
 def weights_of_base(manifest: Mapping[str, Any]) -> str:

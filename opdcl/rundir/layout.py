@@ -10,7 +10,7 @@ from typing import Any
 from opdcl.errors import UsageError, typed
 from opdcl.rundir.files import read_json
 from opdcl.rundir.hashes import ADAPTER, SEAL, check, damage, read_seal
-from opdcl.rundir.records import read_config, read_manifest, read_stage
+from opdcl.rundir.records import read_config, read_manifest, read_metrics, read_stage
 
 # The stage that makes the adapter of each state, and the other way round.
 STAGE_OF = {"tuned": "finetune", "recovered": "recover"}
@@ -41,6 +41,17 @@ class StageDir:
     def state(self) -> dict:
         """Return the content of `stage.json`, or an empty dict before the stage has started."""
         return read_stage(self.record) if self.record.exists() else {}
+
+    @property
+    def name(self) -> str:
+        """The name of the stage, without its number."""
+        return self.path.name.partition("-")[2]
+
+    def progress(self) -> str:
+        """Say how many steps are done, of how many where that was fixed."""
+        steps = max((row["step"] for row in read_metrics(self.metrics)), default=0)
+        total = self.state().get("config", {}).get("steps")
+        return f"{steps} of {total} steps" if isinstance(total, int) else f"{steps} steps"
 
     def is_done(self) -> bool:
         return bool(self.state().get("status") == "done")
@@ -105,7 +116,7 @@ class RunDir:
 
     def find_stage(self, name: str) -> StageDir | None:
         """Return the last stage with this name, or None."""
-        return next((s for s in reversed(self.stages()) if s.path.name.split("-", 1)[1] == name), None)
+        return next((stage for stage in reversed(self.stages()) if stage.name == name), None)
 
     def stage_record(self, name: str) -> dict:
         """Return the record of the last stage with this name, or an empty dict before it has started."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import socket
@@ -74,6 +75,17 @@ def locked(run: RunDir) -> Iterator[dict | None]:
                     with contextlib.suppress(OSError):  # another command has begun to use one of them
                         for folder in new:
                             folder.rmdir()
+
+
+def owner_of(run: RunDir) -> dict:
+    """Return the process that holds a run's lock; one on another machine is believed to live."""
+    file = run.path / ".lock"
+    owner = _owner(file)
+    if owner.get("host") == socket.gethostname():
+        with file.open() as held, contextlib.suppress(BlockingIOError):
+            fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return {}
+    return owner
 
 
 def _owner(file: Path) -> dict:

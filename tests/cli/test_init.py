@@ -1,6 +1,5 @@
 """`opdcl init`: what it asks, refuses and writes."""
 
-import io
 import json
 import os
 from pathlib import Path
@@ -9,18 +8,7 @@ import pytest
 from helpers import command as runner
 from helpers.tiny import make_project
 
-from opdcl.cli import screen
-from opdcl.cli.config import init
-from opdcl.errors import UsageError
-
 ENDINGS = ("mar", "vane", "noch", "wick", "esk", "ton", "by", "ham")
-
-
-class Typed(io.StringIO):
-    """A terminal at which somebody types."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture
@@ -43,21 +31,28 @@ def test_the_workflow_runs_as_the_command_says(model):
     assert written.stderr.endswith("next: opdcl run my-flow.yaml --dry-run\n")
     planned = runner.opdcl("run", "my-flow.yaml", "--dry-run", "--json")
     assert json.loads(planned.stdout)["data"]["rows"] == 30, planned.stderr
-    assert runner.opdcl(*words).stderr.startswith("error: my-flow.yaml exists\n")
+    assert runner.opdcl(*words).stderr.startswith("error: my-flow.yaml exists, and would be overwritten\n")
 
 
-def test_it_asks_on_a_terminal_and_names_what_is_missing_elsewhere(model, tmp_path, refused, monkeypatch):
-    assert "ROWS is not given, and nobody can be asked" in refused("init")
-    assert "--base is not given" in refused("init", "rows.jsonl")
-    screen.reset()
-    monkeypatch.setattr("sys.stderr", Typed())
-    monkeypatch.setattr("sys.stdin", Typed(f"rows.jsonl\n{model}\n"))
-    init(test_share=0.3)
-    assert (tmp_path / "mine-test-rows.jsonl").read_text().count("\n") == 12
-    monkeypatch.setattr("sys.stdin", Typed(f"nowhere.jsonl\n{model}\n"))
+def test_few_rows_make_a_workflow_too_and_own_test_rows_are_asked_beside_a_run_of_its_name(model, tmp_path):
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    few = runner.opdcl("init", "rows.jsonl", "--base", model)
+    assert few.stdout == "wrote mine.yaml, mine-rows.jsonl\n", few.stderr
+    assert "40 rows: none set aside; 4 could be" in few.stderr
+    assert "runs/mine exists: this workflow runs in runs/mine-2" in few.stderr
+    again = runner.opdcl("init", "rows.jsonl")
+    assert again.stderr.endswith("hint: opdcl init rows.jsonl -o mine-2.yaml\n")
+    own = runner.opdcl("init", "rows.jsonl", "--base", model, "--test", "rows.jsonl", "-o", "own.yaml")
+    assert own.returncode == 0, own.stderr
+    for flow, asked in (("mine.yaml", False), ("own.yaml", True)):
+        planned = json.loads(runner.opdcl("run", flow, "--dry-run", "--json").stdout)
+        assert planned["data"]["rows"] == 40
+        assert ("mine" in {task["suite"] for task in planned["tasks"]}) == asked
+
+
+def test_rows_that_do_not_exist_leave_nothing_behind(model, tmp_path):
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(UsageError, match=r"nowhere\.jsonl"):
-        init(out=tmp_path / "new.yaml")
+    assert "nowhere.jsonl" in runner.opdcl("init", "nowhere.jsonl", "-o", "new.yaml").stderr
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -83,10 +78,9 @@ def test_the_name_of_a_file_of_rows_runs_no_code(model, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["-o", "/"], "error: / is a folder\n"),
-        (["-o", ".."], "error: .. is a folder\n"),
-        (["-o", "sub/mine.yaml"], "error: there is no folder sub\n"),
-        (["--base", ""], "error: --base is empty\n"),
+        (["-o", "/"], "error: / is a folder, or"),
+        (["-o", ".."], "error: .. is a folder, or"),
+        (["-o", "sub/mine.yaml"], "error: sub/mine.yaml is a folder, or"),
     ],
 )
 def test_what_names_no_workflow_or_model_is_refused_at_once(model, words, said):

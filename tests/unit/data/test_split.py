@@ -106,20 +106,22 @@ def test_the_choice_is_of_the_content_and_not_of_the_order():
 
 
 ALIKE = [({"question": "Why?", "answer": "So."}, f"row {i}") for i in range(40)]
-REFUSED = {
-    r"4 of 40 rows can be set aside \(4 are wanted": (rows()[:40], 0.1),
-    r"0 of 40 rows can be set aside \(20 are wanted": (ALIKE, 0.5),
-    "row 1 is plain text": ([({"text": "A document."}, "row 1")], 0.1),
-    "--test-share 0.9 is not above 0": (rows(), 0.9),
-    "row 161: the row has only nothing": ([*rows(), ({"nothing": 1}, "row 161")], 0.1),
+TOO_FEW = {
+    "40 rows: none set aside; 2 could be": (rows()[:40], 0.1),
+    "40 rows: none set aside; 0 could be": (ALIKE, 0.5),
+    "1 rows: none set aside; 0 could be": ([({"text": "A document."}, "row 1")], 0.1),
+    "160 rows: none set aside": (rows(), 0),
 }
 
 
-@pytest.mark.parametrize("problem", REFUSED)
-def test_what_cannot_be_split_is_refused(problem):
-    records, share = REFUSED[problem]
-    with pytest.raises(UsageError, match=problem):
-        split_rows(records, {}, share)
+def test_where_too_few_can_be_set_aside_none_are_and_a_word_says_why():
+    for words, (records, share) in TOO_FEW.items():
+        learned, test, note = split_rows(records, {}, share)
+        assert (learned.count("\n"), test) == (len(records), "")
+        assert note.startswith(words), note
+    for share, records in ((0.9, rows()), (0.1, [*rows(), ({"nothing": 1}, "row 161")])):
+        with pytest.raises(UsageError, match=r"above 0\.5|row 161: the row has only nothing"):
+            split_rows(records, {}, share)
 
 
 def test_a_fine_tune_sets_rows_aside_and_an_evaluation_asks_them(tmp_path, tiny_model):

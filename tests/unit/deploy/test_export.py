@@ -193,6 +193,8 @@ def test_a_wrong_argument_is_refused_before_anything_is_written(tuned, converter
 def test_an_export_says_what_it_is_and_under_which_licence(tuned, tiny_model):
     outcome = opdcl.export(tuned / "tuned", tuned / "out", quiet=True)
     assert outcome.sentence == f"merged model (adapter) written to {tuned / 'out'}"
+    assert outcome.notes[0].startswith("as adapter: opdcl export ")
+    assert outcome.notes[0].endswith(f" --format adapter -o {tuned / 'out-adapter'}")
     readme = (tuned / "out" / "README.md").read_text()
     assert f'base_model: "{tiny_model.name}"' in readme
     assert f"The licence of {tiny_model.name} applies." in readme

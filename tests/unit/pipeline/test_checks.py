@@ -114,7 +114,7 @@ def test_a_dry_run_of_an_existing_run_with_other_settings_is_refused_like_the_ru
     changed = [*words, "--set", "finetune.epochs=2"]
     dry, real = opdcl(*changed, "--dry-run", cwd=project), opdcl(*changed, cwd=project)
     assert (dry.returncode, dry.stderr) == (real.returncode, real.stderr)
-    assert "changed: epochs" in dry.stderr
+    assert "changed: epochs " in dry.stderr
     forced = json.loads(opdcl(*changed, "--dry-run", "--force", "--json", cwd=project).stdout)
     assert forced["tasks"][0]["action"] == "stale"
 

@@ -50,7 +50,7 @@ def test_another_automatic_value_is_refused_with_the_option_that_keeps_the_first
     workflow, run, other = begun
     with pytest.raises(UsageError) as caught:
         execute(Job(workflow, run), Output("quiet"))
-    assert "changed: batch_size, dtype" in caught.value.message
+    assert "changed: batch_size 7 -> 16, dtype" in caught.value.message
     assert f"--set model.dtype={other}" in caught.value.hint
     assert "--set finetune.batch_size=7" in caught.value.hint
     asked = {"model": {"id": workflow.model.id, "dtype": other}}

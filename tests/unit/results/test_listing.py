@@ -7,6 +7,7 @@ from helpers.command import opdcl
 
 from opdcl.results.render import summarise
 from opdcl.rundir.layout import RunDir
+from opdcl.rundir.lock import locked
 
 
 def test_a_folder_lists_its_runs_and_names_damage(run, tmp_path):
@@ -21,6 +22,8 @@ def test_a_folder_lists_its_runs_and_names_damage(run, tmp_path):
     (data,) = json.loads(opdcl("ls", tmp_path, "--json").stdout)
     assert data["recovery"] == summary["recovery"]
     assert data["state"].startswith(("recovered", "stopped"))
+    with locked(RunDir(tmp_path / "first")):
+        assert json.loads(opdcl("ls", tmp_path, "--json").stdout)[0]["state"].startswith("running ")
     shutil.copytree(tmp_path / "first", tmp_path / "second")
     for created in ('"2026-W01-1Z"', "null", "3", '""'):
         manifest = tmp_path / "second/manifest.json"
