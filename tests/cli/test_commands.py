@@ -226,8 +226,7 @@ def test_doctor_passes_on_this_machine(opdcl):
 
 def test_doctor_exits_with_4_if_something_is_missing(tmp_path):
     # Even root cannot write to this folder.
-    done = runner.opdcl("doctor", "--json", cwd=tmp_path, env={"OPDCL_CACHE": "/proc/self/opdcl"})
-    assert done.returncode == 4, done.stderr
+    done = runner.opdcl("doctor", "--json", cwd=tmp_path, env={"OPDCL_CACHE": "/proc/self/opdcl"}, code=4)
     checks = json.loads(done.stdout)
     assert [check["name"] for check in checks if check["needed"] and not check["ok"]] == ["cache"]
     assert "error: this machine cannot run opdcl: cache\n" in done.stderr

@@ -41,11 +41,12 @@ KEPT = ("_environment",)  # the templates of reports, whose compilation takes lo
 
 
 def opdcl(
-    *arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    *arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, code: int | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run one command in this process and return its exit code, stdout and stderr.
 
-    The command leaves nothing behind in this process. An exception that escapes `main` is raised.
+    `code` is the exit code that it must have. The command leaves nothing behind in this process. An
+    exception that escapes `main` is raised.
     """
     words = ["opdcl", *map(str, arguments)]
     changes = {"TERM": "dumb", "OPDCL_DEBUG": "", **(env or {})}
@@ -58,8 +59,10 @@ def opdcl(
         streams.enter_context(contextlib.redirect_stdout(out))
         streams.enter_context(contextlib.redirect_stderr(err))
         sys.argv, sys.stdin = words, io.StringIO()
-        code = _exit_code_of_main()
-    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+        done = subprocess.CompletedProcess(words, _exit_code_of_main())
+    done.stdout, done.stderr = out.getvalue(), err.getvalue()
+    assert code in (None, done.returncode), done.stderr
+    return done
 
 
 def opdcl_process(

@@ -207,6 +207,5 @@ def test_a_system_prompt_that_the_template_leaves_out_is_refused_before_a_run(se
     (tmp_path / "deaf.jinja").write_text("{% for m in messages %}" + body + "{% endfor %}" + OPEN)
     options = ("--dry-run", "--set", "model.chat_template=deaf.jinja")
     assert opdcl("run", "tiny.yaml", *options, cwd=tmp_path).returncode == 0
-    shown = opdcl("run", "tiny.yaml", *options, "--set", f"{setting}=Be brief.", cwd=tmp_path)
-    assert shown.returncode == 2
+    shown = opdcl("run", "tiny.yaml", *options, "--set", f"{setting}=Be brief.", cwd=tmp_path, code=2)
     assert "the chat template leaves out message 1 (system)" in " ".join(shown.stderr.split())

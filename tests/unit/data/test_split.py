@@ -164,16 +164,14 @@ def test_a_moved_and_a_copied_run_ask_their_own_rows_whatever_lies_at_the_old_pl
         if name == "mill":
             shutil.rmtree(tmp_path / "run")
     for name in ("mill", "pond"):  # the run of the ponds lies where both were made
-        asked = opdcl("eval", name, "--limit", "1", "--dry-run", cwd=tmp_path)
-        assert asked.returncode == 0, asked.stderr
+        asked = opdcl("eval", name, "--limit", "1", "--dry-run", cwd=tmp_path, code=0)
         assert f"domain: {name}/data/test-rows.jsonl" in asked.stderr
         again = opdcl("run", f"{name}/workflow.yaml", "-o", name, cwd=tmp_path)
         assert "nothing to do" in again.stderr, again.stderr
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "mill").rename(tmp_path / "moved")
     for _ in range(2):
-        asked = opdcl("eval", "moved", "--limit", "1", "--set", "eval.closeness=null", cwd=tmp_path)
-        assert asked.returncode == 0, asked.stderr
+        asked = opdcl("eval", "moved", "--limit", "1", "--set", "eval.closeness=null", cwd=tmp_path, code=0)
     assert "mill" in (tmp_path / "moved/evals/tuned/test-rows.samples.jsonl").read_text()
 
 

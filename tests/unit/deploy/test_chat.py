@@ -77,8 +77,9 @@ def test_what_is_wrong_is_said_before_the_first_prompt_is_read(tmp_path):
 
 
 def test_a_prompt_on_the_command_line_is_not_repeated(tuned):
-    done = runner.opdcl("chat", tuned / "tuned", "Hello", "--max-new-tokens", "2", "--system", "Be brief.")
-    assert done.returncode == 0, done.stderr
+    done = runner.opdcl(
+        "chat", tuned / "tuned", "Hello", "--max-new-tokens", "2", "--system", "Be brief.", code=0
+    )
     assert "Hello" not in done.stdout
     assert done.stdout.split()[:3] == ["state", "answer", "base"]
     assert (

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from helpers.recovering import Notes, Silent
+from helpers.recovering import Silent
 from transformers import AutoModelForCausalLM
 
 from opdcl.config.evaluate import EvalConfig
@@ -145,18 +145,6 @@ def test_base_reads_its_own_answers_once_for_all_states(adapted, run, tmp_path):
     shutil.copytree(run.evals / "base", other.evals / "base")
     _, again = measure(backbone, other, "tuned", adapter)
     assert kept == again  # to the bit: a kill between two states changes nothing
-
-
-def test_another_run_reads_bases_kept_answers_and_measures_the_same(adapted, run, tmp_path):
-    backbone, adapter = adapted
-    closeness_of_base, rows = measure(backbone, run)
-    measure(backbone, run, "tuned", adapter)
-    other, notes = RunDir(tmp_path / "other"), Notes()
-    again, rows_again = measure(backbone, other, report=notes)
-    measure(backbone, other, "tuned", adapter, report=notes)  # as a student, it may still change
-    assert notes.lines == ["6 answers of base: kept from earlier, not sampled again"]
-    assert rows_again == rows
-    assert again["metrics"] == closeness_of_base["metrics"]
 
 
 def test_the_noise_is_that_of_16_bits_and_above_that_of_32(adapted, run, tmp_path):

@@ -9,7 +9,7 @@ import torch
 from helpers.adapters import made_by_peft
 from helpers.command import opdcl
 from helpers.recovering import run
-from peft import PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from opdcl.config.model import ModelConfig
@@ -87,15 +87,6 @@ def test_an_adapter_that_changes_more_is_refused_with_the_reason(settings, reaso
     adapter = made(**{"r": 4, "target_modules": ["q_proj"]} | settings)
     with pytest.raises(UsageError, match=reason):
         find_adapter(str(adapter))
-
-
-def test_another_kind_of_adapter_is_refused(loaded, tmp_path):
-    from peft import LoHaConfig
-
-    config = LoHaConfig(r=4, target_modules=["q_proj"])
-    get_peft_model(copy.deepcopy(loaded.causal_lm), config).save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match="of type LOHA"):
-        find_adapter(str(tmp_path))
 
 
 def edit(adapter, change):
@@ -209,8 +200,7 @@ def test_the_dry_run_refuses_an_adapter_that_does_not_fit(made, tmp_path):
     edit(adapter, in_names("model.layers", "model.language_model.layers"))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Who?"}\n' * 4)
     for words in (["recover", adapter, "--prompts", "prompts.jsonl"], ["eval", adapter]):
-        refused = opdcl(*words, "-o", tmp_path / "out", "--dry-run", cwd=tmp_path)
-        assert refused.returncode == 2
+        refused = opdcl(*words, "-o", tmp_path / "out", "--dry-run", cwd=tmp_path, code=2)
         assert "model.language_model.layers.0" in refused.stderr
 
 

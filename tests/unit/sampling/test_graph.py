@@ -221,22 +221,6 @@ def test_a_broken_batch_leaves_nothing_to_the_next(backbone):
     assert ids(sample(model, PROMPTS, engine="graph", **options)) == sound
 
 
-def test_unfinished_completions_are_resumed_with_the_same_tokens(backbone):
-    model = backbone.causal_lm.double()
-    options = {"max_new_tokens": 60, "seed": 5, "engine": "graph", "temperature": 0}
-    whole = sample(model, PROMPTS, eos_ids=[], **options)
-    ends = [r.completion_ids[2] for r in whole[:-1]]
-    complete = sample(model, PROMPTS, eos_ids=ends, **options)
-    parts = sample(model, PROMPTS, eos_ids=ends, max_unfinished=1, **options)
-    left = [r for r in parts if not r.finished and len(r.completion_ids) < 60]
-    assert len(left) == 1
-    resumed = sample(model, [], eos_ids=ends, unfinished=copy.deepcopy(left), **options)
-    position = parts.index(left[0])
-    assert resumed[0].completion_ids == complete[position].completion_ids
-    others = [i for i in range(len(PROMPTS)) if i != position]
-    assert [parts[i].completion_ids for i in others] == [complete[i].completion_ids for i in others]
-
-
 @EVERY_FAMILY
 def test_a_step_neither_waits_for_the_device_nor_depends_on_a_value(family):
     with FakeTensorMode():

@@ -273,30 +273,6 @@ def test_identical_requests_are_sent_once(backbone, elsewhere):
         remote.close()
 
 
-def test_a_dry_run_reports_a_server_that_refuses_access(backbone, elsewhere, tmp_path):
-    from opdcl.config.workflow import Workflow
-    from opdcl.pipeline.dry_run import describe
-    from opdcl.pipeline.job import Job
-    from opdcl.rundir.layout import RunDir
-
-    with serving(elsewhere) as server:
-        workflow = Workflow(
-            finetune={"data": "handbook"},
-            recover={
-                "general": "everyday",
-                **taught({"kind": "remote", "server": {"url": server.url}}, "general"),
-                "loss": {"kind": "policy_gradient"},
-            },
-        )
-        job = Job(workflow, RunDir(tmp_path / "run"))
-        describe(job)
-        server.faults = [401]
-        with pytest.raises(UsageError, match="refuses: status 401") as caught:
-            describe(job)
-        assert KEY in caught.value.hint
-    describe(job)  # unreachable is accepted: it may be started before it is needed
-
-
 @pytest.mark.parametrize(
     ("owner", "gets_it"),
     [
