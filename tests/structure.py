@@ -37,14 +37,7 @@ ENTRIES = ("opdcl.train.recover", "opdcl.train.finetune", "opdcl.pipeline.execut
 VERBS = re.compile(r"opdcl\.(api|cli\..*)")
 
 # Tokens that put no code on a line.
-LAYOUT = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
+LAYOUT = {getattr(tokenize, n) for n in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -69,9 +62,7 @@ def lines_of(folder: Path) -> dict[str, int]:
 
 def template_lines(text: str) -> int:
     """Return the lines of a template or an HTML page without blank lines and comments."""
-    return sum(
-        bool(line.strip()) for line in re.sub(r"\{#.*?#\}|<!--.*?-->", "", text, flags=re.S).split("\n")
-    )
+    return sum(bool(row.strip()) for row in re.sub(r"\{#.*?#\}|<!--.*?-->", "", text, flags=re.S).split("\n"))
 
 
 LINES_IN: dict[str, Callable[[str], int]] = {
@@ -219,9 +210,7 @@ def table() -> Iterator[tuple[str, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--write", action="store_true", help="set the ceilings of the ledger to today's lines"
-    )
+    parser.add_argument("--write", action="store_true", help="set the ledger's ceilings to today's lines")
     if parser.parse_args().write:
         write_ledger()
         return

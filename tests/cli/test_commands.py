@@ -196,12 +196,8 @@ def test_pairs_and_lists_reach_the_settings(opdcl, refused, tiny_model, tmp_path
     words = ("eval", "run", "--retention", "instructions,neighbours", "--domain", "mine", "--limit", "2")
     words += ("--data", "mine=rows.jsonl", "--max-drop", "neighbours=5", "--dry-run", "--json")
     planned = json.loads(opdcl(*words))["tasks"]
-    assert [task["suite"] for task in planned if task["state"] == "base"] == [
-        "instructions",
-        "neighbours",
-        "mine",
-        "closeness",
-    ]
+    suites = [task["suite"] for task in planned if task["state"] == "base"]
+    assert suites == ["instructions", "neighbours", "mine", "closeness"]
     assert "gates.max_drop names other" in refused(*words, "--max-drop", "other=3")
     assert "is not a number" in refused(*words, "--max-drop", "few")
 

@@ -61,9 +61,7 @@ def test_it_asks_on_a_terminal_and_names_what_is_missing_elsewhere(model, tmp_pa
 
 
 def test_the_name_of_a_file_of_rows_runs_no_code(model, tmp_path):
-    evil = (
-        "import pathlib; pathlib.Path('PWNED').write_text('ran')\nfrom transformers import LlamaConfig as C\n"
-    )
+    evil = "import pathlib; pathlib.Path('PWNED').touch()\nfrom transformers import LlamaConfig as C\n"
     (tmp_path / "evil").mkdir()
     (tmp_path / "evil/config.json").write_text(
         json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.C"}})
@@ -101,7 +99,5 @@ def test_a_refusal_of_the_dry_run_names_the_place_of_the_workflow(model, tmp_pat
 def test_bytes_that_are_no_text_are_named(model):
     lone = Path("rows.jsonl").read_text().replace('"answer"', '"note": "\\ud800", "answer"')
     Path(os.fsdecode(b"rows-\xe9.jsonl")).write_text(lone)
-    done = runner.opdcl(
-        "init", os.fsdecode(b"rows-\xe9.jsonl"), "--base", model, "--test-share", 0.25, code=2
-    )
+    done = runner.opdcl("init", os.fsdecode(b"rows-\xe9.jsonl"), "--base", model, "--test-share", 0.3, code=2)
     assert "is not valid Unicode" in done.stderr

@@ -40,9 +40,7 @@ def run(finished, project):
 def decisive(folder):
     """Return the names of the files on which something depends."""
     files = [file.relative_to(folder) for file in sorted(folder.rglob("*")) if file.is_file()]
-    return [
-        str(f) for f in files if not (str(f) in RENDERED or f.parts[0] == "logs" or f.name == "README.md")
-    ]
+    return [str(f) for f in files if not (str(f) in RENDERED or "logs" in f.parts or f.name == "README.md")]
 
 
 def flip_a_bit(file, place):

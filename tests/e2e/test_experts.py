@@ -59,16 +59,6 @@ def test_a_mixture_is_tuned_recovered_measured_and_exported(family, tiny_model, 
     refused = opdcl("serve", "out", "--vllm", "true", "--dry-run", cwd=tmp_path, code=2)
     assert "vLLM cannot load adapters of stacked experts" in refused.stderr
     server = ("--set", "recover.server.url=http://127.0.0.1:9/v1", "--set", "recover.lmbda=1")
-    refused = opdcl(
-        "run",
-        "tiny.yaml",
-        "-o",
-        "new",
-        "--set",
-        f"start={adapter}",
-        *server,
-        "--dry-run",
-        cwd=tmp_path,
-        code=2,
-    )
+    words = ["run", "tiny.yaml", "-o", "new", "--set", f"start={adapter}", *server, "--dry-run"]
+    refused = opdcl(*words, cwd=tmp_path, code=2)
     assert "vLLM cannot load adapters of stacked experts" in refused.stderr

@@ -56,11 +56,7 @@ def test_tensorboard_holds_each_run_once_with_its_stages_scores_and_verdict(fold
     ("name", "variables", "file"),
     [
         ("trackio", {"TRACKIO_DIR": "kept"}, "kept/**/*.db"),
-        (
-            "mlflow",
-            {"MLFLOW_TRACKING_URI": "file:store", "MLFLOW_ALLOW_FILE_STORE": "true"},
-            "store/**/*loss",
-        ),
+        ("mlflow", {"MLFLOW_TRACKING_URI": "file:s", "MLFLOW_ALLOW_FILE_STORE": "true"}, "s/**/*loss"),
         ("wandb", {"WANDB_MODE": "offline"}, "wandb/**/*.wandb"),
     ],
 )

@@ -67,9 +67,7 @@ def test_a_link_that_leaves_the_run_is_refused(finished, tmp_path):
 
 
 def test_recovery_learns_and_alternates(finished):
-    rows = [
-        json.loads(line) for line in (finished / "stages/02-recover/metrics.jsonl").read_text().splitlines()
-    ]
+    rows = [json.loads(r) for r in (finished / "stages/02-recover/metrics.jsonl").read_text().splitlines()]
     streams = [r["stream"] for r in rows if "stream" in r]
     assert streams == ["general", "domain"] * 4
     held_out = [r["validation"]["general_kl"] for r in rows if "validation" in r]

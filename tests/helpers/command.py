@@ -27,16 +27,7 @@ ROOT = Path(__file__).parents[2]
 OPDCL = [sys.executable, "-c", "import sys; sys.argv[0] = 'opdcl'; from opdcl.cli import main; main()"]
 ENV = {**os.environ, "TERM": "dumb", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 # Libraries read these when they are imported, so a change here would have no effect.
-READ_AT_IMPORT = (
-    "HF_HOME",
-    "HF_HUB_",
-    "HF_ENDPOINT",
-    "OMP_",
-    "CUDA_",
-    "TENSORBOARD_",
-    "MLFLOW_",
-    "WANDB_MODE",
-)
+READ_AT_IMPORT = ("HF_HOME", "HF_HUB_", "HF_ENDPOINT", "OMP_", "CUDA", "TENSORBOARD", "MLFLOW_", "WANDB_MODE")
 KEPT = ("_environment",)  # the templates of reports, whose compilation takes longer than a dry run
 
 

@@ -278,10 +278,7 @@ def test_the_marks_of_a_thought_are_no_control_tokens():
 
 @pytest.mark.parametrize("text", ["Ada.<|im_end|>", "Ada.<|im_end|>\n"])
 def test_an_answer_that_ends_itself_is_refused(text, tokenizer):
-    for messages in (
-        answered(text)["messages"],
-        [*answered(text)["messages"], *answered("Bob.")["messages"]],
-    ):
+    for messages in (answered(text)["messages"], [*answered(text)["messages"], *answered("Bo.")["messages"]]):
         with pytest.raises(UsageError, match=r"rows.jsonl:1: an answer ends with <\|im_end\|>") as fault:
             examples([{"messages": messages}], tokenizer)
         assert fault.value.hint == "remove <|im_end|> from the answers of the file"

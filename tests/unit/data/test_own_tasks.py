@@ -100,17 +100,9 @@ def test_the_command_resolves_a_path_where_it_is_given(folder, tiny_model):
     assert "mytasks/flags.yaml, and a task is code" in refused.stderr
     assert "--set model.trust_remote_code=true" in refused.stderr
     opdcl("run", "tiny.yaml", *named, *words, cwd=folder, code=0)
-    assert read_json(folder / "runs" / "tiny" / "evals" / "base" / "flags.json")["metrics"].keys() == {
-        "exact_match"
-    }
+    assert read_json(folder / "runs/tiny/evals/base/flags.json")["metrics"].keys() == {"exact_match"}
     # Other questions are another suite, though the path is the same.
-    again = [
-        "run",
-        str(folder / "tiny.yaml"),
-        *words,
-        "--set",
-        f"eval.retention=[{folder}/mytasks/flags.yaml]",
-    ]
+    again = ["run", folder / "tiny.yaml", *words, "--set", f"eval.retention=[{folder}/mytasks/flags.yaml]"]
     again += ["-o", str(folder / "runs" / "tiny"), "--dry-run", "--json"]
 
     def actions() -> set[str]:
@@ -182,10 +174,7 @@ def test_a_task_whose_files_lie_elsewhere_is_refused(folder, text, words, monkey
         (PLAIN.replace("exact_match", "bleu"), "does not score prompt by prompt"),
         (PLAIN.replace("better: true", "better: false"), "good when high: less exact_match is better"),
         (PLAIN.replace("aggregation: mean", "aggregation: median"), "does not score prompt by prompt"),
-        (
-            PLAIN + "description: '{{nothing}}'\n",
-            "row 1 of suite 'flags' cannot be scored: 'nothing' is undefined",
-        ),
+        (PLAIN + "description: '{{nothing}}'\n", "suite 'flags' cannot be scored: 'nothing' is undefined"),
         ("include: flags.yaml\ntask: flags\n", "Include cycle"),
     ],
 )

@@ -98,9 +98,7 @@ def test_the_answer_to_another_question_of_the_kind_counts_as_none():
     assert contained == [1, 0, 1]
 
 
-SCRIPTS = [
-    json.loads(line) for line in HERE.with_name("answers_by_script.jsonl").read_text("utf-8").splitlines()
-]
+SCRIPTS = [json.loads(r) for r in HERE.with_name("answers_by_script.jsonl").read_text("utf-8").splitlines()]
 
 
 @pytest.mark.parametrize("row", SCRIPTS)

@@ -74,10 +74,7 @@ def test_an_adapter_of_any_shape_is_recovered_and_keeps_it(tuned, backbone, load
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (
-            {"modules_to_save": ["lm_head"]},
-            r"replaces whole modules of its base \(modules_to_save: .*lm_head",
-        ),
+        ({"modules_to_save": ["lm_head"]}, r"whole modules of its base \(modules_to_save: .*lm_head"),
         ({"bias": "lora_only"}, "changes the biases of its base"),
         ({"target_modules": ["q_proj", "embed_tokens"]}, "changes embeddings or the head .*embed_tokens"),
         ({"init_lora_weights": "pissa"}, "subtracted from its base .*pissa"),
@@ -136,9 +133,7 @@ def in_names(old, new):
 
 
 def narrower(weights):
-    return {
-        name: weight[:, :-8].contiguous() if "lora_A" in name else weight for name, weight in weights.items()
-    }
+    return {n: w[:, :-8].contiguous() if "lora_A" in n else w for n, w in weights.items()}
 
 
 Q = r"layers\.0\.self_attn\.q_proj"

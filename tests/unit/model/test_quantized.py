@@ -199,9 +199,7 @@ def test_what_cannot_run_a_quantized_base_is_refused(tree, message):
     assert message in caught.value.message
 
 
-def test_without_bitsandbytes_the_run_is_refused_with_the_command_that_installs_it(
-    tiny_model, tmp_path, monkeypatch
-):
+def test_without_bitsandbytes_a_run_names_the_command_that_installs_it(tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(make_project(tmp_path, tiny_model))
     found = quantized.importlib.util.find_spec
     monkeypatch.setattr(

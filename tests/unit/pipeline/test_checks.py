@@ -34,16 +34,7 @@ SUMS = [{"question": f"What is {i} + 1?", "answer": f"{'One more. ' * 15}\n#### 
 REFUSED = {
     "long rows": (["finetune.max_length=99"], lines(*LONG), "2 rows are longer than 99 tokens (first: "),
     "empty answers": ([], lines(LONG[0], {"question": "Who?", "answer": ""}), "1 row has no answer to learn"),
-    "targets as text": (
-        ["finetune.lora.target_modules=q_proj,v_proj"],
-        "",
-        "'q_proj,v_proj' matches no linear",
-    ),
-    "half of the targets": (
-        ["finetune.lora.target_modules=[q_proj, nosuch]"],
-        "",
-        "'nosuch' matches no linear",
-    ),
+    "half of the targets": (["finetune.lora.target_modules=[q_proj, nope]"], "", "'nope' matches no linear"),
     "long prompts": (["recover.max_new_tokens=500"], "", "and the context leaves room for 12"),
     "one prompt": (["recover.general=[one.jsonl]"], "", "the general stream has one prompt"),
     "long answers": (["eval.max_new_tokens=2000"], "", "exceed the context of 512"),
@@ -58,18 +49,6 @@ REFUSED = {
         ["eval.retention=[gsm8k]", "eval.data.gsm8k=sums.jsonl", "eval.max_new_tokens=200"],
         "",
         "exceed the context of 512\nhint: set eval.max_new_tokens to ",
-    ),
-    "a long demonstration": (
-        [
-            "recover.reward.suite=instructions_train",
-            "recover.keep=last",
-            "recover.lmbda=1",
-            "recover.rollouts=8",
-            "recover.general_teacher=shown",
-            f"recover.teachers.shown={{kind: live, context: '{{prompt}} {{answer}} {'word ' * 600}'}}",
-        ],
-        "",
-        "leaves no room for an answer within 512 tokens",
     ),
     "a suite without answers": (["eval.data.questions=prompts.jsonl"], "", "has no question and answer"),
 }
@@ -124,11 +103,9 @@ def test_rows_that_cannot_be_learned_are_left_out_and_counted_by_run_and_dry_run
     assert "rows.jsonl:1: answer is true or false, not text" in refused.stderr
     assert "--set finetune.bad_rows=skip leaves such rows out" in refused.stderr
     words += ["--set", "finetune.bad_rows=skip"]
-    told = (
-        f"4 rows cannot be used (first: {project}/rows.jsonl:1: answer is true or false, not text); left out"
-    )
+    told = f"4 rows cannot be used (first: {project}/rows.jsonl:1: answer is true or false, not text)"
     plan = json.loads(opdcl(*words, "--dry-run", "--json", cwd=project).stdout)
-    assert told in plan["notes"]
+    assert any(note.startswith(told) for note in plan["notes"])
     assert (plan["data"]["rows"], plan["data"]["used"]) == (16, 12)
     done = opdcl(*words, cwd=project, code=0)
     assert told.replace(f"{project}/", "") in " ".join(done.stderr.split())
@@ -155,9 +132,7 @@ def test_a_first_try_that_made_nothing_is_replaced_with_what_it_recorded(project
     run = RunDir(project / "out")
     stage = run.stage(1, "finetune")
     write_json(run.config, {"workflow": {"name": "tiny"}, "origins": {}})
-    write_json(
-        run.manifest, {"base": {"id": "another", "fingerprint_before": "x"}, "commands": ["opdcl try"]}
-    )
+    write_json(run.manifest, {"base": {"id": "other", "fingerprint_before": "x"}, "commands": ["opdcl try"]})
     write_json(stage.record, {"status": "running", "fingerprint": "of other rows", "inputs": {"epochs": 9}})
     write_atomic(stage.metrics, '{"step": 777, "loss": 1.0}\n')
     opdcl("run", "tiny.yaml", "-o", "out", *SMALL, cwd=project, code=0)

@@ -70,9 +70,7 @@ def test_other_adapters_are_measured_recovered_and_exported(kind, loaded, projec
         opdcl(*command, code=0)
     run = RunDir(project / "runs" / "mine")
     assert {p.parent.name for p in run.evals.glob("*/instructions.json")} == {"base", "tuned", "recovered"}
-    before, after = (
-        load_file(folder / "adapter_model.safetensors") for folder in (adapter, project / "repaired")
-    )
+    before, after = (load_file(f / "adapter_model.safetensors") for f in (adapter, project / "repaired"))
     assert {k: v.shape for k, v in before.items()} == {k: v.shape for k, v in after.items()}
     assert any(not torch.equal(before[k].float(), after[k].float()) for k in before)
     merged = AutoModelForCausalLM.from_pretrained(project / "merged", dtype=torch.float32)
@@ -131,9 +129,7 @@ def test_the_recipe_continues_what_the_verbs_have_measured(adapter, tiny_model, 
 
 def test_a_named_base_replaces_the_one_in_the_adapter(adapter, tiny_model):
     config = read_json(adapter / "adapter_config.json")
-    (adapter / "adapter_config.json").write_text(
-        json.dumps(config | {"base_model_name_or_path": "/gone/model"})
-    )
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "/gone"}))
     refused = opdcl("eval", "mine", *MEASURE, code=2)
     assert "the base of adapter mine was not found" in refused.stderr
     assert "--base BASE" in refused.stderr

@@ -16,11 +16,8 @@ from opdcl.rundir.layout import RunDir
 DATA = {"finetune.data": "rows-1", "recover.general": "prompts-1", "recover.domain": "rows-1"}
 FINETUNE = {"data": "rows.jsonl"}
 RECOVER = {"sample_ahead": 1, "general": "prompts.jsonl", "domain": "rows.jsonl"}
-FULL = {
-    "finetune": FINETUNE,
-    "recover": RECOVER,
-    "eval": {"retention": ["instructions"], "domain": ["handbook"]},
-}
+EVALUATION = {"retention": ["instructions"], "domain": ["handbook"]}
+FULL = {"finetune": FINETUNE, "recover": RECOVER, "eval": EVALUATION}
 
 
 STATES = ("base", "tuned", "recovered")
@@ -264,7 +261,5 @@ def test_a_fine_tune_that_was_begun_without_a_limit_is_not_continued(run, config
 
 
 def test_a_fine_tune_that_replays_nothing_has_no_limit(run):
-    keys = [
-        plan({"finetune": {**FINETUNE, "replay": {"share": 0.0, **more}}}, run) for more in ({}, {"most": 9})
-    ]
+    keys = [plan({"finetune": {**FINETUNE, "replay": {"share": 0.0, **m}}}, run) for m in ({}, {"most": 9})]
     assert keys[0]["finetune"].fingerprint == keys[1]["finetune"].fingerprint

@@ -62,9 +62,7 @@ def counted(config, general=50, domain=50):
 
 
 def test_teachers_and_student_write_as_many_steps_as_every_recipe_says(tmp_path):
-    written = {
-        name: counted(one.recover) for name, one in recipes(tmp_path) if one.recover and one.recover.steps
-    }
+    written = {n: counted(one.recover) for n, one in recipes(tmp_path) if one.recover and one.recover.steps}
     assert written == WRITTEN
 
 
@@ -97,17 +95,13 @@ def test_every_row_of_the_metrics_names_the_author(backbone, tuned, settings, au
 @pytest.mark.parametrize(
     ("nearly", "authors"), [(0.0, "s t s t s t"), (10.0, "t t t t t t")], ids=["at once", "never"]
 )
-def test_the_student_writes_once_its_own_answers_are_long_enough(
-    backbone, tuned, monkeypatch, nearly, authors
-):
+def test_the_student_writes_once_its_answers_are_long_enough(backbone, tuned, monkeypatch, nearly, authors):
     monkeypatch.setattr("opdcl.train.recover.LIKE_BASE", nearly)
     rows = [row for row in run(backbone, tuned, lmbda="auto") if "loss" in row]
     assert " ".join(row["author"][0] for row in rows) == authors
 
 
-def test_the_student_takes_over_at_the_first_validation_with_long_enough_answers(
-    backbone, tuned, monkeypatch
-):
+def test_the_student_takes_over_at_the_validation_with_long_enough_answers(backbone, tuned, monkeypatch):
     """As told by the metrics alone, so that a resumed run decides alike."""
     settings = {"lmbda": "auto", "validate_every": 2}
     monkeypatch.setattr("opdcl.train.recover.LIKE_BASE", 10.0)
@@ -127,14 +121,7 @@ def test_the_student_takes_over_at_the_first_validation_with_long_enough_answers
 
 @pytest.mark.parametrize(
     ("length", "ended", "expected"),
-    [
-        (80, 0.3, True),
-        (45, 0.2, True),
-        (12, 1.0, False),
-        (128, 0.0, False),
-        (39, 0.3, False),
-        (90, 0.14, False),
-    ],
+    [(80, 0.3, True), (45, 0.2, True), (128, 0.0, False), (39, 0.3, False), (90, 0.14, False)],
 )
 def test_neither_stubs_nor_answers_that_run_on_are_graded(length, ended, expected):
     base = ResponseStats(80, 0.3, 0.02)

@@ -12,13 +12,7 @@ def suite(rows_of: dict[str, list[dict]]) -> MeasuredSuite:
 
 
 def test_rows_of_one_cluster_and_equal_prompts_stay_together():
-    rows = [
-        {"cluster": "ada"},
-        {"prompt": "Why?"},
-        {"cluster": "ada"},
-        {"prompt": "Why?"},
-        {"cluster": "bob"},
-    ]
+    rows = [{"cluster": "ada"}, {"prompt": "Why?"}, {"cluster": "ada"}, {"prompt": "Why?"}, {"cluster": "bo"}]
     clusters = suite({"base": rows}).clusters
     assert clusters is not None
     assert clusters.tolist() == [0, 1, 0, 1, 2]

@@ -45,12 +45,7 @@ PROMPTS = [Prompt([1, 2, 3, 4 + i, *range(5, 5 + i * 5 % 23)]) for i in range(9)
 def build(family: str, dtype: torch.dtype = torch.float64, **settings):
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4}
-    special = {
-        "max_position_embeddings": 1024,
-        "eos_token_id": 7,
-        "bos_token_id": 1,
-        "initializer_range": 0.3,
-    }
+    special = {"max_position_embeddings": 999, "eos_token_id": 7, "bos_token_id": 1, "initializer_range": 0.3}
     config = getattr(transformers, f"{family}{'Text' * (family == 'Gemma3')}Config")(
         vocab_size=600, num_key_value_heads=2, **{**sizes, **special, **FAMILIES[family], **settings}
     )

@@ -33,9 +33,7 @@ def test_prompts_of_many_lengths_in_several_prefill_batches_of_little_padding(ba
     tails = [range(300, 301 + (7 * i) % 23) for i in range(PREFILL[0] + 9)]
     tails[0] = range(300, 420)
     prompts, sizes = [Prompt([1, 520, 3690, 198, *tail]) for tail in tails], []
-    model.register_forward_pre_hook(
-        lambda m, a, named: sizes.append(named["input_ids"].numel()), with_kwargs=True
-    )
+    model.register_forward_pre_hook(lambda m, a, k: sizes.append(k["input_ids"].numel()), with_kwargs=True)
     rollouts = sample(model, prompts, max_new_tokens=3, eos_ids=[2], temperature=0)
     assert sum(sizes) < 1.5 * sum(map(len, tails))
     for rollout in rollouts:

@@ -13,9 +13,7 @@ from opdcl.train.recover import step_metrics
 from opdcl.train.teachers import Teacher
 from opdcl.words import Batch, Loss, Prompt, Rollout, Stream
 
-ROLLOUTS = [
-    Rollout(Prompt([*PROMPT, 7 * i + 3]), list(range(50 + i, 53 + 3 * i)), [], i != 1) for i in range(3)
-]
+ROLLOUTS = [Rollout(Prompt([*PROMPT, i + 3]), list(range(50 + i, 53 + 3 * i)), [], i != 1) for i in range(3)]
 TOKENS = 3 + 5 + 7
 
 

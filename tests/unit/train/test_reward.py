@@ -212,9 +212,7 @@ def test_a_rewarded_recovery_resumes_to_the_same_bits(backbone, tuned, extra):
     ]
 
 
-CONTEXT = (
-    "{prompt}\n\nThis answer did well: {answer}\n\nOf yours the checker says: {feedback}\n\nAnswer again."
-)
+CONTEXT = "{prompt}\n\nThis answer did well: {answer}\n\nOf yours the checker says: {feedback}\n\nAgain."
 
 
 def test_the_teacher_of_a_worse_completion_sees_the_best_of_the_group_and_the_feedback(backbone):

@@ -73,9 +73,7 @@ def test_only_a_slower_sampler_is_mentioned(backbone):
     assert report.notes == [f"the slower sampler `generate` is used: {reason}"]
 
 
-@pytest.mark.parametrize(
-    ("loss", "gradient"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, -math.inf)]
-)
+@pytest.mark.parametrize(("loss", "gradient"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan)])
 def test_a_loss_or_gradient_that_is_not_finite_is_noticed(loss, gradient):
     layer = torch.nn.Linear(3, 2)
     layer(torch.ones(3)).sum().backward()

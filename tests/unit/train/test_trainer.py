@@ -11,9 +11,7 @@ from opdcl.model.forward import Pass, answer_ids, answer_states
 from opdcl.sampling import decode
 from opdcl.words import Loss, Prompt, Rollout
 
-ROLLOUTS = [
-    Rollout(Prompt([*PROMPT, 7 * i + 3]), list(range(50 + i, 53 + 3 * i)), [], True) for i in range(6)
-]
+ROLLOUTS = [Rollout(Prompt([*PROMPT, i + 3]), list(range(50 + i, 53 + 3 * i)), [], True) for i in range(6)]
 
 
 @pytest.fixture
