@@ -65,11 +65,7 @@ def template_lines(text: str) -> int:
     return sum(bool(row.strip()) for row in re.sub(r"\{#.*?#\}|<!--.*?-->", "", text, flags=re.S).split("\n"))
 
 
-LINES_IN: dict[str, Callable[[str], int]] = {
-    ".py": code_lines,
-    ".j2": template_lines,
-    ".html": template_lines,
-}
+LINES_IN = {".py": code_lines, ".j2": template_lines, ".html": template_lines}
 
 
 def closure(entry: str, root: Path = ROOT) -> tuple[int, int]:

@@ -151,6 +151,7 @@ def test_no_cheat_scores_a_third_of_what_base_does(suite):
     assert {n: share for n, share in shares.items() if share > 1 / 3 and n not in NO_CHEATS} == {}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("suite", RECORD["suites"])
 def test_the_cheats_of_the_record_are_those_of_the_script_and_keep_the_constraints(suite):
     record, loaded = RECORD["suites"][suite], load_suite(suite)

@@ -10,6 +10,8 @@ from helpers.wording import nearest
 from opdcl.data.files import read_file
 from opdcl.data.rows import load_rows
 
+pytestmark = pytest.mark.nightly  # these data change seldom
+
 # Above this cosine of wording two prompts ask for nearly the same.
 NEAR = 0.65
 

@@ -13,6 +13,8 @@ from helpers.scripts import load_script
 from opdcl.config.shipped import package_folder
 from opdcl.data.similarity import STOP_WORDS, stem, words
 
+pytestmark = pytest.mark.nightly  # these data change seldom
+
 EVALS = package_folder("evals")
 
 
