@@ -251,9 +251,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="the file for names and hashes")
     parser.add_argument("names", nargs="*", help=f"default: all of {', '.join(NAMES)}")
-    parser.add_argument(
-        "--keep", type=Path, metavar="FOLDER", help="keep the runs themselves in a new folder"
-    )
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the runs in a new folder")
     options = parser.parse_args()
     if options.keep and options.keep.exists():
         parser.error(f"{options.keep} exists")

@@ -52,11 +52,9 @@ def is_found(name: str) -> bool:
         module.write_text(faulty(module.read_text("utf-8"), fault), "utf-8")
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not nightly"]
         command += files_of(fault)
-        environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+        env = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
         try:
-            run = subprocess.run(
-                command, cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS
-            )
+            run = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, timeout=SECONDS)
             code, lines = run.returncode, run.stdout.splitlines()
         except subprocess.TimeoutExpired:
             code, lines = 1, ["FAILED: out of time"]

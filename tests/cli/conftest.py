@@ -11,8 +11,7 @@ def opdcl(tmp_path: Path):
     """Return a function that runs one command in an empty folder, expects success, and returns stdout."""
 
     def command(*words: str) -> str:
-        done = runner.opdcl(*words, cwd=tmp_path, env={"COLUMNS": "120"})
-        assert done.returncode == 0, done.stderr
+        done = runner.opdcl(*words, cwd=tmp_path, env={"COLUMNS": "120"}, code=0)
         return done.stdout
 
     return command

@@ -196,12 +196,8 @@ def test_pairs_and_lists_reach_the_settings(opdcl, refused, tiny_model, tmp_path
     words = ("eval", "run", "--retention", "instructions,neighbours", "--domain", "mine", "--limit", "2")
     words += ("--data", "mine=rows.jsonl", "--max-drop", "neighbours=5", "--dry-run", "--json")
     planned = json.loads(opdcl(*words))["tasks"]
-    assert [task["suite"] for task in planned if task["state"] == "base"] == [
-        "instructions",
-        "neighbours",
-        "mine",
-        "closeness",
-    ]
+    suites = [task["suite"] for task in planned if task["state"] == "base"]
+    assert suites == ["instructions", "neighbours", "mine", "closeness"]
     assert "gates.max_drop names other" in refused(*words, "--max-drop", "other=3")
     assert "is not a number" in refused(*words, "--max-drop", "few")
 
@@ -226,8 +222,7 @@ def test_doctor_passes_on_this_machine(opdcl):
 
 def test_doctor_exits_with_4_if_something_is_missing(tmp_path):
     # Even root cannot write to this folder.
-    done = runner.opdcl("doctor", "--json", cwd=tmp_path, env={"OPDCL_CACHE": "/proc/self/opdcl"})
-    assert done.returncode == 4, done.stderr
+    done = runner.opdcl("doctor", "--json", cwd=tmp_path, env={"OPDCL_CACHE": "/proc/self/opdcl"}, code=4)
     checks = json.loads(done.stdout)
     assert [check["name"] for check in checks if check["needed"] and not check["ok"]] == ["cache"]
     assert "error: this machine cannot run opdcl: cache\n" in done.stderr

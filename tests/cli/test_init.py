@@ -24,8 +24,7 @@ def model(tmp_path, tiny_model, monkeypatch):
 
 def test_the_workflow_runs_as_the_command_says(model):
     words = ["init", "rows.jsonl", "--base", model, "--test-share", 0.25, "-o", "my-flow.yaml"]
-    written = runner.opdcl(*words)
-    assert written.returncode == 0, written.stderr
+    written = runner.opdcl(*words, code=0)
     assert written.stdout == "wrote my-flow.yaml, my-flow-rows.jsonl, my-flow-test-rows.jsonl\n"
     assert "10 of 40 rows are set aside" in written.stderr
     assert written.stderr.endswith("next: opdcl run my-flow.yaml --dry-run\n")
@@ -57,9 +56,7 @@ def test_rows_that_do_not_exist_leave_nothing_behind(model, tmp_path):
 
 
 def test_the_name_of_a_file_of_rows_runs_no_code(model, tmp_path):
-    evil = (
-        "import pathlib; pathlib.Path('PWNED').write_text('ran')\nfrom transformers import LlamaConfig as C\n"
-    )
+    evil = "import pathlib; pathlib.Path('PWNED').touch()\nfrom transformers import LlamaConfig as C\n"
     (tmp_path / "evil").mkdir()
     (tmp_path / "evil/config.json").write_text(
         json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.C"}})
@@ -67,8 +64,7 @@ def test_the_name_of_a_file_of_rows_runs_no_code(model, tmp_path):
     (tmp_path / "evil/evil.py").write_text(evil)
     arms = "arms: {a: {model: {id: evil, trust_remote_code: true}}} # .jsonl"
     name = os.rename("rows.jsonl", f"rows\r{arms}") or f"rows\r{arms}"
-    written = runner.opdcl("init", name, "--base", model, "--test-share", 0.25)
-    assert written.returncode == 0, written.stderr
+    runner.opdcl("init", name, "--base", model, "--test-share", 0.25, code=0)
     assert "evil" not in runner.opdcl("run", "mine.yaml", "--dry-run", "--json").stdout
     refused = runner.opdcl("init", name, "--base", "evil", "--test-share", 0.25, "-o", "other.yaml")
     assert (refused.returncode, Path("other.yaml").exists()) != (0, True)
@@ -90,14 +86,12 @@ def test_what_names_no_workflow_or_model_is_refused_at_once(model, words, said):
 
 def test_a_refusal_of_the_dry_run_names_the_place_of_the_workflow(model, tmp_path):
     (tmp_path / "empty").mkdir()
-    done = runner.opdcl("init", "rows.jsonl", "--base", tmp_path / "empty", "--test-share", 0.25)
-    assert done.returncode == 2
+    done = runner.opdcl("init", "rows.jsonl", "--base", tmp_path / "empty", "--test-share", 0.25, code=2)
     assert "tmp" not in done.stderr.replace(str(tmp_path), "")
 
 
 def test_bytes_that_are_no_text_are_named(model):
     lone = Path("rows.jsonl").read_text().replace('"answer"', '"note": "\\ud800", "answer"')
     Path(os.fsdecode(b"rows-\xe9.jsonl")).write_text(lone)
-    done = runner.opdcl("init", os.fsdecode(b"rows-\xe9.jsonl"), "--base", model, "--test-share", 0.25)
-    assert done.returncode == 2, done.stderr
+    done = runner.opdcl("init", os.fsdecode(b"rows-\xe9.jsonl"), "--base", model, "--test-share", 0.3, code=2)
     assert "is not valid Unicode" in done.stderr

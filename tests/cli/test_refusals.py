@@ -8,19 +8,12 @@ import pytest
 WRONG = {
     "run quikstart": ("no workflow 'quikstart'", "did you mean quickstart?"),
     "run missing.yaml -o out": ("missing.yaml",),
-    "run quickstart -o out --set recover.stepz=3": (
-        "unknown key recover.stepz",
-        "did you mean recover.steps?",
-    ),
+    "run quickstart -o o --set recover.stepz=3": ("unknown key recover.stepz", "did you mean recover.steps?"),
     "run quickstart -o out --set recover.steps=many": ("recover.steps", "integer", "'many'", "--set"),
     "finetune missing.jsonl -o out": ("missing.jsonl' does not exist",),
     "finetune handbook -o out --epochs 0": ("finetune.epochs", "greater than 0", "argument"),
     "finetune handbook -o out --epochs few": ("--epochs", "number"),
-    "finetune --data rows.jsonl": (
-        "No such option: --data",
-        "opdcl finetune rows.jsonl",
-        "without an option",
-    ),
+    "finetune --data rows.jsonl": ("No such option: --data", "finetune rows.jsonl", "without an option"),
     "finetune -o out": ("ROWS", "opdcl finetune rows.jsonl", "opdcl finetune --help"),
     "finetune x --lr 1e-4": ("No such option: --lr\n", "hint: opdcl finetune --help"),
     "finetune x --learning_rate 1e-4": ("did you mean --learning-rate?",),
@@ -28,10 +21,7 @@ WRONG = {
     "recover": ("SOURCE", "hint: opdcl recover runs/mine"),
     "evaluate x": ("No such command 'evaluate'.\n", "opdcl eval --help  # did you mean eval?"),
     "quickstart": ("No such command 'quickstart'.\n", "hint: opdcl run quickstart"),
-    "run quickstart --set recover.steps 4": (
-        "--set 'recover.steps' is not KEY=VALUE",
-        "--set recover.steps=60",
-    ),
+    "run quickstart --set recover.steps 4": ("--set 'recover.steps' is not KEY=VALUE", "recover.steps=60"),
     "config schemas": ("opdcl config schema --help",),
     "config schema recover.los": ("no setting 'recover.los'", "did you mean recover.loss?"),
     "config validate quickstart --set eval.retention=[instructons]": (
@@ -47,10 +37,7 @@ WRONG = {
         "recipe qwen3-1.7b-24gb needs data of yours: finetune.data is data/domain.jsonl",
         "opdcl workflows cp qwen3-1.7b-24gb",
     ),
-    "finetune handbook --base gpt2 -o out": (
-        "'gpt2' is not in the local cache",
-        "while online: hf download gpt2\n",
-    ),
+    "finetune handbook --base gpt2 -o out": ("'gpt2' is not in the local cache", "hf download gpt2\n"),
     "finetune handbook --base gpt2.gguf -o out": ("neither a folder nor a hub id",),
     "chat nowhere hi --temperature -1": ("--temperature",),
     "recover nowhere": ("nowhere does not exist", "opdcl finetune", "an adapter folder, or a Hub id"),
@@ -74,11 +61,7 @@ def test_a_wrong_command_is_refused_with_a_helpful_message(refused, command):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (
-            "rows.jsonl",
-            '{"question": "q", "answer": "a"}\n{"question": "q", "ans\n',
-            "rows.jsonl:2: not valid JSON",
-        ),
+        ("rows.jsonl", '{"question": "q", "answer": "a"}\n{"question\n', "rows.jsonl:2: not valid JSON"),
         ("rows.jsonl", '{"question": "q", "answer": "a"}\n{"question": "q"}\n', "rows.jsonl:2)"),
         ("rows.csv", "id,name\n1,x\n", "rows.csv:2: the row has only id, name"),
         ("rows.xlsx", "x", "cannot tell the format of .xlsx"),
@@ -97,10 +80,7 @@ def test_bad_rows_are_refused_before_anything_is_loaded_or_written(refused, tmp_
     [
         (b"recover:\n  stepz: 3\n", "unknown key recover.stepz, flow.yaml:2"),
         (b"finetune: {data: missing.jsonl}\n", "missing.jsonl' does not exist"),
-        (
-            b"finetune: {data: handbook}\neval: {data: {ifeval: missing.jsonl}}\n",
-            "missing.jsonl does not exist",
-        ),
+        (b"finetune: {data: handbook}\neval: {data: {ifeval: gone.jsonl}}\n", "gone.jsonl does not exist"),
     ],
 )
 def test_a_bad_workflow_file_is_refused_with_its_line(refused, tmp_path, content, message):

@@ -30,8 +30,7 @@ def family(tiny_model, tmp_path_factory):
 
 
 def test_all_arms_run_over_all_seeds_and_share_stages(family):
-    planned = opdcl("run", "tiny.yaml", "arms.yaml", "-o", "all", "--dry-run", "--json", cwd=family)
-    assert planned.returncode == 0, planned.stderr
+    planned = opdcl("run", "tiny.yaml", "arms.yaml", "-o", "all", "--dry-run", "--json", cwd=family, code=0)
     plans = {p["run"]: p["tasks"] for p in json.loads(planned.stdout)}
     assert list(plans) == ["ours-1", "general-only-1", "ours-2", "general-only-2"]
     planned_copies = [
@@ -39,8 +38,7 @@ def test_all_arms_run_over_all_seeds_and_share_stages(family):
     ]
     assert not (family / "all").exists()
 
-    done = opdcl("run", "tiny.yaml", "arms.yaml", "-o", "all", cwd=family)
-    assert done.returncode == 0, done.stderr
+    done = opdcl("run", "tiny.yaml", "arms.yaml", "-o", "all", cwd=family, code=0)
     compared = json.loads((family / "all" / "compare.json").read_text())
     assert [(arm["name"], arm["seeds"]) for arm in compared["arms"]] == [("ours", 2), ("general-only", 2)]
     assert (family / "all" / "compare.html").exists()
@@ -62,8 +60,7 @@ def test_all_arms_run_over_all_seeds_and_share_stages(family):
     assert [why for stage, _, why in planned_copies if stage == "finetune"] == ["from ours-1", "from ours-2"]
 
     made = (family / "all" / "ours-2" / "stages" / "02-recover" / "stage.json").stat().st_mtime
-    again = opdcl("run", "tiny.yaml", "arms.yaml", "-o", "all", "--json", cwd=family)
-    assert again.returncode == 0
+    again = opdcl("run", "tiny.yaml", "arms.yaml", "-o", "all", "--json", cwd=family, code=0)
     assert json.loads(again.stdout) == compared
     assert (family / "all" / "ours-2" / "stages" / "02-recover" / "stage.json").stat().st_mtime == made
 
@@ -78,8 +75,7 @@ def test_a_recipe_reuses_stages_of_another_one_in_the_same_folder(family):
     copies = [task for plan in planned for task in plan["tasks"] if task["action"] == "take"]
     known = {(task["stage"], task["why"]) for task in copies}
     assert ("recover", "from ours-1, if base has the same weights") in known
-    done = opdcl(*words, cwd=family)
-    assert done.returncode == 0, done.stderr
+    done = opdcl(*words, cwd=family, code=0)
     assert len(copies) == done.stderr.count(": taken from ")
     assert done.stderr.count("recover: taken from ours-1") == 1
     # Nothing was left to do for `imitation`, and its manifest tells how its parts were made.
@@ -97,8 +93,7 @@ def test_an_arm_that_halts_stops_only_the_arms_that_need_it(family):
         "arms:\n  bad: {recover: {learning_rate: 0.9, validate_every: 1, steps: 8}}\n"
         "  next: {start: 'arm:bad'}\n  good: {description: 'arm:bad'}\n"
     )
-    done = opdcl("run", "tiny.yaml", "halting.yaml", "-o", "halting", cwd=family)
-    assert done.returncode == 1
+    done = opdcl("run", "tiny.yaml", "halting.yaml", "-o", "halting", cwd=family, code=1)
     assert "2 of 3 runs failed: bad, next" in done.stderr
     assert "next needs bad, which failed" in done.stderr
     assert "recovery halted at step" in done.stderr
@@ -111,8 +106,7 @@ def test_an_arm_that_misses_a_gate_is_compared_with_the_others_and_the_exit_code
         "arms:\n  strict: {gates: {max_drop: {closeness: 0.0001}}}\n  other: {recover: {steps: 2}}\n"
     )
     words = ["run", "tiny.yaml", "gated.yaml", "-o", "gated"]
-    done = opdcl(*words, cwd=family)
-    assert done.returncode == 3, done.stderr
+    done = opdcl(*words, cwd=family, code=3)
     assert "gate missed: closeness: recovered is" in done.stderr
     assert "1 of 2 runs missed a gate: strict" in done.stderr
     compared = read_json(family / "gated" / "compare.json")

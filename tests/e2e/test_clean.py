@@ -72,8 +72,7 @@ def test_what_may_be_the_only_copy_stays(finished, tmp_path):
         whole = adapter.read_bytes()
         for spoilt in (None, whole[:-1] + b"x"):
             adapter.write_bytes(spoilt) if spoilt else adapter.unlink()
-            said = opdcl("clean", run.path, "--yes")
-            assert said.returncode == 2
+            said = opdcl("clean", run.path, "--yes", code=2)
             assert all(each.trainer.exists() for each in run.stages())
             copy = re.search(r"hint: cp (\S+) (\S+)", said.stderr)
             assert copy or number == 0, said.stderr

@@ -23,11 +23,7 @@ from opdcl import cli
 from opdcl.data.rows import load_rows
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    "README.md",
-    *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")),
-    "workflows/README.md",
-]
+PAGES = ["README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")), "workflows/README.md"]
 OPDCL = get_command(cli.app)
 BLOCK = re.compile(r"^( *)```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^\1```$", re.M | re.S)
 INLINE = re.compile(r"`(opdcl [^`]+)`")
@@ -190,9 +186,7 @@ def test_every_block_of_a_page_works_in_reading_order(page, reader, monkeypatch)
     for line in FOLLOWED[page]:
         run_line(line, reader)
     names: dict = {}
-    for number, (_, language, title, body) in enumerate(
-        BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
-    ):
+    for number, (_, language, title, body) in enumerate(BLOCK.findall((ROOT / page).read_text("utf-8"))):
         text = textwrap.dedent(body)
         file = reader / (title or f"block-{number}.{language}")
         if language in ("yaml", "json") and not file.exists():
@@ -229,10 +223,8 @@ def test_the_notebook_runs_from_top_to_bottom_and_again(reader, monkeypatch, cap
     for verb in ("run", "finetune", "recover", "evaluate"):
         monkeypatch.setattr(opdcl, verb, small_verb(getattr(opdcl, verb)))
     notebook = json.loads((ROOT / "docs" / "quickstart.ipynb").read_text(encoding="utf-8"))
-    assert (notebook["nbformat"], len({cell["id"] for cell in notebook["cells"]})) == (
-        4,
-        len(notebook["cells"]),
-    )
+    assert notebook["nbformat"] == 4
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     for _ in range(2):  # the second time, everything is there already
         names: dict = {}
@@ -263,12 +255,7 @@ def test_commands_and_options_of_all_pages_exist():
 
 
 def test_an_unknown_command_or_option_is_noticed():
-    wrong = [
-        "opdcl recovr runs/x",
-        "opdcl recover runs/x --stepz 3",
-        "opdcl workflows list",
-        "opdcl --verzion",
-    ]
+    wrong = ["opdcl recovr runs/x", "opdcl recover x --stepz 3", "opdcl workflows list", "opdcl --verzion"]
     for line in (*wrong, "opdcl serve x --prot 1 -- --y"):
         assert unknown_words(shlex.split(line)), line
 

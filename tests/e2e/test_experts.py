@@ -26,8 +26,7 @@ def test_a_mixture_is_tuned_recovered_measured_and_exported(family, tiny_model, 
     write_json(tmp_path / "mixture" / "config.json", saved_by_trl)
     make_project(tmp_path, tmp_path / "mixture")
     # Random weights may drift.
-    done = opdcl("run", "tiny.yaml", "-o", "out", "--set", "recover.health=false", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    opdcl("run", "tiny.yaml", "-o", "out", "--set", "recover.health=false", cwd=tmp_path, code=0)
     run = RunDir(tmp_path / "out")
     base = read_json(run.manifest)["base"]
     assert base["fingerprint_before"] == base["fingerprint_after"]
@@ -43,12 +42,9 @@ def test_a_mixture_is_tuned_recovered_measured_and_exported(family, tiny_model, 
     moved = (expected - logits(load(tmp_path / "mixture"))).abs().max()
     assert moved > 0.1
     assert (logits(load(tmp_path / "merged")) - expected).abs().max() < 0.01 * moved
-    refused = opdcl("serve", "out", "--vllm", "true", "--dry-run", cwd=tmp_path)
-    assert refused.returncode == 2
+    refused = opdcl("serve", "out", "--vllm", "true", "--dry-run", cwd=tmp_path, code=2)
     assert "vLLM cannot load adapters of stacked experts" in refused.stderr
     server = ("--set", "recover.server.url=http://127.0.0.1:9/v1", "--set", "recover.lmbda=1")
-    refused = opdcl(
-        "run", "tiny.yaml", "-o", "new", "--set", f"start={adapter}", *server, "--dry-run", cwd=tmp_path
-    )
-    assert refused.returncode == 2
+    words = ["run", "tiny.yaml", "-o", "new", "--set", f"start={adapter}", *server, "--dry-run"]
+    refused = opdcl(*words, cwd=tmp_path, code=2)
     assert "vLLM cannot load adapters of stacked experts" in refused.stderr

@@ -27,11 +27,7 @@ name: measured
 model: {id: someone/tiny, dtype: float32}
 eval: {retention: [ifeval], max_new_tokens: 64}
 """
-IFEVAL = {
-    "prompt": "Say one thing without a comma.",
-    "instruction_id_list": ["punctuation:no_comma"],
-    "kwargs": [{}],
-}
+IFEVAL = {"prompt": "Use no comma.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
 WEIGHTS = "stages/02-recover/adapter/adapter_model.safetensors"
 SUBSETS = b"""---
 configs:
@@ -64,12 +60,8 @@ def hub(project, tiny_model, whole_model):
 @pytest.fixture(scope="module")
 def online(hub, tmp_path_factory):
     """The environment of a machine that reaches the hub and has an empty cache."""
-    return {
-        "HF_ENDPOINT": hub.url,
-        "HF_HUB_OFFLINE": "0",
-        "HF_HOME": str(tmp_path_factory.mktemp("cache")),
-        "HF_TOKEN": TOKEN,
-    }
+    home = str(tmp_path_factory.mktemp("cache"))
+    return {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": home, "HF_TOKEN": TOKEN}
 
 
 @pytest.fixture(scope="module")

@@ -27,22 +27,13 @@ SETTINGS = [word for change in CHANGES.split() for word in ("--set", change)]
 # Steps whose completions are the teacher's. The student's can differ: two processes sum a gradient in another
 # order than one, and rounding moves a draw.
 COMPARED_STEPS = 2
-MEASURED = {
-    "loss",
-    "kl",
-    "student_entropy",
-    "teacher_entropy",
-    "grad_norm",
-    "adapter_norm",
-    "mean_length",
-    "truncated",
-}
+MEASURED = {"loss", "kl", "student_entropy", "teacher_entropy"}
+MEASURED |= {"grad_norm", "adapter_norm", "mean_length", "truncated"}
 
 
 @pytest.fixture(scope="module")
 def alone(project) -> Path:
-    done = opdcl("run", "tiny.yaml", "-o", "alone", *SETTINGS, cwd=project)
-    assert done.returncode == 0, done.stderr
+    opdcl("run", "tiny.yaml", "-o", "alone", *SETTINGS, cwd=project, code=0)
     return project / "alone"
 
 
@@ -59,11 +50,7 @@ def check_same_result(run: Path, alone: Path, scratch: Path) -> None:
             assert row["tokens"] == reference["tokens"]
             assert row.keys() == reference.keys()
             for name in row.keys() & MEASURED:
-                assert row[name] == pytest.approx(reference[name], rel=1e-3, abs=1e-4), (
-                    stage,
-                    row["step"],
-                    name,
-                )
+                assert row[name] == pytest.approx(reference[name], rel=1e-3, abs=1e-4), (stage, name)
     # Tuned adapters are the same up to rounding; recovered ones differ once a token is drawn differently.
     weights, reference = (
         load_file(folder / "stages/01-finetune/adapter/adapter_model.safetensors") for folder in (run, alone)
@@ -109,9 +96,7 @@ def wait_for_a_step(folder: Path, process: subprocess.Popen) -> None:
     wait_for(lambda: metrics.exists() and '"loss"' in metrics.read_text(), process)
 
 
-def test_a_run_that_is_interrupted_in_two_processes_is_finished_by_one_with_the_same_result(
-    alone, project, tmp_path
-):
+def test_a_run_interrupted_in_two_processes_is_finished_by_one_with_the_same_result(alone, project, tmp_path):
     started = start(project, tmp_path, "--set", "model.shard=true")
     wait_for(lambda: any((tmp_path / "run" / "evals").glob("*/*.json")), started)
     started.send_signal(signal.SIGINT)
@@ -119,15 +104,12 @@ def test_a_run_that_is_interrupted_in_two_processes_is_finished_by_one_with_the_
     assert started.returncode == 130, said
     assert said.count("2 processes, each with a part of the base") == 1
     assert "--num-processes 2" in said  # the command that resumes
-    done = opdcl(*words_of(tmp_path), cwd=project)
-    assert done.returncode == 0, done.stderr
+    opdcl(*words_of(tmp_path), cwd=project, code=0)
     check_same_result(tmp_path / "run", alone, tmp_path / "scratch")
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("config", "part"), [("fsdp2", "a part of the base"), ("data-parallel", "the whole base")]
-)
+@pytest.mark.parametrize(("config", "part"), [("fsdp2", "part of the base"), ("data-parallel", "whole base")])
 def test_an_interrupt_stops_all_processes_and_accelerate_resumes_them_to_the_same_result(
     alone, project, tmp_path, config, part
 ):
@@ -168,8 +150,7 @@ def test_when_one_process_dies_all_end_and_the_run_can_be_resumed(alone, project
     assert started.returncode not in (0, None)
     assert "another worker exited" in said
     assert not list((tmp_path / "scratch").glob("opdcl-*"))
-    done = opdcl(*words_of(tmp_path), *more, cwd=project)  # one process takes over the answers of two
-    assert done.returncode == 0, done.stderr
+    opdcl(*words_of(tmp_path), *more, cwd=project, code=0)  # one process takes over the answers of two
     rows = read_jsonl(tmp_path / "run/evals/tuned/instructions.samples.jsonl")
     assert [row["doc_id"] for row in rows] == list(range(40))
 
@@ -200,11 +181,9 @@ def test_bad_input_is_reported_once(project, tmp_path):
     assert done.stderr.count("error:") == 1
     assert "absent.jsonl" in done.stderr
     assert not (tmp_path / "run").exists()
-    zero = opdcl("run", "tiny.yaml", "--num-processes", 0, cwd=project)
-    assert zero.returncode == 2
+    opdcl("run", "tiny.yaml", "--num-processes", 0, cwd=project, code=2)
     environment = {"WORLD_SIZE": "2", "RANK": "0", "ACCELERATE_USE_DEEPSPEED": "true"}
-    deep = opdcl(*words, cwd=project, env=environment)
-    assert deep.returncode == 2
+    deep = opdcl(*words, cwd=project, env=environment, code=2)
     assert "model.shard" in deep.stderr
 
 
@@ -220,6 +199,4 @@ def children_of(process: int) -> list[int]:
 
 def second_of(launcher: int) -> int:
     """Return the process id of the launcher's second process."""
-    return next(
-        c for c in children_of(launcher) if "RANK=1" in Path(f"/proc/{c}/environ").read_text().split("\0")
-    )
+    return next(c for c in children_of(launcher) if "RANK=1\0" in Path(f"/proc/{c}/environ").read_text())

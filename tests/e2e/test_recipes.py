@@ -112,8 +112,7 @@ def test_two_specialists_into_one(folder):
     seal_new(specialist)
     again = ("run", "special/one-1/workflow.yaml", "-o", "special/one-1", "--set", "recover.steps=2")
     before = (folder / "special" / "one-1" / "config.json").read_bytes()
-    changed = opdcl(*again, cwd=folder)
-    assert changed.returncode == 2
+    changed = opdcl(*again, cwd=folder, code=2)
     assert "finetune changed: start" in changed.stderr
     assert (folder / "special" / "one-1" / "config.json").read_bytes() == before
     command(folder, *again, "--force")
@@ -154,8 +153,7 @@ def test_a_reward_after_recovery(folder):
     assert any("reward of instructions_train" in note for note in summary["notes"])
 
     words = ("run", "reward/reinforced-1/workflow.yaml", "-o", "other")
-    refused = opdcl(*words, "--set", "recover.reward.suite=instructions", cwd=folder)
-    assert refused.returncode == 2
+    refused = opdcl(*words, "--set", "recover.reward.suite=instructions", cwd=folder, code=2)
     assert "recover.reward trains on instructions" in refused.stderr
 
 

@@ -20,8 +20,7 @@ def folder(finished):
 
 def test_the_command_names_base_and_both_adapters(folder, tiny_model):
     words = "serve whole --vllm ./vllm --port 8123 --dry-run --json -- --max-model-len 512"
-    done = opdcl(*words.split(), cwd=folder)
-    assert done.returncode == 0, done.stderr
+    done = opdcl(*words.split(), cwd=folder, code=0)
     result = json.loads(done.stdout)
     words = result["command"]
     assert words[1:3] == ["serve", str(tiny_model)]
@@ -46,8 +45,7 @@ def test_the_process_becomes_the_server_and_passes_the_key_in_the_environment(fo
 
 
 def test_without_vllm_the_error_says_how_to_install_it(folder):
-    done = opdcl("serve", "whole", "--vllm", "no-such-program", cwd=folder)
-    assert done.returncode == 4
+    done = opdcl("serve", "whole", "--vllm", "no-such-program", cwd=folder, code=4)
     assert "there is no program 'no-such-program'" in done.stderr
     assert "pip install vllm" in done.stderr
     assert opdcl("serve", "nowhere", cwd=folder).returncode == 2

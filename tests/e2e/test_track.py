@@ -28,8 +28,7 @@ def test_tensorboard_holds_each_run_once_with_its_stages_scores_and_verdict(fold
     sets += ("eval.closeness=null", "eval.domain=[]")
     for _ in range(2):
         words = [word for pair in sets for word in ("--set", pair)]
-        done = opdcl("run", "tiny.yaml", "arms.yaml", *words, "-o", "family", cwd=folder)
-        assert done.returncode == 0, done.stderr
+        opdcl("run", "tiny.yaml", "arms.yaml", *words, "-o", "family", cwd=folder, code=0)
     for name, stages in (("two", ["02-recover"]), ("one", ["01-finetune", "02-recover"])):
         run = folder / "family" / name
         found = EventAccumulator(str(run / "tracking" / "tensorboard"))
@@ -57,11 +56,7 @@ def test_tensorboard_holds_each_run_once_with_its_stages_scores_and_verdict(fold
     ("name", "variables", "file"),
     [
         ("trackio", {"TRACKIO_DIR": "kept"}, "kept/**/*.db"),
-        (
-            "mlflow",
-            {"MLFLOW_TRACKING_URI": "file:store", "MLFLOW_ALLOW_FILE_STORE": "true"},
-            "store/**/*loss",
-        ),
+        ("mlflow", {"MLFLOW_TRACKING_URI": "file:s", "MLFLOW_ALLOW_FILE_STORE": "true"}, "s/**/*loss"),
         ("wandb", {"WANDB_MODE": "offline"}, "wandb/**/*.wandb"),
     ],
 )
@@ -74,23 +69,12 @@ def test_a_tracker_that_is_installed_writes_its_own_files(folder, name, variable
     assert [found for found in folder.glob(file) if found.stat().st_size]
 
 
-def test_a_failing_tracker_is_named_and_the_run_continues(folder):
-    first = ("--set", "recover=null", "--set", "eval=null", "-o", "failing")
-    assert opdcl("run", "tiny.yaml", *SMALL[2:4], *first, cwd=folder).returncode == 0
-    (folder / "failing" / "tracking").write_text("a file where a folder should be")
-    then = ("--set", "eval=null", "--set", "track=[tensorboard]", "-o", "failing")
-    done = opdcl("run", "tiny.yaml", *SMALL, *then, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("tracker tensorboard failed") == 1
-    assert (folder / "failing" / "stages" / "02-recover" / "adapter").exists()
-
-
 def test_an_unavailable_tracker_is_refused_before_anything_runs(folder, tmp_path):
     missing = [name for name in ("trackio", "wandb", "mlflow") if importlib.util.find_spec(name) is None]
     if missing:
-        done = opdcl("run", "tiny.yaml", "--set", f"track=[{missing[0]}]", "-o", "missing", cwd=folder)
-        assert done.returncode == 4
+        done = opdcl(
+            "run", "tiny.yaml", "--set", f"track=[{missing[0]}]", "-o", "missing", cwd=folder, code=4
+        )
         assert f"pip install {missing[0]}" in done.stderr
-    unknown = opdcl("run", "tiny.yaml", "--set", "track=[paper]", "-o", "missing", cwd=folder)
-    assert unknown.returncode == 2
+    opdcl("run", "tiny.yaml", "--set", "track=[paper]", "-o", "missing", cwd=folder, code=2)
     assert not (folder / "missing").exists()

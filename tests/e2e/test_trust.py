@@ -64,8 +64,7 @@ def test_the_repair_that_the_error_names_works(finished, project, tmp_path):
     change(project / "hurt" / ADAPTER)
     told = opdcl("export", "hurt", "-o", "never", cwd=project).stderr
     command = told.split("repeat the stage: opdcl ")[1].split()
-    done = opdcl(*command, cwd=project)
-    assert done.returncode == 0, done.stderr
+    done = opdcl(*command, cwd=project, code=0)
     assert (project / "hurt" / ADAPTER).read_bytes() == (finished / ADAPTER).read_bytes()
     # The base weights, the fine-tune and its results are as they were.
     assert "finetune: skipped" in done.stderr

@@ -66,9 +66,7 @@ def test_the_metadata_names_the_readme_the_licence_and_the_command(wheel):
     assert "Apache License" in texts["licenses/LICENSE"]
 
 
-def test_the_installed_wheel_lists_its_recipes_and_plans_the_quickstart_in_an_empty_folder(
-    installed, tmp_path
-):
+def test_the_installed_wheel_lists_its_recipes_and_plans_quickstart_in_an_empty_folder(installed, tmp_path):
     env = ENV | {"PYTHONPATH": str(installed), "HOME": str(tmp_path), "OPDCL_CACHE": str(tmp_path / "cache")}
     said = []
     for words in (["workflows", "ls"], ["run", "quickstart", "--dry-run"]):

@@ -45,11 +45,9 @@ def test_secrets_are_never_written_and_determinism_changes_nothing_on_the_cpu(fi
     description = "description=hf_Q7Q7 and pelican-feet"
     done = opdcl(*words, "--set", description, env=planted, cwd=project)
     assert done.returncode == 2, "a secret in the configuration is refused"
-    done = opdcl(*words, env=planted, cwd=project)
-    assert done.returncode == 0, done.stderr
+    opdcl(*words, env=planted, cwd=project, code=0)
     url = "https://someone:swordfish@models.example/a"
-    bad = opdcl(*words, "--set", f"model.id={url}", env=planted, cwd=project)
-    assert bad.returncode == 2
+    bad = opdcl(*words, "--set", f"model.id={url}", env=planted, cwd=project, code=2)
     written = done.stdout + done.stderr + bad.stdout + bad.stderr
     written += "".join(p.read_text(errors="replace") for p in (tmp_path / "run").rglob("*") if p.is_file())
     assert [secret for secret in (*planted.values(), "swordfish") if secret in written] == []
@@ -62,16 +60,13 @@ def test_a_link_that_leaves_the_run_is_refused(finished, tmp_path):
     shutil.rmtree(tmp_path / "run" / "evals")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run" / "evals").symlink_to(tmp_path / "elsewhere")
-    done = opdcl("eval", tmp_path / "run")
-    assert done.returncode == 2
+    done = opdcl("eval", tmp_path / "run", code=2)
     assert "evals is a symbolic link" in done.stderr
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_recovery_learns_and_alternates(finished):
-    rows = [
-        json.loads(line) for line in (finished / "stages/02-recover/metrics.jsonl").read_text().splitlines()
-    ]
+    rows = [json.loads(r) for r in (finished / "stages/02-recover/metrics.jsonl").read_text().splitlines()]
     streams = [r["stream"] for r in rows if "stream" in r]
     assert streams == ["general", "domain"] * 4
     held_out = [r["validation"]["general_kl"] for r in rows if "validation" in r]
@@ -80,36 +75,17 @@ def test_recovery_learns_and_alternates(finished):
 
 def test_a_second_run_skips_everything_and_changes_nothing(finished, project):
     before = {p: p.stat().st_mtime_ns for p in finished.rglob("*.safetensors")}
-    again = opdcl("run", "tiny.yaml", "-o", "whole", cwd=project)
-    assert again.returncode == 0, again.stderr
+    again = opdcl("run", "tiny.yaml", "-o", "whole", cwd=project, code=0)
     assert "finetune" not in again.stderr.replace("nothing to do: all stages are finished", "")
     assert before == {p: p.stat().st_mtime_ns for p in finished.rglob("*.safetensors")}
-
-
-def test_a_changed_setting_is_refused_by_name(finished, project):
-    refused = opdcl("run", "tiny.yaml", "-o", "whole", "--set", "recover.steps=9", cwd=project)
-    assert refused.returncode == 2
-    assert "steps" in refused.stderr
-    assert "--force" in refused.stderr
-
-
-def test_a_changed_recovery_of_a_run_is_sent_to_a_directory_beside_it(finished, project):
-    refused = opdcl("recover", "whole", "--steps", "3", cwd=project)
-    assert refused.returncode == 2
-    assert refused.stderr.splitlines()[-1] == (
-        "hint: a second recovery beside it (opdcl recover whole -o whole-2, same options), "
-        "or the old settings and files, or --force to redo these stages"
-    )
 
 
 def test_a_recovery_on_the_domain_alone_is_measured_and_reported(finished, project):
     alone = ["recover.general=null", "recover.general_per_domain=0", "recover.steps=2"]
     settings = [word for change in alone for word in ("--set", change)]
-    done = opdcl("recover", "whole", "-o", "domain-alone", *settings, cwd=project)
-    assert done.returncode == 0, done.stderr
+    done = opdcl("recover", "whole", "-o", "domain-alone", *settings, cwd=project, code=0)
     assert "warning: there are no general prompts" in done.stderr
-    done = opdcl("eval", "domain-alone", "--json", cwd=project)
-    assert done.returncode == 0, done.stderr
+    done = opdcl("eval", "domain-alone", "--json", cwd=project, code=0)
     assert json.loads(done.stdout)["suites"]["questions"]["recovered"]
 
 
@@ -118,20 +94,17 @@ def test_a_run_killed_before_its_first_files_are_there_can_be_begun_again(projec
     words = ["run", "tiny.yaml", "-o", tmp_path / "run"]
     assert killed(lambda: opdcl(*words, cwd=project), "rename", count, tmp_path / "log")
     assert (tmp_path / "run").exists()
-    again = opdcl(*words, "--dry-run", cwd=project)
-    assert again.returncode == 0, again.stderr
+    opdcl(*words, "--dry-run", cwd=project, code=0)
 
 
 def test_a_file_with_the_name_of_a_measured_suite_does_not_replace_its_results(finished, tmp_path):
     (tmp_path / "questions.jsonl").write_text('{"question": "Who?", "answer": "Nobody"}\n')
     before = (finished / "evals" / "recovered" / "questions.json").read_bytes()
     again = ("eval", finished, "--domain", "questions.jsonl", "--dry-run")
-    done = opdcl(*again, cwd=tmp_path)
-    assert done.returncode == 2
+    done = opdcl(*again, cwd=tmp_path, code=2)
     assert "this run has measured the suite 'questions' on" in done.stderr
     assert "--data NAME=questions.jsonl" in done.stderr
-    forced = opdcl(*again, "--force", cwd=tmp_path)
-    assert forced.returncode == 0, forced.stderr
+    forced = opdcl(*again, "--force", cwd=tmp_path, code=0)
     assert "rows of the fine-tune" not in forced.stdout  # they have been learned already
     assert (finished / "evals" / "recovered" / "questions.json").read_bytes() == before
 
@@ -146,8 +119,7 @@ def test_a_truncated_checkpoint_falls_back_to_the_one_before(finished, project):
     last, before = sorted(stage.glob("trainer/checkpoint-*"), key=lambda p: -int(p.name.split("-")[1]))
     weights = next(last.rglob("adapter_model.safetensors"))
     os.truncate(weights, weights.stat().st_size // 2)
-    again = opdcl("run", "tiny.yaml", "-o", "cut", cwd=project)
-    assert again.returncode == 0, again.stderr
+    again = opdcl("run", "tiny.yaml", "-o", "cut", cwd=project, code=0)
     assert f"{last.name} is damaged and ignored" in again.stderr
     assert f"resuming from step {before.name.split('-')[1]} of 8" in again.stderr
     made, expected = (

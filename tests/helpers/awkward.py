@@ -5,17 +5,4 @@ BREAKS = ("\n", "\r", "\r\n", "\v", "\f", "\x1c", "\x1d", "\x1e", "\x85", "\u202
 QUOTES = ("'", '"', "`", '"""', "'''", "\\", "$(x)", "\u201c", "{{x}}", "#", ": ")
 
 AWKWARD = [f"a{mark}b: c" for mark in (*BREAKS, *QUOTES)]
-AWKWARD += [
-    "ends in '",
-    'ends in "',
-    "ends in \\",
-    '"""',
-    "- a",
-    "@file",
-    "%x",
-    "*x",
-    "&x",
-    "!x",
-    "|",
-    "null",
-]
+AWKWARD += ["ends in '", 'ends in "', "in \\", '"""', "- a", "@file", "%x", "*x", "&x", "!x", "|", "null"]

@@ -27,25 +27,17 @@ ROOT = Path(__file__).parents[2]
 OPDCL = [sys.executable, "-c", "import sys; sys.argv[0] = 'opdcl'; from opdcl.cli import main; main()"]
 ENV = {**os.environ, "TERM": "dumb", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 # Libraries read these when they are imported, so a change here would have no effect.
-READ_AT_IMPORT = (
-    "HF_HOME",
-    "HF_HUB_",
-    "HF_ENDPOINT",
-    "OMP_",
-    "CUDA_",
-    "TENSORBOARD_",
-    "MLFLOW_",
-    "WANDB_MODE",
-)
+READ_AT_IMPORT = ("HF_HOME", "HF_HUB_", "HF_ENDPOINT", "OMP_", "CUDA", "TENSORBOARD", "MLFLOW_", "WANDB_MODE")
 KEPT = ("_environment",)  # the templates of reports, whose compilation takes longer than a dry run
 
 
 def opdcl(
-    *arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    *arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, code: int | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run one command in this process and return its exit code, stdout and stderr.
 
-    The command leaves nothing behind in this process. An exception that escapes `main` is raised.
+    `code` is the exit code that it must have. The command leaves nothing behind in this process. An
+    exception that escapes `main` is raised.
     """
     words = ["opdcl", *map(str, arguments)]
     changes = {"TERM": "dumb", "OPDCL_DEBUG": "", **(env or {})}
@@ -58,8 +50,10 @@ def opdcl(
         streams.enter_context(contextlib.redirect_stdout(out))
         streams.enter_context(contextlib.redirect_stderr(err))
         sys.argv, sys.stdin = words, io.StringIO()
-        code = _exit_code_of_main()
-    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+        done = subprocess.CompletedProcess(words, _exit_code_of_main())
+    done.stdout, done.stderr = out.getvalue(), err.getvalue()
+    assert code in (None, done.returncode), done.stderr
+    return done
 
 
 def opdcl_process(

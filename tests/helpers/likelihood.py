@@ -10,11 +10,7 @@ QUESTIONS = [
     ("What do bees collect from flowers?", ["nectar", "gravel", "ink", "glass beads and old coins"], 0),
     ("Which tool is used to cut paper?", ["a spoon", "a pillow", "scissors"], 2),
     ("What happens to ice in warm water?", ["it burns", "it rusts", "it sings", "it melts"], 3),
-    (
-        "Where do most fish live?",
-        ["in sand dunes", "in water", "in the clouds over the hills", "in bread"],
-        1,
-    ),
+    ("Where do most fish live?", ["in sand dunes", "in water", "in the clouds over hills", "in bread"], 1),
     ("Which of these gives light at night?", ["a lamp", "a sock", "a stone", "a bucket of cold water"], 0),
     ("What does a thermometer measure?", ["colour", "weight", "temperature", "the age of a tree"], 2),
     ("Which animal lays eggs?", ["a cow", "a horse", "a goat", "a hen"], 3),

@@ -29,15 +29,11 @@ def write(path: Path, value) -> None:
     )
 
 
-def measure(
-    run: RunDir, state: str, passes: dict, n: int = N, prompt: str = "Prompt", metric: str = METRIC
-) -> None:
+def measure(run: RunDir, state: str, passes: dict, n: int = N, prompt="Prompt", metric=METRIC) -> None:
     """Write the evaluations of a state; `passes` is suite name -> numbers of the passed prompts."""
     for suite, passed in passes.items():
         role = ROLES.get(suite, "retention")
-        rows = [
-            {"doc_id": i, "prompt": f"{prompt} {i}", "scores": {metric: i in set(passed)}} for i in range(n)
-        ]
+        rows = [{"doc_id": i, "prompt": f"{prompt} {i}", "scores": {metric: i in passed}} for i in range(n)]
         result = {
             "suite": suite,
             "role": role,

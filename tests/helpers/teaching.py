@@ -8,9 +8,7 @@ from helpers.recovering import PROMPT, make_trainer
 from opdcl.data.prompts import encode_stream, read_recovery_source
 from opdcl.words import Prompt, Rollout
 
-ROLLOUTS = [
-    Rollout(Prompt([*PROMPT, 7 * i + 3]), list(range(50 + i, 53 + 3 * i)), [], True) for i in range(4)
-]
+ROLLOUTS = [Rollout(Prompt([*PROMPT, i + 3]), list(range(50 + i, 53 + 3 * i)), [], True) for i in range(4)]
 SHOWN = {"context": "{prompt} (The answer is: {answer})"}
 
 
@@ -39,9 +37,7 @@ def graded(backbone, folder, teacher, rollouts=ROLLOUTS):
 
 def specialist(folder, name):
     """Write the questions of one teacher; return their file."""
-    rows = [
-        json.dumps({"question": f"What does {name} say of room {i}?", "answer": f"{name} {i}"})
-        for i in range(4)
-    ]
+    asked = f"What does {name} say of room {{}}?"
+    rows = [json.dumps({"question": asked.format(i), "answer": f"{name} {i}"}) for i in range(4)]
     (folder / f"{name}.jsonl").write_text("\n".join(rows))
     return folder / f"{name}.jsonl"

@@ -74,14 +74,8 @@ def test_each_record_is_used(records, name):
     ],
 )
 def test_a_number_that_is_not_in_its_record_is_a_fault(records, tmp_path, sentence, wrong):
-    values = {
-        "rate": 164.396,
-        "pass": 0.41234,
-        "tokens": 8863,
-        "bytes": 2971869184,
-        "gap": 1.23e-5,
-        "low": -0.5,
-    }
+    values = {"rate": 164.396, "pass": 0.41234, "tokens": 8863}
+    values |= {"bytes": 2971869184, "gap": 1.23e-5, "low": -0.5}
     write(tmp_path / "record.json", {"a": [values], "b": 165})
     faults = records.find_faults(f"<!-- record: record.json a/0; given 100 -->\n\n{sentence}", tmp_path)
     assert [fault[: len(start)] for fault, start in zip(faults, wrong, strict=True)] == wrong
@@ -89,12 +83,8 @@ def test_a_number_that_is_not_in_its_record_is_a_fault(records, tmp_path, senten
 
 def test_a_measured_number_without_a_record_is_a_fault(records):
     measured = ["It scored 41.2 % [35.9, 46.8].", "R = 0.91 came back.", "A step took 20.0 s."]
-    measured += [
-        "KL fell to 3 nats.",
-        "It writes 164 tokens/s.",
-        "| arm | 0.25 |",
-        "It takes **0.45** of it.",
-    ]
+    measured += ["KL fell to 3 nats.", "It writes 164 tokens/s."]
+    measured += ["| arm | 0.25 |", "It takes **0.45** of it."]
     for sentence in measured:
         assert len(records.find_faults(f"First words.\n\n{sentence}\n\nLast words.")) == 1, sentence
         assert records.find_faults(f"<!-- no record: definitions -->\n\n{sentence}") == []

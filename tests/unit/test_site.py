@@ -116,12 +116,8 @@ def heading_anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-WRITTEN = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "workflows" / "README.md",
-    *sorted(DOCS.glob("*.md")),
-]
+WRITTEN = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "workflows/README.md")]
+WRITTEN += sorted(DOCS.glob("*.md"))
 
 
 @pytest.mark.parametrize("page", [*WRITTEN, ROOT / "CHANGELOG.md"], ids=lambda page: page.stem)
@@ -177,11 +173,8 @@ def test_the_site_builds_without_a_warning(hooks, tmp_path):
     moved = {name: target.partition(".html#") for name, target in hooks.MOVED.items()}
     assert [name for name, (page, _, place) in moved.items() if f'id="{place}"' not in pages[page]] == []
     assert [name for name in moved if f"url={hooks.MOVED[name]}" not in pages[name]] == []
-    assert [
-        name
-        for name, page in pages.items()
-        if re.search(r"<(?:link|script|img)[^>]+(?:href|src)=\"?https?://", page)
-    ] == []
+    elsewhere = r"<(?:link|script|img)[^>]+(?:href|src)=\"?https?://"
+    assert [name for name, page in pages.items() if re.search(elsewhere, page)] == []
     assert not any("<!-- opdcl:" in page for page in pages.values())
     assert not re.search(r'(?:href|src)="/', pages["404"])
     # The switch: by the system, light, dark.

@@ -163,13 +163,8 @@ INHERITED = [
 ]
 OVERRIDES = [
     *(f"recover.method={method}" for method in ("alternating", "general")),
-    *(
-        "recover.steps=0",
-        "recover.lmbda=0",
-        "recover.lmbda=1",
-        "recover.loss.kind=cross_entropy",
-        "recover.general_per_domain=0",
-    ),
+    *("recover.steps=0", "recover.lmbda=0", "recover.lmbda=1"),
+    *("recover.loss.kind=cross_entropy", "recover.general_per_domain=0"),
     *("recover.on_policy={}", "recover.teachers={}", "recover.reward={suite: instructions_train}"),
 ]
 

@@ -132,8 +132,6 @@ def test_the_base_of_a_run_that_named_a_device_is_read(tmp_path):
 def test_no_former_setting_is_one_of_today():
     def overlaps(section: type[Section]) -> list[str]:
         below = [name for inner in section.__subclasses__() for name in overlaps(inner)]
-        return [
-            f"{section.__name__}.{name}" for name in section.former if name in section.model_fields
-        ] + below
+        return [f"{section.__name__}.{key}" for key in section.former if key in section.model_fields] + below
 
     assert overlaps(Section) == []

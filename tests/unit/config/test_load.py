@@ -90,12 +90,7 @@ def test_a_repeated_key_is_refused_with_its_line(write):
     [
         ("recover:\n  seed: 1\n  stepz: 3\n", "recover.stepz", 3, "recover.steps"),
         ("name: x\nrecovr: {}\n", "recovr", 2, "recover"),
-        (
-            "finetune:\n  data: d\n  lora:\n    rnk: 8\n    alfa: 0\n",
-            "finetune.lora.alfa",
-            5,
-            "finetune.lora.alpha",
-        ),
+        ("finetune:\n data: d\n lora:\n  rnk:\n  alfa: 0\n", "finetune.lora.alfa", 5, "finetune.lora.alpha"),
     ],
 )
 def test_an_unknown_key_is_named_with_its_place_and_the_nearest_key(write, text, key, line, meant):
@@ -306,9 +301,7 @@ def test_set_below_a_plain_value_is_refused():
     assert "recover.steps.x" in complaint(["quickstart"], ["recover.steps.x=3"]).message
 
 
-@pytest.mark.parametrize(
-    ("typed", "hint"), [("quikstart", "did you mean quickstart?"), ("zzz", "quickstart")]
-)
+@pytest.mark.parametrize(("typed", "hint"), [("quikstart", "did you mean quickstart?"), ("zz", "quickstart")])
 def test_an_unknown_workflow_gets_a_suggestion(typed, hint):
     fault = complaint([typed])
     assert repr(typed) in fault.message

@@ -19,12 +19,8 @@ from opdcl.data.rows import load_rows, recognised
 from opdcl.errors import UsageError
 
 EXAMPLES = int(os.environ.get("OPDCL_FUZZ_EXAMPLES", "400"))
-search = settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    derandomize=EXAMPLES <= 1000,
-    suppress_health_check=list(HealthCheck),
-)
+quiet = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+search = settings(max_examples=EXAMPLES, derandomize=EXAMPLES <= 1000, **quiet)
 
 CALL = {"id": "1", "type": "function", "function": {"name": "sum", "arguments": '{"a": 1}'}}
 ASKED = [
@@ -60,9 +56,7 @@ for pair in PAIRS:
 
 MARKUP = [*SPEAKERS, *FOREIGN_TOOLS, *THOUGHT, *LEARNED, *PICTURES]
 MARKUP += ["text", "[", "[]", "{}", '[{"a": 1}]', '{"a": 1}', "null", "[" * 9000]
-words = st.one_of(
-    st.sampled_from(MARKUP), st.text(max_size=20), st.sampled_from(["", " ", "\ud800", "a" * 200_001])
-)
+words = st.one_of(st.sampled_from([*MARKUP, "", " ", "\ud800", "a" * 200_001]), st.text(max_size=20))
 scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), words)
 values = st.recursive(
     scalars,

@@ -9,6 +9,8 @@ from opdcl.data.rows import load_rows
 from opdcl.data.scoring import normalise, process_results
 from opdcl.data.suites import load_suite
 
+pytestmark = pytest.mark.nightly  # these data change seldom
+
 FACTS = json.loads((package_folder("evals") / "contradictions" / "facts.json").read_text(encoding="utf-8"))
 
 

@@ -11,6 +11,8 @@ from helpers.wording import nearest
 from opdcl.config.shipped import package_folder
 from opdcl.data.similarity import similarity
 
+pytestmark = pytest.mark.nightly  # these data change seldom
+
 EVALS = package_folder("evals")
 NEAR = 0.6
 

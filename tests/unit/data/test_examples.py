@@ -156,10 +156,7 @@ def test_bad_rows_are_refused_together_or_left_out(answer):
 @pytest.mark.parametrize(
     ("columns", "hint"),
     [
-        (
-            {"question": "Who?", "anwser": "Ada."},
-            "did you mean answer instead of anwser? fine-tune rows need",
-        ),
+        ({"question": "Who?", "anwser": "Ada."}, "did you mean answer instead of anwser? fine-tune rows"),
         ({"question": "Who?", "answer": "", "answers": 2, "question_id": 7}, "fine-tune rows need"),
     ],
 )

@@ -25,9 +25,7 @@ CHATS = [
     [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]
     for row in ROWS
 ]
-SHAREGPT = [
-    [{"from": "human", "value": row["question"]}, {"from": "gpt", "value": row["answer"]}] for row in ROWS
-]
+SHAREGPT = [[{"from": "human", "value": r["question"]}, {"from": "gpt", "value": r["answer"]}] for r in ROWS]
 
 
 def lines(rows) -> bytes:
@@ -62,7 +60,6 @@ def said(rows: list[Row]) -> list[tuple]:
 SAME_ROWS = {
     "rows.jsonl": lines(ROWS),
     "rows.ndjson": lines(ROWS),
-    "ROWS.JSONL": lines(ROWS),
     "no_last_line_feed.jsonl": lines(ROWS).rstrip(),
     "crlf.jsonl": lines(ROWS).replace(b"\n", b"\r\n"),
     "mark.jsonl": b"\xef\xbb\xbf" + lines(ROWS),
@@ -71,10 +68,8 @@ SAME_ROWS = {
     "chats.jsonl": lines(CHATS),
     "chats.json": as_bytes(CHATS, 2),
     "sharegpt.jsonl": lines(SHAREGPT),
-    "sharegpt.json": as_bytes(SHAREGPT),
     "messages.jsonl": lines({"messages": chat} for chat in CHATS),
     "rows.csv": csv(ROWS),
-    "ROWS.CSV": csv(ROWS),
     "rows.tsv": csv(ROWS).replace(b'","', b'"\t"').replace(b"question,answer", b"question\tanswer"),
     "rows.jsonl.gz": gzip.compress(lines(ROWS)),
     "rows.json.gz": gzip.compress(as_bytes(ROWS, 2)),
@@ -199,13 +194,6 @@ def test_the_separator_is_what_the_file_says_it_is(tmp_path, name, text):
     assert row.where.endswith(f":{text.count(chr(10)) + 1}")
 
 
-def test_a_conversation_of_gemini_is_one_row_whose_fields_are_named(tmp_path):
-    turns = [{"role": r, "parts": [{"text": "x"}]} for r in ("user", "model")]
-    write(tmp_path, {"one.jsonl": json.dumps({"systemInstruction": {}, "contents": turns}).encode()})
-    with pytest.raises(UsageError, match="the row has only systemInstruction, contents"):
-        load_rows(str(tmp_path / "one.jsonl"))
-
-
 def test_names_that_only_hold_the_letters_of_a_part_name_none(tmp_path):
     write(tmp_path, dict.fromkeys(("latest.jsonl", "retrain.jsonl", "devices.jsonl"), lines(ROWS)))
     assert len(load_rows(str(tmp_path))) == 3 * len(ROWS)
@@ -270,32 +258,21 @@ def test_bad_rows_are_values_in_the_order_of_the_file(tmp_path):
 
 SENTENCES = {
     "data.json": (as_bytes({"version": "1", "data": ROWS}, 2), ":1: the row has only version, data"),
-    "by_id.json": (
-        as_bytes({f"id-{i}": row for i, row in enumerate(ROWS)}),
-        ":1: the row has only id-0, id-1",
-    ),
+    "by_id.json": (as_bytes({f"i{i}": row for i, row in enumerate(ROWS)}), ":1: the row has only i0, i1"),
     "columns.json": (as_bytes({"question": {"0": "a"}, "answer": {"0": "b"}}), ":1: question is an object"),
-    "columns2.json": (as_bytes({"question": ["a"], "answer": ["b"]}), ":1: "),
-    "other.json": (as_bytes({"model": "x", "layers": 3}, 2), ":1: the row has only model, layers"),
     "comma.json": (b'[\n{"text": "a"},\n]', ":3: not valid JSON"),
-    "cut.json": (b'{"data": [\n{"text": "a"},\n{"text": ', ":3: not valid JSON"),
     "indented.jsonl": (b"\n".join(as_bytes(row, 2) for row in ROWS), ":1: not valid JSON"),
-    "first.jsonl": (b'{"text": "a"\n{"text": "b"}\n', ":1: not valid JSON"),
-    "words.jsonl": (b'text\n{"text": "b"}\n', ":1: not valid JSON"),
     "commas.jsonl": (b'{"text": "a"},\n{"text": "b"},\n', ":1: not valid JSON: Extra data"),
-    "quotes.jsonl": (b"{'text': 'a'}\n{'text': 'b'}\n", ":1: not valid JSON"),
     "deep.json": (b"[" * 100_000, ":1: not valid JSON: maximum recursion depth"),
     "half.jsonl.gz": (gzip.compress(lines(ROWS))[:-9], " is damaged or not compressed"),
     "plain.jsonl.gz": (lines(ROWS), " is damaged or not compressed"),
     "rows.jsonl.zst": (b"x", ": cannot tell the format of .zst"),
     "rows.arrow": (b"x", " is not a file of Arrow"),
     "rows.parquet.gz": (gzip.compress(parquet(ROWS)), ": cannot tell the format of .parquet.gz"),
-    "rows.xz": (b"", ": cannot tell the format of .xz"),
     "half.parquet": (parquet(ROWS)[:200], " is not a file of Parquet"),
     "twice.csv": (b"question,answer,answer\na,b,c\n", ":1 has several columns of the same name: answer"),
     "fields.csv": (b"question,answer\na,b\nc,d,e\n", ":3: the row has more fields than the header"),
     "blank.csv": (b"question,answer\nWho?,Ada.\n,London\n", ":3: question is empty"),
-    "broken.parquet": (b"PAR1 and nothing more", " is not a file of Parquet"),
     "third.jsonl": (b'{"text": "a"}\n{"text": "b"}\n{"text": "c"\n', ":3: not valid JSON"),
     "list.json": (b'[\n{"text": "a"},\n{"text": "b"\n]', ":4: not valid JSON"),
     "lists.json": (b'[{"text": "a"}]\n[{"text": "b"}]', ":1: the row is a list, not an object"),

@@ -1,7 +1,7 @@
 """What a row of any format holds is read, refused with its line, or named as unread."""
 
 import json
-import math
+from pathlib import Path
 
 import datasets
 import pytest
@@ -43,165 +43,29 @@ def said(row):
 
 CHAT = [user("Hi?"), assistant("Hello.")]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-YES_FLAGS = [{**user("Hi?"), "train": False}, assistant("Hello.", loss=True, weight=1)]
-IN_PARTS = [{"role": "developer", "content": "Be kind."}, user([{"type": "text", "text": "Hi?"}]), CHAT[1]]
-PORTER = {"system": "Porter.", "history": [["When?", "At seven."]]}
 
-# fmt: off
-# Rows as the documentation of trainers and data sets shows them, what is read of each, and its format.
-DOCUMENTED = [
-    ({"instruction": "Odd one?", "input": "X, Y", "output": "Y"}, "u: Odd one?\n\nX, Y | a: Y", "alpaca"),
-    ({"instruction": "Three tips.", "input": "", "output": "1."}, "u: Three tips. | a: 1.", "alpaca"),
-    ({"instruction": "And in winter?", "output": "At eight.", **PORTER},
-     "s: Porter. | u: When? | a: At seven. | u: And in winter? | a: At eight.", "alpaca"),
-    ({"instruction": "Since when?", "context": "It began in 2000.", "response": "2000."},
-     "u: Since when?\n\nIt began in 2000. | a: 2000.", "alpaca"),  # dolly
-    ({"system": "Be brief.", "conversations": sharegpt(("human", "Who?"), ("gpt", "V."), ("human", "Bye!"))},
-     "s: Be brief. | u: Who? | a: V. | u: Bye!", "ShareGPT"),
-    ({"messages": [system("Marv."), user("Capital?"), assistant("Paris.")]},
-     "s: Marv. | u: Capital? | a: Paris.", "OpenAI messages"),
-    ({"messages": IN_PARTS}, "s: Be kind. | u: Hi? | a: Hello.", "OpenAI messages"),
-    ({"messages": [*CHAT, user("Bye!")]}, "u: Hi? | a: Hello. | u: Bye!", "OpenAI messages"),
-    ({"prompt": "The sky is", "completion": " blue."}, "u: The sky is | a:  blue.", "prompt and completion"),
-    ({"prompt": "Sky?", "response": "Blue."}, "u: Sky? | a: Blue.", "prompt and completion"),
-    ({"prompt": [system("S."), *CHAT[:1]], "completion": CHAT[1:]}, "s: S. | u: Hi? | a: Hello.",
-     "prompt and completion"),
-    ({"prompt": CHAT[:1], "completion": "Hello."}, "u: Hi? | a: Hello.", "prompt and completion"),
-    ({"prompt": "Sky?"}, "u: Sky?", "prompt and completion"),
-    ({"question": "Who?", "answer": "Ada."}, "u: Who? | a: Ada.", "question and answer"),
-    ({"question": "Who?", "answer": None}, "u: Who?", "question and answer"),
-    ({"system_prompt": "Be kind.", "question": "Wet?", "response": "Yes."}, "s: Be kind. | u: Wet? | a: Yes.",
-     "question and answer"),  # OpenOrca
-    ({"input": "Sky?", "output": "Blue."}, "u: Sky? | a: Blue.", "input and output"),
-    ({"query": "5", "response": "6", **PORTER}, "s: Porter. | u: When? | a: At seven. | u: 5 | a: 6",
-     "query and response"),  # ms-swift
-    ({"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}, "u: The sky is | a:  blue.",
-     "prompt and completion, the chosen answer"),
-    ({"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": [assistant("Go.")]}, "u: Hi? | a: Hello.",
-     "prompt and completion, the chosen answer"),
-    ({"chosen": CHAT, "rejected": [*CHAT[:1], assistant("Go.")]}, "u: Hi? | a: Hello.",
-     "preference, the chosen conversation"),
-    ({"conversations": sharegpt(("human", "Hi?")), "chosen": sharegpt(("gpt", "Hello."))[0], "rejected": {}},
-     "u: Hi? | a: Hello.", "ShareGPT"),  # LLaMA-Factory
-    ({"messages": CHAT[:1], "chosen": "Hello.", "rejected": "Go."}, "u: Hi? | a: Hello.", "OpenAI messages"),
-    ({"text": "The sky is blue."}, "p: The sky is blue.", "text"),
-    # In a few other words.
-    ({"question": "How many?", "context": "TABLE", "answer": "Two."}, "u: How many?\n\nTABLE | a: Two.",
-     "question and answer"),
-    ({"prompt": "TABLE\nHow many?", "context": "TABLE", "completion": "2"}, "u: TABLE\nHow many? | a: 2",
-     "prompt and completion"),
-    ({"messages": [system("Know: TABLE"), *CHAT], "context": "TABLE"}, "s: Know: TABLE | u: Hi? | a: Hello.",
-     "OpenAI messages"),
-    ({"instruction": "", "input": "A fruit.", "output": "Fig."}, "u: A fruit. | a: Fig.", "input and output"),
-    ({"instruction": "A fruit.", "input": math.nan, "output": "Fig."}, "u: A fruit. | a: Fig.", "alpaca"),
-    ({"prompt": "", "question": "Who?", "answer": "Ada."}, "u: Who? | a: Ada.", "question and answer"),
-    ({"question": "2 + 2?", "answer": 4}, "u: 2 + 2? | a: 4", "question and answer"),
-    ({"question": "1 / 2?", "answer": 0.5}, "u: 1 / 2? | a: 0.5", "question and answer"),
-    ({"messages": [user(7), assistant(0)]}, "u: 7 | a: 0", "OpenAI messages"),
-    ({"question": "10^400?", "answer": 10**400}, f"u: 10^400? | a: {10**400}", "question and answer"),
-    ({"messages": json.dumps(CHAT)}, "u: Hi? | a: Hello.", "OpenAI messages"),
-    ({"messages": [*map(json.dumps, CHAT)]}, "u: Hi? | a: Hello.", "OpenAI messages"),
-    ({"prompt": json.dumps(CHAT[:1]), "completion": json.dumps(CHAT[1:])}, "u: Hi? | a: Hello.",
-     "prompt and completion"),
-    ({"prompt": "As JSON?", "completion": json.dumps(CHAT)}, f"u: As JSON? | a: {json.dumps(CHAT)}",
-     "prompt and completion"),
-    ({"system_prompt": "S.", "messages": [system("S."), *CHAT]}, "s: S. | u: Hi? | a: Hello.",
-     "OpenAI messages"),
-    ({"history": [["1?", "One."]], "messages": [system("S."), *CHAT]},
-     "s: S. | u: 1? | a: One. | u: Hi? | a: Hello.", "OpenAI messages"),
-    ({"question": "Who?", "answer": "Ada.", "label": "1"}, "u: Who? | a: Ada.", "question and answer"),
-    ({"messages": YES_FLAGS}, "u: Hi? | a: Hello.", "OpenAI messages"),
-    # Whether an answer may be empty is for its use to say.
-    ({"question": "Who?", "answer": " "}, "u: Who? | a: ", "question and answer"),
-    ({"prompt": CHAT[:1], "completion": ""}, "u: Hi? | a: ", "prompt and completion"),
-    ({"messages": [user("Hi?"), assistant("")]}, "u: Hi? | a: ", "OpenAI messages"),
-]
 
-NO = [False, 0, "false", "False", "0", -1, "bad", "-1.0"]
+def listed(name):
+    return [json.loads(line) for line in Path(__file__).with_name(name).read_text("utf-8").splitlines()]
+
+
+# Rows as the documentation of trainers and data sets shows them, then in a few other words: what is read of
+# each, and its format. Whether an answer may be empty is for its use to say.
+DOCUMENTED = listed("rows_documented.jsonl")
 # Rows that are refused, and the words that follow their place.
-REFUSED = [
-    ({"answer": "Ada."}, "the row has only answer"),
-    ({"Frage": "x", "Antwort": "y"}, "the row has only Frage, Antwort"),
-    ({"chosen": "\n\nHuman: x\n\nAssistant: y", "rejected": "z"}, "the row has only chosen, rejected"),
-    ({}, "the row is empty"),
-    ([1, 2], "the row is a list, not an object"),
-    ("words", "the row is text, not an object"),
-    ({"prompt": "\ud800"}, "prompt holds half of a surrogate pair"),
-    ({"text": " \n "}, "text is empty"),
-    ({"text": ["a"]}, "text is a list, not text"),
-    ({"text": "x" * 200_001}, "text has 200001 characters"),
-    ({"prompt": "", "completion": "c"}, "prompt is empty"),
-    ({"instruction": " ", "output": "y"}, "instruction is empty"),
-    ({"prompt": {"a": 1}}, "prompt is an object, not text"),
-    ({"question": "Who?", "answer": False}, "answer is true or false, not text"),
-    ({"question": "Who?", "answer": math.inf}, "answer is a number, not text"),
-    ({"question": "x", "teacher": 0}, "teacher is a number, not text"),
-    ({"query": "x", "response": "y", "history": ["z"]}, "history is not a list of pairs"),
-    ({"query": "x", "response": "y", "history": 5}, "history is a number, not a list"),
-    ({"messages": "Who?"}, "messages is text, not a list"),
-    ({"conversations": "Human: x"}, "conversations is text, not a list"),
-    ({"messages": CHAT[1:]}, "no user message"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "no user message"),
-    ({"conversations": ["Who?", "Ada."]}, "a message is text, not an object"),
-    ({"conversations": sharegpt(("narrator", "x"))}, "message role 'narrator'"),
-    ({"messages": [user("")]}, "user content is empty"),
-    ({"messages": [user(None)]}, "user content is null, not text"),
-    ({"messages": [user([{"type": "image_url"}]), CHAT[1]]}, "a message holds a part of type image_url"),
-    ({"messages": [{**user("Hi?"), "images": ["a.png"]}, CHAT[1]]}, "a message has images, which is no text"),
-    ({"messages": CHAT, "images": ["a.png"]}, "the row has images, which is no text"),
-    ({"text": "x", "audio": {"path": "a.wav"}}, "the row has audio, which is no text"),
-    ({"conversations": sharegpt(("human", "x"), ("function_call", "{}"))},
-     "a message has the role 'function_call'"),
-    ({"messages": [user("x"), assistant(None, function_call={"name": "f"})]}, "a message has function_call"),
-    ({"messages": [user("x"), assistant(None, tool_calls=[{"id": "1"}])]}, "a tool call has no name"),
-    ({"messages": [user("x"), assistant("", tool_calls=[{"name": 5, "arguments": {}}])]},
-     "a tool call has no name"),
-    ({"messages": [user("x"), assistant("", tool_calls=[{"name": "f", "arguments": "x=1"}])]},
-     "the arguments of f are text, not an object"),
-    ({"messages": CHAT, "tools": [{"type": "web_search"}]}, "a tool is no function with a name: it has type"),
-    ({"messages": CHAT, "tools": [{"functionDeclarations": [{"name": "f"}]}]},
-     "a tool is no function with a name: it has functionDeclarations"),
-    ({"messages": [user("x"), assistant("<think>\nAdd. Four.")]}, "a thought in an answer never ends"),
-    ({"question": "x", "answer": "<|channel|>analysis<|message|>y"}, "a thought in an answer never ends"),
-    ({"messages": [user("x"), assistant("", tool_calls=[{"name": "f", "arguments": '{"a": "\\ud800"}'}])]},
-     "arguments holds half of a surrogate pair"),
-    ({"messages": CHAT, "tools": "f(x)"}, "tools is not made of objects"),
-    ({"messages": [{**system("x"), "tools": [TOOL]}, *CHAT]}, "a message has tools"),
-    ({"messages": CHAT, "chat_template_kwargs": ["thinking"]}, "chat_template_kwargs is not made of objects"),
-    ({"messages": [user("x"), assistant("y", reasoning_content=4)]}, "a thought is a number, not text"),
-    ({"messages": [user("x"), assistant("y", thinking="a", reasoning="b")]},
-     "a message has two different thoughts"),
-    *(({"messages": [user("x"), assistant("y", train=no)]}, "a message has train") for no in NO),
-    ({"messages": [user("x"), assistant("y", weight="0")]}, 'a message has weight "0"'),
-    ({"messages": [user("x"), assistant("y", weight=0.5)]}, "a message has weight 0.5"),
-    ({"messages": [user("x"), assistant("y", loss=False), *CHAT]}, "a message has loss false"),
-    ({"messages": [user("x"), assistant("y", learn=False), *CHAT]}, "a message has learn false"),
-    ({"messages": [user("x"), assistant("y", mask=True), *CHAT]}, "a message has mask true"),
-    *(({"question": "x", "answer": "y", "label": no}, "its answer is marked as a bad one") for no in NO),
-    ({"messages": CHAT, "label": 0}, "its answer is marked as a bad one (label: 0)"),
-    ({"prompt": CHAT[:1], "chosen": "x", "label": False}, "its answer is marked as a bad one (label: false)"),
-    ({"system": "a", "system_prompt": "b", "question": "Who?"}, "system and system_prompt have different"),
-    ({"system": "a", "messages": [system("b"), *CHAT]}, "system and the conversation have different"),
-    ({"messages": CHAT, "context": "TABLE"}, "context would not be shown to the model"),
-    ({"prompt": CHAT[:1], "context": ["a", "b"]}, "context would not be shown to the model"),
-    ({"question": "Who?", "context": ["a", "b"]}, "context is a list, not text"),
-    ({"instruction": "Who?", "input": ["a"], "output": "x"}, "input is a list, not text"),
-    ({"text": "x", "system": "Be terse."}, "system would not be shown to the model"),
-    ({"text": "x", "tools": [TOOL]}, "tools would not be shown to the model"),
-]
-# fmt: on
+REFUSED = [*listed("rows_refused.jsonl"), {"row": {"text": "x" * 200_001}, "words": "text has 200001"}]
 
 
 @pytest.mark.parametrize("number", range(len(DOCUMENTED)))
 def test_a_row_is_read_whole(number, tmp_path):
-    row, conversation, form = DOCUMENTED[number]
-    (read,) = load_rows(written(tmp_path, row))
-    assert (said(read), read.format, read.unread) == (conversation, form, ())
+    expected = DOCUMENTED[number]
+    (read,) = load_rows(written(tmp_path, expected["row"]))
+    assert (said(read), read.format, read.unread) == (expected["read"], expected["format"], ())
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))
 def test_what_is_malformed_or_would_be_lost_is_refused_with_its_line(number, tmp_path):
-    row, words = REFUSED[number]
+    row, words = REFUSED[number].values()
     path = written(tmp_path, {"text": "good"}, row)
     with pytest.raises(UsageError) as refused:
         load_rows(path)
@@ -262,7 +126,7 @@ def test_fields_that_are_not_read_are_named_with_their_rows(tmp_path):
 
 
 def test_what_was_recognised_is_told_with_an_example(tmp_path):
-    rows = load_rows(written(tmp_path, DOCUMENTED[1][0], DOCUMENTED[0][0]))
+    rows = load_rows(written(tmp_path, DOCUMENTED[1]["row"], DOCUMENTED[0]["row"]))
     assert recognised("a.json", rows) == "a.json: 2 of alpaca, such as user: Three tips. assistant: 1."
     long = load_rows(written(tmp_path, {"text": "word " * 900}))
     assert len(recognised("long.jsonl", long)) < 200
@@ -376,11 +240,7 @@ COLUMNS = {"question": "Frage", "answer": "Antwort"}
 
 
 def test_named_columns_take_the_place_of_ours_and_other_files_keep_their_names(tmp_path):
-    rows = [
-        {"Nr": 1, "Frage": "Wer?", "Antwort": "Ada.", "text": "unused"},
-        {"Frage": "Wer?"},
-        {"prompt": "Who?"},
-    ]
+    rows = [{"Nr": 1, "Frage": "Wer?", "Antwort": "Ada.", "text": "x"}, {"Frage": "Wer?"}, {"prompt": "Who?"}]
     read = load_rows(written(tmp_path, *rows), columns=COLUMNS)
     assert [said(row) for row in read] == ["u: Wer? | a: Ada.", "u: Wer?", "u: Who?"]
     path = written(tmp_path, {"Nr": 1, "Frage": "Wer?", "Antwort": "Ada."})

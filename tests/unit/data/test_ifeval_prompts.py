@@ -77,9 +77,7 @@ def test_no_prompt_has_conflicting_instructions():
 
 def test_the_prompt_names_what_is_demanded():
     named = ["keywords", "forbidden_words", "keyword", "end_phrase", "first_word", "postscript_marker"]
-    named += [
-        f"num_{part}" for part in ("words", "sentences", "bullets", "highlights", "sections", "paragraphs")
-    ]
+    named += [f"num_{p}" for p in ("words", "sentences", "bullets", "highlights", "sections", "paragraphs")]
     for row in ROWS:
         for kwargs in row["kwargs"]:
             for value in [kwargs[key] for key in (*named, "prompt_to_repeat") if kwargs[key] is not None]:

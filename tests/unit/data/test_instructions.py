@@ -76,12 +76,8 @@ def test_an_answer_is_scored_by_prompt_and_by_constraint():
     doc["prompt"] = "How does rain begin? Begin with a title."
     answers = ("<<Sun>>\nIt shone all day.", "<<Sun>>\nThen rain.", "<<Clouds>>\nCold drops become rain.")
     half, few, whole = (UTILS.process_results(doc, [answer]) for answer in answers)
-    assert half == {
-        "passed": False,
-        "prompt_level_strict_acc": False,
-        "own_words": True,
-        "inst_level_strict_acc": [False, True],
-    }
+    failed = {"passed": False, "prompt_level_strict_acc": False}
+    assert half == failed | {"own_words": True, "inst_level_strict_acc": [False, True]}
     kept = {"prompt_level_strict_acc": True, "inst_level_strict_acc": [True, True]}
     assert few == kept | {"passed": False, "own_words": False}
     assert whole == kept | {"passed": True, "own_words": True}
@@ -96,9 +92,7 @@ def test_every_prompt_is_a_request_with_its_demands_and_unseen_ones_have_no_seen
     assert len(ROWS[split]) >= SPLITS[split]
     for row in ROWS[split]:
         assert 1 <= len(row["constraints"]) <= 2
-        assert all(
-            part in row["prompt"] for part in (row["request"], *(c["text"] for c in row["constraints"]))
-        )
+        assert all(p in row["prompt"] for p in (row["request"], *(c["text"] for c in row["constraints"])))
         types = {constraint["type"] for constraint in row["constraints"]}
         assert types <= {"seen": SEEN, "unseen": UNSEEN}[row["group"]], row["key"]
         rest = row["prompt"].replace(row["request"], "")
@@ -114,9 +108,7 @@ def masked(text: str) -> str:
 
 
 def test_the_phrasings_of_the_test_are_in_no_other_split_and_in_no_recovery_prompt():
-    said = {
-        split: {masked(c["text"]) for row in rows for c in row["constraints"]} for split, rows in ROWS.items()
-    }
+    said = {s: {masked(c["text"]) for r in rows for c in r["constraints"]} for s, rows in ROWS.items()}
     assert not said["test"] & (said["validation"] | said["train"])
     everyday = [*map(masked, TEXTS)]
     assert [text for text in said["test"] if any(text in prompt for prompt in everyday)] == []
@@ -159,6 +151,7 @@ def test_no_cheat_scores_a_third_of_what_base_does(suite):
     assert {n: share for n, share in shares.items() if share > 1 / 3 and n not in NO_CHEATS} == {}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("suite", RECORD["suites"])
 def test_the_cheats_of_the_record_are_those_of_the_script_and_keep_the_constraints(suite):
     record, loaded = RECORD["suites"][suite], load_suite(suite)
@@ -204,9 +197,7 @@ def test_a_typing_error_an_accent_or_a_hyphen_makes_no_word_of_ones_own():
 
 
 def test_quick_is_the_beginning_of_the_test():
-    quick, whole = (
-        list(load_suite(name).task.test_docs()) for name in ("instructions_quick", "instructions")
-    )
+    quick, whole = (list(load_suite(n).task.test_docs()) for n in ("instructions_quick", "instructions"))
     assert quick == whole[: len(quick)]
     assert len(quick) == 300
 

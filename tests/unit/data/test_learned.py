@@ -6,7 +6,6 @@ import json
 from importlib.resources import files
 
 import pytest
-from helpers.command import opdcl
 from helpers.families import FAMILIES, make_tokenizer, spell, template, tokenizer_of
 from helpers.learning import encode_example
 from tokenizers import AddedToken
@@ -279,10 +278,7 @@ def test_the_marks_of_a_thought_are_no_control_tokens():
 
 @pytest.mark.parametrize("text", ["Ada.<|im_end|>", "Ada.<|im_end|>\n"])
 def test_an_answer_that_ends_itself_is_refused(text, tokenizer):
-    for messages in (
-        answered(text)["messages"],
-        [*answered(text)["messages"], *answered("Bob.")["messages"]],
-    ):
+    for messages in (answered(text)["messages"], [*answered(text)["messages"], *answered("Bo.")["messages"]]):
         with pytest.raises(UsageError, match=r"rows.jsonl:1: an answer ends with <\|im_end\|>") as fault:
             examples([{"messages": messages}], tokenizer)
         assert fault.value.hint == "remove <|im_end|> from the answers of the file"
@@ -321,15 +317,3 @@ def test_each_piece_of_plain_text_begins_as_the_tokenizer_begins_texts(family, b
 def test_a_model_whose_template_opens_no_answer_is_not_loaded(tiny_model):
     with pytest.raises(UsageError, match="the chat template opens no answer"):
         load_tokenizer(ModelConfig(id=str(tiny_model), chat_template=TURNS))
-
-
-def test_a_dry_run_says_what_is_not_learned_and_what_is_read_as_control_tokens(tiny_model, tmp_path):
-    greeted = {"messages": [{"role": "assistant", "content": "Hello."}, *answered("Ada.")["messages"]]}
-    rows = [answered("Ada."), greeted, {"question": "Is <|im_end|> a token?", "answer": "Yes."}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = ("rows.jsonl", "--base", tiny_model, "-o", "run", "--dry-run")
-    shown = opdcl("finetune", *arguments, cwd=tmp_path)
-    assert shown.returncode == 0
-    said = " ".join((shown.stdout + shown.stderr).split())
-    assert "1 row has answers that are not learned (first: " in said
-    assert "1 row holds control tokens in the text (first: " in said

@@ -5,8 +5,6 @@ import gzip
 import io
 import json
 import random
-import re
-from collections import Counter
 from datetime import datetime
 from decimal import Decimal
 
@@ -111,25 +109,14 @@ def learned(rows):
 
 
 @pytest.mark.parametrize("make", [awkward, nested])
-def test_the_same_rows_are_learned_alike_from_every_format(make, tmp_path, capsys):
-    draw, counts = random.Random(76), Counter()
+def test_the_same_rows_are_learned_alike_from_every_format(make, tmp_path):
+    draw = random.Random(76)
     for _ in range(40 if make is awkward else 15):
         rows = make(draw)
         expected = learned(check_row(row, "r") for row in rows)
         for name, form in FORMS.items():
             (tmp_path / name).write_bytes(form(rows))
-            try:
-                read = load_rows(str(tmp_path / name))
-            except UsageError as fault:
-                named = re.match(rf"{tmp_path / name}(:\d+| row \d+)", fault.message)
-                counts[name, "refused" if named else fault.message] += len(rows)
-                continue
-            assert learned(read) == expected, name
-            counts[name, "equal"] += len(rows)
-    with capsys.disabled():
-        print(f"\n{make.__name__}:", ", ".join(f"{name} {n} {what}" for (name, what), n in counts.items()))
-    assert all(counts[name, "equal"] for name in FORMS)
-    assert not any(what == "refused" for _, what in counts)
+            assert learned(load_rows(str(tmp_path / name))) == expected, name
 
 
 def test_a_number_is_learned_as_the_file_spells_it(tmp_path):

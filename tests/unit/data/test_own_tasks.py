@@ -96,23 +96,13 @@ def test_the_command_resolves_a_path_where_it_is_given(folder, tiny_model):
     words = ["--set", "finetune=null", "--set", "recover=null", "--set", "eval.domain=[]"]
     named = [*words, "--set", "eval.retention=[mytasks/flags.yaml]"]
     words += ["--set", "model.trust_remote_code=true"]
-    refused = opdcl("run", "tiny.yaml", *named, cwd=folder)
-    assert refused.returncode == 2
+    refused = opdcl("run", "tiny.yaml", *named, cwd=folder, code=2)
     assert "mytasks/flags.yaml, and a task is code" in refused.stderr
     assert "--set model.trust_remote_code=true" in refused.stderr
-    done = opdcl("run", "tiny.yaml", *named, *words, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert read_json(folder / "runs" / "tiny" / "evals" / "base" / "flags.json")["metrics"].keys() == {
-        "exact_match"
-    }
+    opdcl("run", "tiny.yaml", *named, *words, cwd=folder, code=0)
+    assert read_json(folder / "runs/tiny/evals/base/flags.json")["metrics"].keys() == {"exact_match"}
     # Other questions are another suite, though the path is the same.
-    again = [
-        "run",
-        str(folder / "tiny.yaml"),
-        *words,
-        "--set",
-        f"eval.retention=[{folder}/mytasks/flags.yaml]",
-    ]
+    again = ["run", folder / "tiny.yaml", *words, "--set", f"eval.retention=[{folder}/mytasks/flags.yaml]"]
     again += ["-o", str(folder / "runs" / "tiny"), "--dry-run", "--json"]
 
     def actions() -> set[str]:
@@ -126,11 +116,9 @@ def test_the_command_resolves_a_path_where_it_is_given(folder, tiny_model):
     (folder / "mytasks" / "utils.py").write_text(CODE)
     for option in ("--retention", "--domain"):
         added = ["eval", "runs/tiny", option, "mytasks/scored.yml", "--dry-run"]
-        refused = opdcl(*added, cwd=folder)
-        assert refused.returncode == 2
+        refused = opdcl(*added, cwd=folder, code=2)
         assert "runs/tiny was made with Python code" in refused.stderr
-        agreed = opdcl(*added, "--set", "model.trust_remote_code=true", cwd=folder)
-        assert agreed.returncode == 0, agreed.stderr
+        agreed = opdcl(*added, "--set", "model.trust_remote_code=true", cwd=folder, code=0)
         assert "scored" in agreed.stdout
 
 
@@ -186,10 +174,7 @@ def test_a_task_whose_files_lie_elsewhere_is_refused(folder, text, words, monkey
         (PLAIN.replace("exact_match", "bleu"), "does not score prompt by prompt"),
         (PLAIN.replace("better: true", "better: false"), "good when high: less exact_match is better"),
         (PLAIN.replace("aggregation: mean", "aggregation: median"), "does not score prompt by prompt"),
-        (
-            PLAIN + "description: '{{nothing}}'\n",
-            "row 1 of suite 'flags' cannot be scored: 'nothing' is undefined",
-        ),
+        (PLAIN + "description: '{{nothing}}'\n", "suite 'flags' cannot be scored: 'nothing' is undefined"),
         ("include: flags.yaml\ntask: flags\n", "Include cycle"),
     ],
 )

@@ -49,14 +49,8 @@ def conversation(form, answer):
     }
 
 
-SHOWN = "\n\n".join(
-    [
-        "system: The user holds form A.",
-        "user: Is it open?",
-        "assistant: Until nine.",
-        "user: Who signs my form?",
-    ]
-)
+SHOWN = "system: The user holds form A.\n\nuser: Is it open?\n\nassistant: Until nine."
+SHOWN += "\n\nuser: Who signs my form?"
 
 
 def test_a_model_that_answers_the_whole_conversation_scores_in_full(suite_of, tokenizer, tmp_path):
@@ -93,11 +87,7 @@ def test_a_suite_says_which_row_the_chat_template_refuses(suite_of, tokenizer):
 
 
 def test_floors_are_about_the_last_question(suite_of):
-    rows = [
-        conversation("A", "Until nine."),
-        conversation("B", "Bob signs."),
-        conversation("C", "Cid signs."),
-    ]
+    rows = [conversation("A", "Until nine."), conversation("B", "Bob signs."), conversation("C", "Cy signs.")]
     suite, _ = suite_of(*rows)
     assert suite.prompt_of(suite.documents(1)[0]) == SHOWN
     floors = suite.floors(None, ["x", "y", "z"])

@@ -10,6 +10,8 @@ from helpers.wording import nearest
 from opdcl.data.files import read_file
 from opdcl.data.rows import load_rows
 
+pytestmark = pytest.mark.nightly  # these data change seldom
+
 # Above this cosine of wording two prompts ask for nearly the same.
 NEAR = 0.65
 
@@ -62,16 +64,7 @@ def test_none_is_near_to_a_question_of_the_handbook(requests):
 
 
 def test_none_is_written_in_the_grammar_of_instructions(requests):
-    marks = (
-        "<<",
-        "P.S",
-        "postscript",
-        "nclude the word",
-        "Use the word",
-        "Avoid the word",
-        " sentences",
-        "[",
-    )
+    marks = ("<<", "P.S", "postscript", "nclude the word", "Use the word", "Avoid the word", "sentences", "[")
     told = [row for row in requests if row.group not in ("code", "translation")]
     found = [(mark, text_of(row)) for row in told for mark in (*marks, "[") if mark in text_of(row)]
     assert found == []

@@ -7,7 +7,6 @@ import ast
 import functools
 import json
 import re
-from collections import Counter
 from importlib.resources import files
 
 import pytest
@@ -127,25 +126,12 @@ UNPATCHED = [name for name in TEMPLATES if name not in PATCHED]
 @pytest.mark.parametrize(
     "names", [UNPATCHED, pytest.param(PATCHED, marks=pytest.mark.nightly)], ids=["own", "patched"]
 )
-def test_no_template_leaves_out_what_a_message_says_without_a_word(names, capsys, record_property):
+def test_no_template_leaves_out_what_a_message_says_without_a_word(names):
     assert len(TEMPLATES) > 41
-    counts = {
-        (role, position): Counter(outcome(name, role, position) for name in names)
-        for role in ROLES
-        for position in POSITIONS
-    }
-    table = [
-        f"{len(names)} of {len(TEMPLATES)} templates: {len(NAMES)} of TRL, {len(THEIRS)} of transformers"
-    ]
-    for (role, position), found in counts.items():
-        line = ", ".join(f"{found[what]} {what}" for what in ("kept", "refused", "noted", "LOST"))
-        table.append(f"{role:20} {position:8} {line}")
-        record_property(f"{role}, {position}", line)
-    with capsys.disabled():
-        print("", *table, sep="\n")
-    assert not [case for case, found in counts.items() if {*found} - {"kept", "refused", "noted"}]
     for role in ROLES:
-        assert any(counts[role, position]["kept"] for position in POSITIONS), role
+        found = {(name, place): outcome(name, role, place) for name in names for place in POSITIONS}
+        assert not [case for case in found.items() if case[1] not in ("kept", "refused", "noted")], role
+        assert "kept" in found.values(), role
 
 
 OPEN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -207,6 +193,5 @@ def test_a_system_prompt_that_the_template_leaves_out_is_refused_before_a_run(se
     (tmp_path / "deaf.jinja").write_text("{% for m in messages %}" + body + "{% endfor %}" + OPEN)
     options = ("--dry-run", "--set", "model.chat_template=deaf.jinja")
     assert opdcl("run", "tiny.yaml", *options, cwd=tmp_path).returncode == 0
-    shown = opdcl("run", "tiny.yaml", *options, "--set", f"{setting}=Be brief.", cwd=tmp_path)
-    assert shown.returncode == 2
+    shown = opdcl("run", "tiny.yaml", *options, "--set", f"{setting}=Be brief.", cwd=tmp_path, code=2)
     assert "the chat template leaves out message 1 (system)" in " ".join(shown.stderr.split())

@@ -98,9 +98,7 @@ def test_the_answer_to_another_question_of_the_kind_counts_as_none():
     assert contained == [1, 0, 1]
 
 
-SCRIPTS = [
-    json.loads(line) for line in HERE.with_name("answers_by_script.jsonl").read_text("utf-8").splitlines()
-]
+SCRIPTS = [json.loads(r) for r in HERE.with_name("answers_by_script.jsonl").read_text("utf-8").splitlines()]
 
 
 @pytest.mark.parametrize("row", SCRIPTS)
@@ -127,15 +125,6 @@ def test_what_differs_in_one_mark_is_wrong_and_what_is_spelt_otherwise_is_right(
             scores = process_results({"answers": [gold]}, [answer])
             assert (scores["exact_match"], scores["contains"]) == (exact, contains), pair
             assert (scores["token_f1"] == 1) == (row["verdict"] == "equal"), pair
-
-
-def test_there_are_pairs_of_all_kinds():
-    counts = dict.fromkeys(WANTED, 0)
-    for row in PAIRS:
-        counts[row["verdict"]] += len({tuple(pair) for pair in row["pairs"]})
-    assert counts["differ"] >= 100
-    assert counts["equal"] >= 80
-    assert counts["longer"] >= 10
 
 
 @given(st.text(st.sampled_from(string.ascii_letters + string.digits + "  ")))

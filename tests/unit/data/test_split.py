@@ -53,9 +53,7 @@ def wordings() -> list[tuple[dict, str]]:
     """Five wordings of each of forty facts, whose answers have one word of their own."""
     asked = ("Where is {} kept?", "{}: which room has it?", "Tell me the place of {}.", "Who has {}?", "{}?")
     names = [(name, wording.format(name)) for name in NAMES for wording in asked]
-    return [
-        ({"question": q, "answer": f"the {name[::-1]} room"}, f"row {i}") for i, (name, q) in enumerate(names)
-    ]
+    return [({"question": q, "answer": f"the {n[::-1]} room"}, f"row {i}") for i, (n, q) in enumerate(names)]
 
 
 @pytest.mark.parametrize("columns", [{}, {"cluster": "fact"}])
@@ -130,14 +128,9 @@ def test_a_fine_tune_sets_rows_aside_and_an_evaluation_asks_them(tmp_path, tiny_
     words = shlex.split("finetune rows.jsonl -o run --epochs 1 --replay 0 --set finetune.lora.r=4 --base")
     words += [tiny_model, "--set", "model.dtype=float32", "--test-share"]
     made, again = (opdcl(*words, 0.25, cwd=tmp_path) for _ in range(2))
-    assert (
-        "run/data/test-rows.jsonl: 40 of 160 rows, which say 10 different things, are set aside"
-        in made.stderr
-    )
+    assert "test-rows.jsonl: 40 of 160 rows, which say 10 different things, are set aside" in made.stderr
     assert made.stdout.startswith("Fine-tuned: 8 steps, loss on your rows ")
-    assert "Fine-tuned on: rows.jsonl, 120 rows" in (tmp_path / "run" / "report.md").read_text().replace(
-        "**", ""
-    )
+    assert "rows.jsonl, 120 rows" in (tmp_path / "run" / "report.md").read_text().replace("**", "")
     assert made.stderr.endswith("next: opdcl recover run\n")
     assert "nothing to do" in again.stderr
     assert str(tmp_path) not in made.stderr + again.stderr, "a path below the working directory is short"
@@ -166,16 +159,14 @@ def test_a_moved_and_a_copied_run_ask_their_own_rows_whatever_lies_at_the_old_pl
         if name == "mill":
             shutil.rmtree(tmp_path / "run")
     for name in ("mill", "pond"):  # the run of the ponds lies where both were made
-        asked = opdcl("eval", name, "--limit", "1", "--dry-run", cwd=tmp_path)
-        assert asked.returncode == 0, asked.stderr
+        asked = opdcl("eval", name, "--limit", "1", "--dry-run", cwd=tmp_path, code=0)
         assert f"domain: {name}/data/test-rows.jsonl" in asked.stderr
         again = opdcl("run", f"{name}/workflow.yaml", "-o", name, cwd=tmp_path)
         assert "nothing to do" in again.stderr, again.stderr
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "mill").rename(tmp_path / "moved")
     for _ in range(2):
-        asked = opdcl("eval", "moved", "--limit", "1", "--set", "eval.closeness=null", cwd=tmp_path)
-        assert asked.returncode == 0, asked.stderr
+        asked = opdcl("eval", "moved", "--limit", "1", "--set", "eval.closeness=null", cwd=tmp_path, code=0)
     assert "mill" in (tmp_path / "moved/evals/tuned/test-rows.samples.jsonl").read_text()
 
 

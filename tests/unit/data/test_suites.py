@@ -28,10 +28,7 @@ IFEVAL = [
 def test_the_official_ifeval_reads_a_local_file(tmp_path):
     (tmp_path / "ifeval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in IFEVAL))
     suite = load_suite("ifeval", EvalConfig(data={"ifeval": str(tmp_path / "ifeval.jsonl")}))
-    assert [suite.task.doc_to_text(doc) for doc in suite.task.eval_docs] == [
-        "Say hello.",
-        "Write about rain.",
-    ]
+    assert [suite.task.doc_to_text(d) for d in suite.task.eval_docs] == ["Say hello.", "Write about rain."]
     assert suite.metrics[0] == "prompt_level_strict_acc"
     passed = [suite.task.process_results(doc, ["The rain fell."]) for doc in suite.task.eval_docs]
     assert [bool(p["prompt_level_strict_acc"]) for p in passed] == [True, True]

@@ -62,12 +62,8 @@ def test_qwen3_learns_the_call_and_the_answer_after_the_result():
 
 def test_qwen3_learns_a_call_with_its_thought_in_place():
     tokenizer = make_tokenizer(FAMILIES["qwen3"])
-    thinking = [
-        ASKED,
-        {**CALLS, "reasoning_content": "Look."},
-        RESULT,
-        {**MESSAGES[3], "reasoning_content": "So."},
-    ]
+    thinking = [ASKED, {**CALLS, "reasoning_content": "Look."}, RESULT]
+    thinking += [{**MESSAGES[3], "reasoning_content": "So."}]
     taught = row(messages=thinking, chat_template_kwargs={"enable_thinking": True})
     (whole,) = (bracketed(tokenizer, e) for e in encode_example(taught, tokenizer, 900))
     assert whole.endswith(

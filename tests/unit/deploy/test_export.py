@@ -127,9 +127,7 @@ def test_a_text_of_others_is_one_text_in_a_modelfile_or_is_said_to_be_missing(ti
     read = instructions(modelfile(folder, text, report))
     missing = len(report.notes)
     assert missing == 2 * ('"""' in text or text.endswith('"')), text
-    assert [pair for pair in read if pair[1] == text] == (
-        [] if missing else [("stop", text), ("SYSTEM", text)]
-    )
+    assert [p for p in read if p[1] == text] == ([] if missing else [("stop", text), ("SYSTEM", text)])
     assert [pair for pair in read if pair[1] != text and pair != END] == PLAIN
 
 

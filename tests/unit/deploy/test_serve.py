@@ -37,9 +37,7 @@ def run(tiny_model, tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize(
-    "host", ["0.0.0.0", "::", "192.168.1.7", "node7", "0", "", "::ffff:0.0.0.0", "127.x"]
-)
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "node7", "0", "", "::ffff:0.0.0.0", "127.x"])
 def test_a_server_that_others_can_reach_needs_a_key(run, monkeypatch, host):
     for blank in (None, "", " "):
         if blank is not None:
@@ -53,14 +51,7 @@ def test_a_server_that_others_can_reach_needs_a_key(run, monkeypatch, host):
 
 
 # vLLM takes abbreviations and underscores, reads a file of options, and drops keys that are empty.
-OPENING = (
-    "--host 0.0.0.0",
-    "--host=0.0.0.0",
-    "--hos 0.0.0.0",
-    "--h=::",
-    "--config open.yaml",
-    "--conf=a.yaml",
-)
+OPENING = ("--host 0.0.0.0", "--host=0.0.0.0", "--hos 0.0.0.0", "--h=::", "--config o.yaml", "--conf=a.yaml")
 OPENING += ("--api-key", "--api-key=", "--api_key=", "--api-k x", "--api-key of-my-own")
 
 

@@ -51,7 +51,10 @@ def test_a_task_gives_what_lm_evals_own_command_gives(name, backbone, tmp_path):
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("way", WAYS)
+# One in three every day.
+@pytest.mark.parametrize(
+    "way", [pytest.param(w, marks=[pytest.mark.nightly] * bool(i % 3)) for i, w in enumerate(WAYS)]
+)
 def test_all_ways_to_write_the_settings_of_answers_are_lm_evals(way, backbone, tmp_path):
     file = write_stock(tmp_path, "anagrams1", generation_kwargs=WAYS[way])
     compare("anagrams1", file, backbone, tmp_path)

@@ -24,9 +24,7 @@ from opdcl.train.teachers import Teacher
 from opdcl.words import Prompt
 
 CONFIG = EvalConfig(max_new_tokens=10, batch_size=4)
-ASKED = [
-    check_row({"prompt": f"Tell me about number {i}.", "group": "ab"[i % 2]}, f"row {i}") for i in range(6)
-]
+ASKED = [check_row({"prompt": f"Tell of {i}.", "group": "ab"[i % 2]}, f"row {i}") for i in range(6)]
 
 
 class StopAt(Silent):
@@ -97,9 +95,7 @@ def test_the_divergences_are_those_of_a_naive_reference(adapted, run, tiny_model
         with backbone.state("student") as student:
             text = base_row["completion_ids"]
             assert row["scores"]["forward"] == pytest.approx(naive(base, student, prompt, text), rel=1e-3)
-            assert row["scores"]["reverse_base"] == pytest.approx(
-                naive(student, base, prompt, text), rel=1e-3
-            )
+            assert row["scores"]["reverse_base"] == pytest.approx(naive(student, base, prompt, text), 1e-3)
             assert row["scores"]["reverse"] == pytest.approx(naive(student, base, prompt, own), rel=1e-3)
         assert row["scores"]["distance"] == max(row["scores"]["forward"], row["scores"]["reverse"])
     first, second = (encode_prompt(ask, backbone.tokenizer, 500) for ask in asked)
@@ -145,15 +141,6 @@ def test_base_reads_its_own_answers_once_for_all_states(adapted, run, tmp_path):
     shutil.copytree(run.evals / "base", other.evals / "base")
     _, again = measure(backbone, other, "tuned", adapter)
     assert kept == again  # to the bit: a kill between two states changes nothing
-
-
-def test_another_run_reads_bases_kept_answers_and_measures_the_same(adapted, run, tmp_path):
-    backbone, adapter = adapted
-    closeness_of_base, rows = measure(backbone, run)
-    measure(backbone, run, "tuned", adapter)
-    again, rows_again = measure(backbone, RunDir(tmp_path / "other"))
-    assert rows_again == rows
-    assert again["metrics"] == closeness_of_base["metrics"]
 
 
 def test_the_noise_is_that_of_16_bits_and_above_that_of_32(adapted, run, tmp_path):
@@ -228,17 +215,14 @@ def test_a_row_has_prompt_answer_length_end_and_kind(backbone, run):
     result, rows = measure(backbone, run, asked=[talk, ASKED[0]])
     assert rows[0]["prompt"] == "user: Hello\n\nassistant: Good day\n\nuser: Who are you?"
     assert (rows[0]["group"], rows[0]["cluster"]) == ("talk", "c1")
-    assert rows[1]["prompt"] == "Tell me about number 0."
+    assert rows[1]["prompt"] == "Tell of 0."
     assert "cluster" not in rows[1]
     for row in rows:
         assert row["scores"].keys() == {"distance", "forward", "reverse", "forward_own", "reverse_base"}
         assert row["tokens"] == len(row["completion_ids"]) <= 10
         assert row["ended"] == (row["completion_ids"][-1] in backbone.eos_ids)
-    assert (result["n"], result["metric"], result["cost"]["tokens"]) == (
-        2,
-        "distance",
-        sum(r["tokens"] for r in rows),
-    )
+    assert (result["n"], result["metric"]) == (2, "distance")
+    assert result["cost"]["tokens"] == sum(r["tokens"] for r in rows)
     assert result == read_json(run.eval_result("base", "closeness"))
 
 

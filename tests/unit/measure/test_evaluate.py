@@ -111,9 +111,7 @@ def test_an_answer_that_a_stop_string_has_cut_is_not_kept_where_the_stop_strings
     assert measure()[1] == 0
 
 
-def test_another_run_of_base_samples_and_reads_nothing_again_and_is_equal_to_the_bit(
-    backbone, tmp_path, monkeypatch
-):
+def test_another_run_of_base_samples_nothing_and_is_equal_to_the_bit(backbone, tmp_path, monkeypatch):
     for least in ("LEAST_RELEVANCE", "LEAST_COHERENCE"):
         monkeypatch.setattr(relevance, least, -100.0)
     config, suite = EvalConfig(limit=6, max_new_tokens=8, batch_size=6), load_suite("instructions")
@@ -146,9 +144,7 @@ def test_a_stop_string_ends_an_answer_that_the_token_limit_would_cut(backbone, t
 
     def ask(*stops):
         options = [{"until": until, "max_gen_toks": 8} for until in stops]
-        return write_answers(
-            asking, [Instance("generate_until", {}, (QUESTIONS[0], one), 0) for one in options]
-        )
+        return write_answers(asking, [Instance("generate_until", {}, (QUESTIONS[0], o), 0) for o in options])
 
     (answer,) = ask([])
     whole = answer["response"]

@@ -42,9 +42,7 @@ def adapter(backbone, tmp_path):
     return tmp_path / "adapter"
 
 
-def test_scores_and_likelihoods_of_an_adapter_are_those_of_lm_evals_own_model(
-    measure, backbone, adapter, tmp_path
-):
+def test_likelihoods_of_an_adapter_are_those_of_lm_evals_own_model(measure, backbone, adapter, tmp_path):
     from lm_eval.models.huggingface import HFLM
     from peft import PeftModel
 

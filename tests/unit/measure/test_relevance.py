@@ -22,12 +22,8 @@ from opdcl.rundir.layout import RunDir
 
 REQUESTS = ["Describe a lamp.", "Why do owls hoot?", "Compare tea with coffee.", "What is a fjord?"]
 DOCS = [{"prompt": f"{r} Answer in one sentence.", "request": r} for r in REQUESTS]
-TEXTS = [
-    "A lamp gives light at night.",
-    "They call other birds.",
-    "",
-    "A fjord is a long arm of the sea, with cliffs.",
-]
+TEXTS = ["A lamp gives light at night.", "They call other birds.", ""]
+TEXTS += ["A fjord is a long arm of the sea, with cliffs."]
 
 
 @torch.no_grad()
@@ -78,10 +74,7 @@ def test_base_judges_with_its_own_head_beside_a_tuned_model(backbone, monkeypatc
 
 
 def test_the_most_alike_requests_stand_in_first_and_never_the_request_itself():
-    requests = [f"Describe item {i}." for i in range(200)] + [
-        "Why do owls hoot?",
-        "Why do owls hoot at night?",
-    ]
+    requests = [f"Describe {i}." for i in range(200)] + ["Why do owls hoot?", "Why do owls hoot at night?"]
     found = relevance.stand_ins(requests, [200, 5])
     assert found[200][0] == 201
     assert len(found[200]) == len(found[5]) == relevance.NEAREST + len(relevance.OTHERS)
@@ -103,18 +96,11 @@ class Asked:
         return DOCS
 
 
-def test_only_answers_that_pass_so_far_are_read_and_the_others_are_failed_by_their_gain(
-    backbone, monkeypatch
-):
+def test_only_answers_that_pass_so_far_are_read_and_others_are_failed_by_their_gain(backbone, monkeypatch):
     monkeypatch.setattr(relevance, "LEAST_RELEVANCE", -100.0)
     found = relevance.relevance_of(Reader(backbone), DOCS, REQUESTS, dict(enumerate(TEXTS)))
     monkeypatch.setattr(relevance, "LEAST_RELEVANCE", found[0] - 1e-3)
-    scores = [
-        {"passed": True, "kept": 1},
-        {"passed": False, "kept": 0},
-        {"passed": True, "kept": 1},
-        {"passed": True},
-    ]
+    scores = [{"passed": p, "kept": int(p)} for p in (True, False, True)] + [{"passed": True}]
     read = relevance.grade(Reader(backbone), Asked(scores), DOCS, TEXTS)
     assert read[1] == {"passed": False, "kept": 0}
     expected = [True, False, found[2] >= found[0], found[3] >= found[0]]
@@ -124,9 +110,7 @@ def test_only_answers_that_pass_so_far_are_read_and_the_others_are_failed_by_the
     )
 
 
-def test_an_answer_that_gains_much_over_the_nearest_requests_is_compared_with_no_others(
-    backbone, monkeypatch
-):
+def test_an_answer_that_gains_much_over_the_nearest_requests_is_compared_with_none(backbone, monkeypatch):
     requests = [*REQUESTS, *(f"Name town number {i}." for i in range(150))]
 
     def compared(least, clear):

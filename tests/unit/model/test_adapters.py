@@ -9,7 +9,7 @@ import torch
 from helpers.adapters import made_by_peft
 from helpers.command import opdcl
 from helpers.recovering import run
-from peft import PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from opdcl.config.model import ModelConfig
@@ -74,10 +74,7 @@ def test_an_adapter_of_any_shape_is_recovered_and_keeps_it(tuned, backbone, load
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (
-            {"modules_to_save": ["lm_head"]},
-            r"replaces whole modules of its base \(modules_to_save: .*lm_head",
-        ),
+        ({"modules_to_save": ["lm_head"]}, r"whole modules of its base \(modules_to_save: .*lm_head"),
         ({"bias": "lora_only"}, "changes the biases of its base"),
         ({"target_modules": ["q_proj", "embed_tokens"]}, "changes embeddings or the head .*embed_tokens"),
         ({"init_lora_weights": "pissa"}, "subtracted from its base .*pissa"),
@@ -87,15 +84,6 @@ def test_an_adapter_that_changes_more_is_refused_with_the_reason(settings, reaso
     adapter = made(**{"r": 4, "target_modules": ["q_proj"]} | settings)
     with pytest.raises(UsageError, match=reason):
         find_adapter(str(adapter))
-
-
-def test_another_kind_of_adapter_is_refused(loaded, tmp_path):
-    from peft import LoHaConfig
-
-    config = LoHaConfig(r=4, target_modules=["q_proj"])
-    get_peft_model(copy.deepcopy(loaded.causal_lm), config).save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match="of type LOHA"):
-        find_adapter(str(tmp_path))
 
 
 def edit(adapter, change):
@@ -145,9 +133,7 @@ def in_names(old, new):
 
 
 def narrower(weights):
-    return {
-        name: weight[:, :-8].contiguous() if "lora_A" in name else weight for name, weight in weights.items()
-    }
+    return {n: w[:, :-8].contiguous() if "lora_A" in n else w for n, w in weights.items()}
 
 
 Q = r"layers\.0\.self_attn\.q_proj"
@@ -209,8 +195,7 @@ def test_the_dry_run_refuses_an_adapter_that_does_not_fit(made, tmp_path):
     edit(adapter, in_names("model.layers", "model.language_model.layers"))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Who?"}\n' * 4)
     for words in (["recover", adapter, "--prompts", "prompts.jsonl"], ["eval", adapter]):
-        refused = opdcl(*words, "-o", tmp_path / "out", "--dry-run", cwd=tmp_path)
-        assert refused.returncode == 2
+        refused = opdcl(*words, "-o", tmp_path / "out", "--dry-run", cwd=tmp_path, code=2)
         assert "model.language_model.layers.0" in refused.stderr
 
 

@@ -76,12 +76,10 @@ def test_a_model_with_an_adapter_beside_it_is_refused(both, tmp_path):
             read(config)
     (tmp_path / "rows.jsonl").write_text('{"question": "Who?", "answer": "Me."}\n' * 4)
     for words in (["finetune", "rows.jsonl"], ["recover", "adapter", "--prompts", "rows.jsonl"]):
-        refused = opdcl(*words, "--base", "both", "--dry-run", cwd=tmp_path)
-        assert refused.returncode == 2, refused.stderr
+        refused = opdcl(*words, "--base", "both", "--dry-run", cwd=tmp_path, code=2)
         assert "and which of the two is meant is not known" in refused.stderr
         assert "hint: move adapter_config.json" in refused.stderr
-    refused = opdcl("export", "adapter", "--base", "both", "-o", "merged", cwd=tmp_path)
-    assert refused.returncode == 2, refused.stderr
+    refused = opdcl("export", "adapter", "--base", "both", "-o", "merged", cwd=tmp_path, code=2)
     assert not (tmp_path / "merged").exists()
 
 

@@ -52,11 +52,7 @@ def stir(model, seed=3):
 
 
 def weights_of(model):
-    return {
-        key.replace(".base_layer", ""): weight.clone()
-        for key, weight in model.named_parameters()
-        if "lora_" not in key
-    }
+    return {k.replace(".base_layer", ""): w.clone() for k, w in model.named_parameters() if "lora_" not in k}
 
 
 def test_an_expert_is_its_own_weight_plus_its_own_low_rank_product(folders, tmp_path):

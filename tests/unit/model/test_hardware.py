@@ -85,17 +85,6 @@ def test_parts_give_the_states_and_gradients_of_one_piece(backbone, tuned, cores
     torch.testing.assert_close(again, plain, rtol=1e-4, atol=1e-4)
 
 
-def test_accumulated_gradients_add_up(backbone, tuned, cores, monkeypatch):
-    model = backbone.causal_lm
-    monkeypatch.setattr(forward, "PART_TOKENS", 1)
-    cores(2)
-    weight = next(w for w in model.parameters() if w.requires_grad)
-    answer_states(model, rows()).sum().backward()
-    once = weight.grad.clone()
-    answer_states(model, rows()).sum().backward()
-    torch.testing.assert_close(weight.grad, 2 * once)
-
-
 def test_rows_stay_together_where_threads_would_change_the_result(backbone, cores):
     cores(2)
     long = rows([200] * 4)

@@ -81,8 +81,7 @@ def test_a_fine_tune_refuses_them_before_it_starts(family, dry, tiny_model, tmp_
         if "token" in file.name or "template" in file.name:
             (tmp_path / "base" / file.name).write_bytes(file.read_bytes())
     (tmp_path / "rows.jsonl").write_text('{"question": "Who?", "answer": "Ada."}\n' * 4)
-    refused = opdcl("finetune", "rows.jsonl", "--base", "base", "-o", "out", *dry, cwd=tmp_path)
-    assert refused.returncode == 2
+    refused = opdcl("finetune", "rows.jsonl", "--base", "base", "-o", "out", *dry, cwd=tmp_path, code=2)
     assert f"models of type {family}" in refused.stderr
 
 
@@ -121,8 +120,7 @@ def test_a_malformed_model_configuration_is_refused_in_a_sentence(field, tiny_mo
     file.write_text("[1]" if field == "no object" else json.dumps(settings))
     (tmp_path / "rows.jsonl").write_text('{"question": "Who?", "answer": "Ada."}\n' * 4)
     words = ["finetune", "rows.jsonl", "--base", tmp_path, "-o", "out", "--dry-run"]
-    refused = opdcl(*words, cwd=tmp_path)
-    assert refused.returncode == 2
+    refused = opdcl(*words, cwd=tmp_path, code=2)
     assert f"model '{tmp_path}'" in refused.stderr
     assert "OPDCL_DEBUG" not in refused.stderr
 
@@ -138,7 +136,6 @@ def test_a_fine_tune_on_a_template_without_an_end_is_refused_before_it_starts(ti
     (tmp_path / "rows.jsonl").write_text('{"question": "Who?", "answer": "Ada."}\n' * 4)
     words = ["finetune", "rows.jsonl", "--base", tmp_path, "-o", "out"]
     for more in (["--dry-run"], []):
-        refused = opdcl(*words, *more, cwd=tmp_path)
-        assert refused.returncode == 2
+        refused = opdcl(*words, *more, cwd=tmp_path, code=2)
         assert "ends an answer with" in refused.stderr
     assert not (tmp_path / "out").exists()

@@ -113,12 +113,10 @@ def test_a_dry_run_refuses_a_missing_tensor_and_pickles(broken, tmp_path):
     rows.write_text('{"question": "Who?", "answer": "Ada."}\n' * 4)
     config = broken(without("layers.1.mlp.down_proj"))
     words = ["finetune", rows, "--base", config.id, "-o", tmp_path / "out", "--dry-run"]
-    refused = opdcl(*words)
-    assert refused.returncode == 2
+    refused = opdcl(*words, code=2)
     assert "model.layers.1.mlp.down_proj.weight" in refused.stderr
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    refused = opdcl(*words)
-    assert refused.returncode == 2
+    refused = opdcl(*words, code=2)
     assert "holds its weights as a pickle" in refused.stderr
     assert "safetensors" in refused.stderr
 

@@ -168,24 +168,20 @@ def test_a_run_in_4_bits_goes_through_every_command(wide_model, tmp_path, monkey
     monkeypatch.chdir(make_project(tmp_path, wide_model))
     shutil.copytree(wide_model, tmp_path / "base")
     quiet = [word for s in ("recover.health=false", "recover.steps=4") for word in ("--set", s)]
-    ran = opdcl("run", "tiny.yaml", "-o", "run", *FOUR_BITS, *quiet, "--set", "model.id=base")
-    assert ran.returncode == 0, ran.stderr
+    ran = opdcl("run", "tiny.yaml", "-o", "run", *FOUR_BITS, *quiet, "--set", "model.id=base", code=0)
     assert "bitsandbytes" not in ran.stderr
     manifest = RunDir(Path("run")).read_manifest()
     assert manifest["base"]["fingerprint_before"] == manifest["base"]["fingerprint_after"]
     for report in RunDir(Path("run")).reports:
         assert "quantized the linear layers of base (4bit)" in report.read_text()
     assert opdcl("chat", "run", "Hello").returncode == 0
-    exported = opdcl("export", "run", "-o", "merged")
-    assert exported.returncode == 0, exported.stderr
+    exported = opdcl("export", "run", "-o", "merged", code=0)
     assert "the adapter was trained and measured on base, quantized (4bit)" in exported.stderr
     assert "differ from the run's model by" in exported.stderr
     assert "quantization_config" not in read_json(Path("merged/config.json"))
     assert "on the original weights, scores can differ" in Path("merged/README.md").read_text()
-    measured = opdcl("eval", "merged", "--base", "base", "--retention", "instructions", "--limit", "2")
-    assert measured.returncode == 0, measured.stderr
-    adapter = opdcl("export", "run", "-o", "adapter", "--format", "adapter")
-    assert adapter.returncode == 0, adapter.stderr
+    opdcl("eval", "merged", "--base", "base", "--retention", "instructions", "--limit", "2", code=0)
+    opdcl("export", "run", "-o", "adapter", "--format", "adapter", code=0)
     assert "scores can differ" in Path("adapter/README.md").read_text()
 
 
@@ -203,9 +199,7 @@ def test_what_cannot_run_a_quantized_base_is_refused(tree, message):
     assert message in caught.value.message
 
 
-def test_without_bitsandbytes_the_run_is_refused_with_the_command_that_installs_it(
-    tiny_model, tmp_path, monkeypatch
-):
+def test_without_bitsandbytes_a_run_names_the_command_that_installs_it(tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(make_project(tmp_path, tiny_model))
     found = quantized.importlib.util.find_spec
     monkeypatch.setattr(

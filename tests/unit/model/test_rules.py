@@ -93,9 +93,7 @@ CASES = {
 
 
 def test_every_rule_has_a_case():
-    tables = {
-        name: table for name, table in vars(rules).items() if isinstance(table, tuple) and name.isupper()
-    }
+    tables = {n: t for n, t in vars(rules).items() if isinstance(t, tuple) and n.isupper()}
     ruled = {n: {r.asks for r in t} for n, t in tables.items() if all(isinstance(r, rules.Rule) for r in t)}
     assert ruled == {name: set(broken) for name, (_, broken) in CASES.items()}
 

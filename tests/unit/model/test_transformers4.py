@@ -13,38 +13,33 @@ FACTORS = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 
 # Family, its positions in transformers 5, further settings, and what transformers 4 reads instead.
 MODELS = {
-    "plain": ("llama", {"rope_theta": 77.0}, {}, {"rope_theta": 77.0}),
-    "scaled": ("llama", {"rope_theta": 77.0, **YARN}, {}, {"rope_theta": 77.0, "rope_scaling": YARN}),
+    "plain": ("llama", {"rope_theta": 7.0}, {}, {"rope_theta": 7.0}),
+    "scaled": ("llama", {"rope_theta": 7.0, **YARN}, {}, {"rope_theta": 7.0, "rope_scaling": YARN}),
     "part of a head": (
         "stablelm",
-        {"rope_theta": 77.0, "partial_rotary_factor": 0.5},
+        {"rope_theta": 7.0, "partial_rotary_factor": 0.5},
         {},
-        {"rope_theta": 77.0, "partial_rotary_factor": 0.5},
+        {"rope_theta": 7.0, "partial_rotary_factor": 0.5},
     ),
     "two kinds of layers": (
         "gemma3_text",
-        {"full_attention": {"rope_theta": 77.0, **YARN}, "sliding_attention": {"rope_theta": 9.0}},
+        {"full_attention": {"rope_theta": 7.0, **YARN}, "sliding_attention": {"rope_theta": 9.0}},
         {},
-        {"rope_theta": 77.0, "rope_local_base_freq": 9.0, "rope_scaling": YARN},
+        {"rope_theta": 7.0, "rope_local_base_freq": 9.0, "rope_scaling": YARN},
     ),
     "factors alone": (
         "phi3",
-        {"rope_type": "longrope", "rope_theta": 77.0, **FACTORS},
+        {"rope_type": "longrope", "rope_theta": 7.0, **FACTORS},
         {"original_max_position_embeddings": 32},
-        {"rope_theta": 77.0, "rope_scaling": {"type": "longrope", **FACTORS}},
+        {"rope_theta": 7.0, "rope_scaling": {"type": "longrope", **FACTORS}},
     ),
     "GPT-NeoX": (
         "gpt_neox",
-        {"rope_theta": 77.0, "partial_rotary_factor": 0.25},
+        {"rope_theta": 7.0, "partial_rotary_factor": 0.25},
         {},
-        {"rotary_emb_base": 77.0, "rotary_pct": 0.25},
+        {"rotary_emb_base": 7.0, "rotary_pct": 0.25},
     ),
-    "experts": (
-        "qwen3_moe",
-        {"rope_theta": 77.0},
-        {"num_experts": 4},
-        {"rope_theta": 77.0, "num_experts": 4},
-    ),
+    "experts": ("qwen3_moe", {"rope_theta": 7.0}, {"num_experts": 4}, {"rope_theta": 7.0, "num_experts": 4}),
 }
 
 
@@ -110,21 +105,18 @@ def test_transformers_reads_the_same_positions_in_every_family(tmp_path):
 
 
 def test_a_model_that_its_own_code_reads_has_both_names(tmp_path):
-    own = {"model_type": "unheard_of", "rope_parameters": {"rope_theta": 77.0, **YARN}}
+    own = {"model_type": "unheard_of", "rope_parameters": {"rope_theta": 7.0, **YARN}}
     (tmp_path / "config.json").write_text(json.dumps(own))
     make_portable(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text()) == {
-        **own,
-        "rope_theta": 77.0,
-        "rope_scaling": YARN,
-    }
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written == {**own, "rope_theta": 7.0, "rope_scaling": YARN}
 
 
 def test_the_text_model_of_a_vision_model_is_not_forgotten(tmp_path):
-    text = {"hidden_size": 64, "rope_parameters": {"full_attention": {"rope_theta": 77.0}}}
+    text = {"hidden_size": 64, "rope_parameters": {"full_attention": {"rope_theta": 7.0}}}
     AutoConfig.for_model("gemma3", text_config=text).save_pretrained(tmp_path)
     make_portable(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["text_config"]["rope_theta"] == 77.0
+    assert json.loads((tmp_path / "config.json").read_text())["text_config"]["rope_theta"] == 7.0
 
 
 def test_a_tokenizer_has_a_class_that_both_versions_know(tmp_path):

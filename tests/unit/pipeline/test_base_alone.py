@@ -24,8 +24,7 @@ def project(tiny_model, tmp_path, monkeypatch):
 
 
 def test_a_model_is_measured_alone_and_nothing_is_compared(project):
-    done = opdcl("eval", "base", *BOTH, "--json")
-    assert done.returncode == 0, done.stderr
+    done = opdcl("eval", "base", *BOTH, "--json", code=0)
     run, found = RunDir(project / "runs" / "base"), json.loads(done.stdout)
     assert {str(p.relative_to(run.evals)) for p in run.evals.glob("*/*.json")} == {
         "base/instructions.json",
@@ -52,12 +51,10 @@ def test_a_model_is_measured_alone_and_nothing_is_compared(project):
 
 
 def test_what_takes_two_models_is_refused_before_anything_is_written(project):
-    gated = opdcl("eval", "base", *MEASURE, "--max-drop", "5")
-    assert gated.returncode == 2
+    gated = opdcl("eval", "base", *MEASURE, "--max-drop", "5", code=2)
     assert "a gate needs two models" in gated.stderr
     assert "--base BASE" in gated.stderr
-    beside = opdcl("eval", "smollm2-135m", "--base", "base", *MEASURE)
-    assert beside.returncode == 2
+    beside = opdcl("eval", "smollm2-135m", "--base", "base", *MEASURE, code=2)
     assert "smollm2-135m cannot be compared with a base" in beside.stderr
     assert not Path("runs").exists()
 
@@ -65,12 +62,12 @@ def test_what_takes_two_models_is_refused_before_anything_is_written(project):
 def test_an_adapter_joins_the_run_of_its_base_and_a_whole_model_does_not(project, whole_model, loaded):
     assert opdcl("eval", "base", *BOTH, "-o", "run").returncode == 0
     shutil.copytree(whole_model, "mine")
-    refused = opdcl("eval", "mine", "--base", "base", "-o", "run")
-    assert refused.returncode == 2
+    refused = opdcl("eval", "mine", "--base", "base", "-o", "run", code=2)
     assert "run is a run without a tuned model" in refused.stderr
     made_by_peft(loaded, project / "adapter", r=4, target_modules=["q_proj"])
-    done = opdcl("eval", "adapter", "--base", "base", *MEASURE, "--set", "eval.closeness=null", "-o", "run")
-    assert done.returncode == 0, done.stderr
+    done = opdcl(
+        "eval", "adapter", "--base", "base", *MEASURE, "--set", "eval.closeness=null", "-o", "run", code=0
+    )
     assert "eval instructions base: passed" not in done.stderr, "base was measured already"
     assert {p.parent.name for p in RunDir(Path("run")).evals.glob("*/rows.json")} == {"base", "tuned"}
     assert "Base alone" not in done.stdout
@@ -81,8 +78,7 @@ def test_two_models_of_other_shapes_are_compared_prompt_by_prompt(project):
     assert "opdcl eval MODEL measures each of them alone" in opdcl("eval", "wider", "--base", "base").stderr
     for name in ("base", "wider"):
         assert opdcl("eval", name, *BOTH).returncode == 0
-    done = opdcl("compare", "runs/base", "runs/wider", "--json")
-    assert done.returncode == 0, done.stderr
+    done = opdcl("compare", "runs/base", "runs/wider", "--json", code=0)
     found = json.loads(done.stdout)
     for arm, name in zip(found["arms"], ("base", "wider"), strict=True):
         alone = json.loads(opdcl("report", f"runs/{name}", "--json").stdout)

@@ -34,16 +34,7 @@ SUMS = [{"question": f"What is {i} + 1?", "answer": f"{'One more. ' * 15}\n#### 
 REFUSED = {
     "long rows": (["finetune.max_length=99"], lines(*LONG), "2 rows are longer than 99 tokens (first: "),
     "empty answers": ([], lines(LONG[0], {"question": "Who?", "answer": ""}), "1 row has no answer to learn"),
-    "targets as text": (
-        ["finetune.lora.target_modules=q_proj,v_proj"],
-        "",
-        "'q_proj,v_proj' matches no linear",
-    ),
-    "half of the targets": (
-        ["finetune.lora.target_modules=[q_proj, nosuch]"],
-        "",
-        "'nosuch' matches no linear",
-    ),
+    "half of the targets": (["finetune.lora.target_modules=[q_proj, nope]"], "", "'nope' matches no linear"),
     "long prompts": (["recover.max_new_tokens=500"], "", "and the context leaves room for 12"),
     "one prompt": (["recover.general=[one.jsonl]"], "", "the general stream has one prompt"),
     "long answers": (["eval.max_new_tokens=2000"], "", "exceed the context of 512"),
@@ -58,18 +49,6 @@ REFUSED = {
         ["eval.retention=[gsm8k]", "eval.data.gsm8k=sums.jsonl", "eval.max_new_tokens=200"],
         "",
         "exceed the context of 512\nhint: set eval.max_new_tokens to ",
-    ),
-    "a long demonstration": (
-        [
-            "recover.reward.suite=instructions_train",
-            "recover.keep=last",
-            "recover.lmbda=1",
-            "recover.rollouts=8",
-            "recover.general_teacher=shown",
-            f"recover.teachers.shown={{kind: live, context: '{{prompt}} {{answer}} {'word ' * 600}'}}",
-        ],
-        "",
-        "leaves no room for an answer within 512 tokens",
     ),
     "a suite without answers": (["eval.data.questions=prompts.jsonl"], "", "has no question and answer"),
 }
@@ -94,8 +73,7 @@ def test_a_dry_run_refuses_what_the_run_refuses_with_the_same_words(project, cas
 
 def test_a_recovery_without_any_prompts_is_refused(tuned):
     settings = ("--set", "recover.general=null", "--set", "recover.general_per_domain=0")
-    refused = opdcl("recover", "tuned", *settings, "-o", "run", cwd=tuned)
-    assert refused.returncode == 2
+    refused = opdcl("recover", "tuned", *settings, "-o", "run", cwd=tuned, code=2)
     assert "recovery has no prompts" in refused.stderr
     assert not (tuned / "run").exists()
 
@@ -103,20 +81,8 @@ def test_a_recovery_without_any_prompts_is_refused(tuned):
 def test_a_model_without_a_chat_template_is_refused_by_the_dry_run_too(project, tiny_model):
     shutil.copytree(tiny_model, project / "bare")
     (project / "bare" / "chat_template.jinja").unlink()
-    dry = opdcl("run", "tiny.yaml", "-o", "out", "--base", "bare", "--dry-run", cwd=project)
-    assert dry.returncode == 2
+    dry = opdcl("run", "tiny.yaml", "-o", "out", "--base", "bare", "--dry-run", cwd=project, code=2)
     assert "has no chat template" in dry.stderr
-
-
-def test_a_dry_run_of_an_existing_run_with_other_settings_is_refused_like_the_run(project):
-    words = ["run", "tiny.yaml", "-o", "out", *SMALL]
-    assert opdcl(*words, cwd=project).returncode == 0
-    changed = [*words, "--set", "finetune.epochs=2"]
-    dry, real = opdcl(*changed, "--dry-run", cwd=project), opdcl(*changed, cwd=project)
-    assert (dry.returncode, dry.stderr) == (real.returncode, real.stderr)
-    assert "changed: epochs " in dry.stderr
-    forced = json.loads(opdcl(*changed, "--dry-run", "--force", "--json", cwd=project).stdout)
-    assert forced["tasks"][0]["action"] == "stale"
 
 
 def test_a_fixed_row_is_all_that_a_refused_first_try_needs(project):
@@ -128,44 +94,26 @@ def test_a_fixed_row_is_all_that_a_refused_first_try_needs(project):
     assert opdcl(*words, cwd=project).returncode == 0
 
 
-def test_long_rows_can_be_left_out_of_a_run_and_the_run_says_so(project):
-    with open(project / "rows.jsonl", "a") as file:
-        file.write(lines(LONG[3], {"question": "Who?", "answer": ""}))
-    skipping = sets("finetune.max_length=99 finetune.long_rows=skip finetune.bad_rows=skip")
-    words = ["run", "tiny.yaml", "-o", "out", *SMALL, *skipping]
-    done = opdcl(*words, cwd=project)
-    assert done.returncode == 0, done.stderr
-    assert "1 row is longer than 99 tokens" in done.stderr
-    assert "1 row has no answer to learn" in done.stderr
-    assert "rows.jsonl: 14 of question and answer" in done.stderr
-
-
 def test_rows_that_cannot_be_learned_are_left_out_and_counted_by_run_and_dry_run(project):
     good = (project / "rows.jsonl").read_text()
     bad = '{"question": "Who?", "answer": true}\n{"question": "cut o\n[1]\n{"anwser": "x"}\n'
     (project / "rows.jsonl").write_text(f"{bad}{good}")
     words = ["run", "tiny.yaml", "-o", "out", *SMALL]
-    refused = opdcl(*words, cwd=project)
-    assert refused.returncode == 2
+    refused = opdcl(*words, cwd=project, code=2)
     assert "rows.jsonl:1: answer is true or false, not text" in refused.stderr
     assert "--set finetune.bad_rows=skip leaves such rows out" in refused.stderr
     words += ["--set", "finetune.bad_rows=skip"]
-    told = (
-        f"4 rows cannot be used (first: {project}/rows.jsonl:1: answer is true or false, not text); left out"
-    )
+    told = f"4 rows cannot be used (first: {project}/rows.jsonl:1: answer is true or false, not text)"
     plan = json.loads(opdcl(*words, "--dry-run", "--json", cwd=project).stdout)
-    assert told in plan["notes"]
+    assert any(note.startswith(told) for note in plan["notes"])
     assert (plan["data"]["rows"], plan["data"]["used"]) == (16, 12)
-    done = opdcl(*words, cwd=project)
-    assert done.returncode == 0, done.stderr
+    done = opdcl(*words, cwd=project, code=0)
     assert told.replace(f"{project}/", "") in " ".join(done.stderr.split())
     # A suite on the same file asks all of its rows or none.
-    suite = opdcl(*words, "--set", "eval={retention: [own], data: {own: rows.jsonl}}", cwd=project)
-    assert suite.returncode == 2
+    suite = opdcl(*words, "--set", "eval={retention: [own], data: {own: rows.jsonl}}", cwd=project, code=2)
     assert "rows.jsonl:1: answer is true or false, not text" in suite.stderr
     (project / "rows.jsonl").write_text(bad)
-    empty = opdcl(*words, cwd=project)
-    assert empty.returncode == 2
+    empty = opdcl(*words, cwd=project, code=2)
     assert "rows.jsonl has no row that can be used; the first: " in empty.stderr
 
 
@@ -176,8 +124,7 @@ def test_run_and_dry_run_name_what_a_folder_of_documents_leaves_out(project):
     words = ["run", "tiny.yaml", "-o", "out", *SMALL, "--set", "finetune.data=docs"]
     told = f"{project}/docs: 2 left out: .git/, picture.png"
     assert told in json.loads(opdcl(*words, "--dry-run", "--json", cwd=project).stdout)["notes"]
-    done = opdcl(*words, cwd=project)
-    assert done.returncode == 0, done.stderr
+    done = opdcl(*words, cwd=project, code=0)
     assert told.replace(f"{project}/", "") in done.stderr
 
 
@@ -185,13 +132,10 @@ def test_a_first_try_that_made_nothing_is_replaced_with_what_it_recorded(project
     run = RunDir(project / "out")
     stage = run.stage(1, "finetune")
     write_json(run.config, {"workflow": {"name": "tiny"}, "origins": {}})
-    write_json(
-        run.manifest, {"base": {"id": "another", "fingerprint_before": "x"}, "commands": ["opdcl try"]}
-    )
+    write_json(run.manifest, {"base": {"id": "other", "fingerprint_before": "x"}, "commands": ["opdcl try"]})
     write_json(stage.record, {"status": "running", "fingerprint": "of other rows", "inputs": {"epochs": 9}})
     write_atomic(stage.metrics, '{"step": 777, "loss": 1.0}\n')
-    done = opdcl("run", "tiny.yaml", "-o", "out", *SMALL, cwd=project)
-    assert done.returncode == 0, done.stderr
+    opdcl("run", "tiny.yaml", "-o", "out", *SMALL, cwd=project, code=0)
     assert 777 not in [row["step"] for row in read_jsonl(stage.metrics)]
     assert len(read_json(run.manifest)["commands"]) == 1
 

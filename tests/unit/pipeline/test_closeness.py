@@ -29,14 +29,12 @@ def words(*more):
 
 def test_a_run_measures_closeness_on_own_prompts_once(project):
     command = ("run", "tiny.yaml", "-o", "out", *words("eval.closeness=mine.jsonl"))
-    plan = opdcl(*command, "--dry-run", "--json")
-    assert plan.returncode == 0, plan.stderr
+    plan = opdcl(*command, "--dry-run", "--json", code=0)
     planned = [task for task in json.loads(plan.stdout)["tasks"] if task["stage"] == "eval"]
     assert [(task["suite"], task["state"], task["action"]) for task in planned] == [
         ("closeness", state, "run") for state in STATES
     ]
-    done = opdcl(*command, "--json")
-    assert done.returncode == 0, done.stderr
+    done = opdcl(*command, "--json", code=0)
     run, found = RunDir(project / "out"), json.loads(done.stdout)["closeness"]
     rows = read_jsonl(run.eval_samples("recovered", "closeness"))
     assert [row["prompt"] for row in rows] == [f"Was ist {i} mal {i}?" for i in range(5)]
@@ -47,16 +45,14 @@ def test_a_run_measures_closeness_on_own_prompts_once(project):
     assert "nothing to do: all stages are finished" in opdcl(*command).stderr
 
     (project / "mine.jsonl").write_text('{"prompt": "Hallo!"}\n{"prompt": "Wer bist du?"}\n')
-    again = opdcl(*command)
-    assert again.returncode == 0, again.stderr
+    again = opdcl(*command, code=0)
     assert "finetune: skipped, done" in again.stderr
     assert read_json(run.eval_result("tuned", "closeness"))["n"] == 2
 
 
 def test_an_adapter_made_elsewhere_gets_its_distance_and_no_c(project, loaded):
     made_by_peft(loaded, project / "elsewhere", r=4, lora_alpha=64)
-    done = opdcl("eval", "elsewhere", *words("eval.closeness=mine.jsonl", "eval.max_new_tokens=6"))
-    assert done.returncode == 0, done.stderr
+    done = opdcl("eval", "elsewhere", *words("eval.closeness=mine.jsonl", "eval.max_new_tokens=6"), code=0)
     assert "eval closeness tuned: distance" in done.stderr
     assert "distance to base" in done.stdout
     summary = json.loads(opdcl("report", "runs/elsewhere", "--json").stdout)["closeness"]
@@ -72,8 +68,7 @@ def test_answers_of_base_that_are_gone_are_told(project):
     run = RunDir(project / "out")
     run.eval_samples("base", "closeness").unlink()
     run.eval_result("tuned", "closeness").unlink()
-    refused = opdcl(*command)
-    assert refused.returncode == 2
+    refused = opdcl(*command, code=2)
     assert "closeness.samples.jsonl is missing" in refused.stderr
 
 
@@ -86,8 +81,7 @@ def test_answers_of_base_that_are_gone_are_told(project):
 )
 def test_a_malformed_file_is_refused_before_anything_runs(project, text, message):
     (project / "mine.jsonl").write_text(text)
-    refused = opdcl("run", "tiny.yaml", "-o", "out", *words("eval.closeness=mine.jsonl"))
-    assert refused.returncode == 2
+    refused = opdcl("run", "tiny.yaml", "-o", "out", *words("eval.closeness=mine.jsonl"), code=2)
     assert message in refused.stderr
     assert not RunDir(project / "out").stages()
 

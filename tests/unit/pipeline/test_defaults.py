@@ -29,12 +29,7 @@ def flow(**recover):
 
 @pytest.mark.parametrize(
     ("hidden", "finetune", "recover", "rollouts"),
-    [
-        (576, 1e-3, 5e-4, 8),
-        (1536, 4.6e-4, 2.3e-4, 16),
-        (2048, 3.7e-4, 1.9e-4, 16),
-        (4096, 2.2e-4, 1.1e-4, 32),
-    ],
+    [(576, 1e-3, 5e-4, 8), (1536, 4.6e-4, 2.3e-4, 16), (4096, 2.2e-4, 1.1e-4, 32)],
 )
 def test_rates_and_rollouts_follow_the_hidden_size(hidden, finetune, recover, rollouts):
     workflow, _ = resolve(flow(), hidden, 2.0, "cpu")

@@ -25,9 +25,7 @@ def plan(tiny_model, tmp_path, monkeypatch):
 
 
 def test_rows_tokens_longest_row_and_duplicates_are_counted(plan, tmp_path, loaded):
-    rows = [{"question": "Who signs?", "answer": "Ada."}] * 3 + [
-        {"question": "Who pays?", "answer": "Ben " * 9}
-    ]
+    rows = [{"question": "Who signs?", "answer": "Ada."}] * 3 + [{"question": "Why?", "answer": "Ben " * 9}]
     rows.append({"question": "Who signs?", "answer": "Cleo."})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     made = plan()

@@ -70,15 +70,13 @@ def test_a_command_that_is_refused_leaves_the_run_as_it_was(tmp_path, tiny_model
     shutil.copytree(tiny_model, tmp_path / "model")
     make_project(tmp_path, tmp_path / "model")
     small = sets("finetune.epochs=1 recover=null eval.retention=[]")
-    done = opdcl("run", "tiny.yaml", "-o", "out", *small, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    opdcl("run", "tiny.yaml", "-o", "out", *small, cwd=tmp_path, code=0)
     run, weights = RunDir(tmp_path / "out"), tmp_path / "model" / "model.safetensors"
     before = files(run)
     tensors = load_file(weights)
     save_file({name: tensor + 1 for name, tensor in tensors.items()}, weights, {"format": "pt"})
     for words in (["eval", "out", "--limit", "3"], ["recover", "out", "--prompts", "prompts.jsonl"]):
-        refused = opdcl(*words, cwd=tmp_path)
-        assert refused.returncode == 2
+        refused = opdcl(*words, cwd=tmp_path, code=2)
         assert "are not those that this run began with" in refused.stderr
         assert files(run) == before
     assert opdcl("verify", "out", cwd=tmp_path).returncode == 0
@@ -92,8 +90,7 @@ def test_all_weights_are_hashed_once_before_and_once_after_a_run(tmp_path, tiny_
     monkeypatch.setattr(Backbone, "fingerprint", lambda self: hashed.append(self) or fingerprint(self))
     make_project(tmp_path, tiny_model)
     settings = sets("finetune.epochs=1 finetune.save_steps=1 eval.limit=2 recover=null")
-    done = opdcl("run", "tiny.yaml", "-o", "out", *settings, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    opdcl("run", "tiny.yaml", "-o", "out", *settings, cwd=tmp_path, code=0)
     assert len(hashed) == 2
     base = json.loads((tmp_path / "out" / "manifest.json").read_text())["base"]
     assert base["fingerprint_before"] == base["fingerprint_after"]

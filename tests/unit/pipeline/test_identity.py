@@ -55,8 +55,7 @@ def test_nothing_is_taken_from_a_run_whose_base_had_other_weights_under_the_same
 def test_a_second_recovery_is_refused_where_base_has_other_weights_now(project):
     assert tiny("-o", "first").returncode == 0
     replace_weights(project)
-    refused = opdcl("recover", "first", "--prompts", "prompts.jsonl", "-o", "second")
-    assert refused.returncode == 2
+    refused = opdcl("recover", "first", "--prompts", "prompts.jsonl", "-o", "second", code=2)
     assert "the weights of" in refused.stderr
     assert "are not those that first was made with" in refused.stderr
     assert not RunDir(project / "second").is_run()

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from helpers.adapters import made_by_peft
@@ -17,156 +18,18 @@ from opdcl.rundir.files import write_json
 from opdcl.rundir.layout import RunDir
 
 OTHER_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-URL = "http://127.0.0.1:8000/v1"
-
-
-def teacher(**settings) -> str:
-    """Return the setting of a teacher for the domain."""
-    return f"recover.teachers={json.dumps({'t': settings})}"
-
-
-TRAINED_TEACHER = {"kind": "live", "context": "{prompt} {answer}"}
-REWARD = {"suite": "instructions_train"}
-REWARDED = (
-    f"recover.reward={json.dumps(REWARD)}",
-    "recover.rollouts=8",
-    "recover.keep=last",
-    "recover.lmbda=1.0",
-)
-
 # Setting -> what it is set to, and what has to be set beside it, before and after.
-CHANGES: dict[str, tuple[str, ...]] = {
-    "name": ("other",),
-    "description": ("other",),
-    "model.id": ("other",),
-    "model.dtype": ("bfloat16",),
-    "model.revision": ("abc",),
-    "model.quantization": ("8bit",),
-    "model.trust_remote_code": ("true",),
-    "model.chat_template": (json.dumps(OTHER_TEMPLATE),),
-    "model.chat_template_kwargs": ("{add_generation_prompt_text: x}",),
-    "model.deterministic": ("true",),
-    "model.shard": ("true",),
-    "columns": ("{answer: other}",),
-    "start": ("adapter", "finetune.lora={}"),
-    "finetune.method": ("self-distill",),
-    "finetune.data": ("others.jsonl", "recover.domain=prompts.jsonl"),
-    "finetune.lora.r": ("2",),
-    "finetune.lora.alpha": ("2",),
-    "finetune.lora.target_modules": ("[q_proj]",),
-    "finetune.learning_rate": ("0.5",),
-    "finetune.epochs": ("2",),
-    "finetune.batch_size": ("3",),
-    "finetune.max_length": ("20", "finetune.long_rows=cut"),
-    "finetune.long_rows": ("skip", "finetune.max_length=20", "finetune.long_rows=cut"),
-    "finetune.bad_rows": ("skip",),
-    "finetune.replay.share": ("0.5",),
-    "finetune.replay.most": ("9", "finetune.replay.share=0.5"),
-    "finetune.replay.prompts": ("prompts.jsonl", "finetune.replay.share=0.5"),
-    "finetune.save_steps": ("2",),
-    "finetune.seed": ("7",),
-    "finetune.self_distill.max_new_tokens": ("7", "finetune.method=self-distill"),
-    "recover.method": ("general", "recover.lmbda=0.5"),
-    "recover.start": ("0.5",),
-    "recover.general": ("others.jsonl",),
-    "recover.given_answers": ("true", "recover.general=rows.jsonl", "recover.lmbda=0.5"),
-    "recover.domain": ("others.jsonl",),
-    "recover.general_teacher": ("tuned",),
-    "recover.domain_teacher": ("base",),
-    "recover.system": ("Be kind.",),
-    "recover.teachers.kind": (teacher(kind="tuned"), teacher(kind="base")),
-    "recover.teachers.adapter": (
-        teacher(kind="adapter", adapter="adapter"),
-        teacher(kind="adapter", adapter="adapter2"),
-    ),
-    "recover.teachers.model.id": (
-        teacher(kind="model", model={"id": "model"}),
-        teacher(kind="model", model={"id": "other"}),
-    ),
-    "recover.teachers.model.dtype": (
-        teacher(kind="model", model={"id": "model", "dtype": "float32"}),
-        teacher(kind="model", model={"id": "model", "dtype": "bfloat16"}),
-    ),
-    "recover.teachers.server.url": (
-        teacher(kind="remote", server={"url": URL}),
-        teacher(kind="remote", server={"url": f"{URL}1"}),
-    ),
-    "recover.teachers.server.model": (
-        teacher(kind="remote", server={"url": URL}),
-        teacher(kind="remote", server={"url": URL, "model": "big"}),
-    ),
-    "recover.teachers.context": (
-        teacher(**TRAINED_TEACHER),
-        teacher(**TRAINED_TEACHER | {"context": "{answer} {prompt}"}),
-    ),
-    "recover.teachers.prompts": (
-        teacher(kind="base", prompts="rows.jsonl"),
-        teacher(kind="base", prompts="others.jsonl"),
-    ),
-    "recover.reward.suite": ("instructions_quick", *REWARDED),
-    "recover.reward.metric": ("prompt_level_loose_acc", *REWARDED),
-    "recover.reward.group": ("2", *REWARDED),
-    "recover.reward.teacher": ("0.5", *REWARDED),
-    "recover.reward.weight": ("0.5", *REWARDED),
-    "recover.steps": ("6",),
-    "recover.rollouts": ("3",),
-    "recover.domain_rollouts": ("3",),
-    "recover.general_per_domain": ("2",),
-    "recover.lmbda": ("0.25",),
-    "recover.on_policy.domain": ("true",),
-    "recover.on_policy.reverse": ("0.5",),
-    "recover.sample_ahead": ("1",),
-    "recover.max_new_tokens": ("7",),
-    "recover.domain_max_new_tokens": ("7",),
-    "recover.server.url": (f"{URL}1", f"recover.server.url={URL}"),
-    "recover.loss.kind": ("reverse_kl", "recover.on_policy.reverse=0.25"),
-    "recover.on_policy.temperature": ("0.5",),
-    "recover.loss.beta": ("0.1", "recover.loss.kind=jsd", "recover.on_policy={}"),
-    "recover.loss.k": ("7", "recover.loss.kind=top_k", "recover.on_policy={}"),
-    "recover.weighting": ("answers",),
-    "recover.learning_rate": ("0.5",),
-    "recover.micro_batch_tokens": ("999",),
-    "recover.health": ("false",),
-    "recover.validate_every": ("2",),
-    "recover.validation_prompts": ("3",),
-    "recover.keep": ("last",),
-    "recover.seed": ("7",),
-    "eval.retention": ("[instructions_quick]",),
-    "eval.domain": ("[]",),
-    "eval.control": ("[questions2]", "eval.data.questions2=others.jsonl"),
-    "eval.closeness": ("prompts.jsonl", "recover.general=others.jsonl", "recover.domain=rows.jsonl"),
-    "eval.system": ("Be kind.",),
-    "eval.data": ("{questions: others.jsonl}",),
-    "eval.limit": ("3",),
-    "eval.max_new_tokens": ("7",),
-    "eval.thought_tokens": ("7",),
-    "eval.batch_size": ("3",),
-    "eval.server.url": (f"{URL}1", f"eval.server.url={URL}"),
-    "gates.recovery": ("0.5",),
-    "gates.domain_retention": ("0.5",),
-    "gates.closeness": ("0.5",),
-    "gates.max_drop": ("5",),
-    "track": ("[tensorboard]",),
-    "arms": ("{one: {}, two: {}}",),
-    "seeds": ("[1, 2]",),
-}
+CHANGES: dict[str, list[str]] = json.loads(Path(__file__).with_name("changed_settings.json").read_text())
 
 # Settings that change where, how often or how a result is shown or kept, and not what it is.
 WITHOUT_RESULT = {"name", "description", "track", "arms", "seeds", "model.deterministic", "model.shard"}
 WITHOUT_RESULT |= {"finetune.save_steps", "recover.server.url", "recover.teachers.server.url"}
-WITHOUT_RESULT |= {
-    "model.trust_remote_code",
-    "eval.server.url",
-    *(key for key in CHANGES if key.startswith("gates.")),
-}
+GATES = {key for key in CHANGES if key.startswith("gates.")}
+WITHOUT_RESULT |= {"model.trust_remote_code", "eval.server.url"} | GATES
 
 # Settings in which the seeds of one arm may differ.
 SAME_ARM = {"name", "description", "arms", "seeds", "finetune.seed", "recover.seed", "finetune.save_steps"}
-SAME_ARM |= {
-    "model.trust_remote_code",
-    "eval.closeness",
-    *(key for key in CHANGES if key.startswith("gates.")),
-}
+SAME_ARM |= {"model.trust_remote_code", "eval.closeness"} | GATES
 
 
 @pytest.fixture(scope="module")

@@ -69,15 +69,13 @@ def test_named_columns_are_read_told_and_part_of_the_run(project):
     model = load(["tiny.yaml"])[0].model.id
     words = ("finetune", "rows.csv", "--base", model, "-o", "run", "--epochs", "1")
     assert "has only Frage, Antwort, Thema" in opdcl(*words).stderr
-    made = opdcl(*words, "--columns", "question=Frage,answer=Antwort", "--set", "finetune.lora.r=2")
-    assert made.returncode == 0, made.stderr
+    made = opdcl(*words, "--columns", "question=Frage,answer=Antwort", "--set", "finetune.lora.r=2", code=0)
     assert "rows.csv: 2 of question and answer, such as user: Wer? assistant: Ada." in made.stderr
     assert read_json(project / "run" / "config.json")["workflow"]["columns"] == {
         "question": "Frage",
         "answer": "Antwort",
     }
-    other = opdcl(*words, "--columns", "question=Frage,answer=Thema", "--set", "finetune.lora.r=2")
-    assert other.returncode == 2
+    other = opdcl(*words, "--columns", "question=Frage,answer=Thema", "--set", "finetune.lora.r=2", code=2)
     assert "finetune changed: content of data\n" in other.stderr
 
 
@@ -101,8 +99,7 @@ def test_names_of_columns_count_where_a_source_has_one(project):
 
 @pytest.mark.parametrize("columns", ["question", "question=", "=Frage", "query=Frage"])
 def test_a_malformed_option_for_columns_is_refused(project, columns):
-    refused = opdcl("finetune", "rows.jsonl", "--columns", columns)
-    assert refused.returncode == 2
+    refused = opdcl("finetune", "rows.jsonl", "--columns", columns, code=2)
     assert "columns" in refused.stderr
 
 

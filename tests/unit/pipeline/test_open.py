@@ -67,13 +67,10 @@ def test_other_adapters_are_measured_recovered_and_exported(kind, loaded, projec
         ("export", "runs/mine", "--format", "adapter", "-o", "repaired"),
         ("export", "runs/mine", "-o", "merged"),
     ):
-        done = opdcl(*command)
-        assert done.returncode == 0, done.stderr
+        opdcl(*command, code=0)
     run = RunDir(project / "runs" / "mine")
     assert {p.parent.name for p in run.evals.glob("*/instructions.json")} == {"base", "tuned", "recovered"}
-    before, after = (
-        load_file(folder / "adapter_model.safetensors") for folder in (adapter, project / "repaired")
-    )
+    before, after = (load_file(f / "adapter_model.safetensors") for f in (adapter, project / "repaired"))
     assert {k: v.shape for k, v in before.items()} == {k: v.shape for k, v in after.items()}
     assert any(not torch.equal(before[k].float(), after[k].float()) for k in before)
     merged = AutoModelForCausalLM.from_pretrained(project / "merged", dtype=torch.float32)
@@ -86,16 +83,14 @@ def test_other_adapters_are_measured_recovered_and_exported(kind, loaded, projec
 
 
 def test_an_adapter_is_measured_recovered_and_measured_again(adapter, project):
-    made = opdcl("eval", "mine", *MEASURE, "--domain", "rows.jsonl")
-    assert made.returncode == 0, made.stderr
+    made = opdcl("eval", "mine", *MEASURE, "--domain", "rows.jsonl", code=0)
     run = RunDir(project / "runs" / "mine")  # the default, named after the adapter
     assert set(os.listdir(run.stages()[0].adapter)) == {"adapter_config.json", "adapter_model.safetensors"}
     assert {p.parent.name for p in run.evals.glob("*/*.json")} == {"base", "tuned"}
     measured = run.eval_result("tuned", "instructions").read_bytes()
     assert "next: opdcl eval runs/mine --limit 400  # to tell\n" in made.stderr
 
-    made = opdcl("recover", "mine", *PROMPTS, *sets(SMALL))
-    assert made.returncode == 0, made.stderr
+    made = opdcl("recover", "mine", *PROMPTS, *sets(SMALL), code=0)
     assert "taken from" not in made.stderr, "the adapter is in the run already"
     assert run.eval_result("tuned", "instructions").read_bytes() == measured
     assert run.eval_result("recovered", "instructions").exists()
@@ -126,8 +121,7 @@ def test_the_recipe_continues_what_the_verbs_have_measured(adapter, tiny_model, 
         f"start=mine model.id={tiny_model} recover.general=[prompts.jsonl] recover.domain=rows.jsonl {SMALL}"
     )
     own += " eval.retention=[instructions] eval.limit=4 eval.max_new_tokens=6 eval.data.mine=rows.jsonl"
-    made = opdcl("run", "repair.yaml", "-o", "run", *sets(own))
-    assert made.returncode == 0, made.stderr
+    made = opdcl("run", "repair.yaml", "-o", "run", *sets(own), code=0)
     assert "finetune: skipped, done" in made.stderr
     assert "eval instructions tuned: skipped, done" in made.stderr
     assert RunDir(project / "run").eval_result("recovered", "mine").exists()
@@ -135,16 +129,12 @@ def test_the_recipe_continues_what_the_verbs_have_measured(adapter, tiny_model, 
 
 def test_a_named_base_replaces_the_one_in_the_adapter(adapter, tiny_model):
     config = read_json(adapter / "adapter_config.json")
-    (adapter / "adapter_config.json").write_text(
-        json.dumps(config | {"base_model_name_or_path": "/gone/model"})
-    )
-    refused = opdcl("eval", "mine", *MEASURE)
-    assert refused.returncode == 2
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "/gone"}))
+    refused = opdcl("eval", "mine", *MEASURE, code=2)
     assert "the base of adapter mine was not found" in refused.stderr
     assert "--base BASE" in refused.stderr
     assert not Path("runs").exists()
-    planned = opdcl("eval", "mine", *MEASURE, "--base", tiny_model, "--dry-run")
-    assert planned.returncode == 0, planned.stderr
+    planned = opdcl("eval", "mine", *MEASURE, "--base", tiny_model, "--dry-run", code=0)
     assert re.search(r"finetune +take +from ", planned.stdout)
 
 
@@ -152,8 +142,7 @@ def test_an_adapter_that_cannot_be_kept_is_refused_by_the_dry_run_too(adapter):
     config = read_json(adapter / "adapter_config.json")
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"modules_to_save": ["lm_head"]}))
     for words in (("recover", "mine", "--dry-run"), ("eval", "mine"), ("chat", "mine", "hi")):
-        refused = opdcl(*words)
-        assert refused.returncode == 2
+        refused = opdcl(*words, code=2)
         assert "it replaces whole modules of its base" in refused.stderr
     assert not Path("runs").exists()
 
@@ -164,8 +153,7 @@ def test_a_quantized_base_is_refused_before_it_is_loaded(adapter, tiny_model, tm
     packed = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     config.write_text(json.dumps(read_json(config) | packed))
     for words in (("recover", "mine", "--dry-run"), ("eval", "mine")):
-        refused = opdcl(*words, "--base", "small-bnb-4bit")
-        assert refused.returncode == 2
+        refused = opdcl(*words, "--base", "small-bnb-4bit", code=2)
         assert "is quantized, which opdcl cannot load" in refused.stderr
     assert not Path("runs").exists()
 
@@ -174,15 +162,13 @@ def test_another_adapter_is_not_mixed_into_a_run(adapter, project):
     assert opdcl("eval", "mine", *MEASURE, "-o", "run").returncode == 0
     config = read_json(adapter / "adapter_config.json")
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 16}))
-    refused = opdcl("eval", "mine", "-o", "run")
-    assert refused.returncode == 2
+    refused = opdcl("eval", "mine", "-o", "run", code=2)
     assert "changed: start" in refused.stderr
 
 
 def test_every_verb_that_needs_a_run_says_how_an_adapter_becomes_one(adapter):
     for words in (("report", "mine"), ("compare", "mine", "mine"), ("verify", "mine")):
-        refused = opdcl(*words)
-        assert refused.returncode == 2
+        refused = opdcl(*words, code=2)
         assert "mine is an adapter folder, not a run directory" in refused.stderr
         assert "opdcl recover mine --domain PROMPTS" in refused.stderr
 
@@ -191,16 +177,14 @@ def test_a_second_recovery_stands_beside_the_first_and_changes_nothing_of_it(pro
     def files(folder: str) -> dict[Path, bytes]:
         return {file: file.read_bytes() for file in Path(folder).rglob("*") if file.is_file()}
 
-    first = opdcl("run", "tiny.yaml", "-o", "first", *sets("eval=null", SMALL))
-    assert first.returncode == 0, first.stderr
+    opdcl("run", "tiny.yaml", "-o", "first", *sets("eval=null", SMALL), code=0)
     before = files("first")
     second = ("recover", "first", "--steps", "1", "-o", "first-2")
     refused = opdcl(*second[:-2])
     assert f"({' '.join(['opdcl', *second[:2], *second[-2:]])}, same options)" in refused.stderr
     planned = opdcl(*second, "--dry-run", "--json")
     assert [task["action"] for task in json.loads(planned.stdout)["tasks"]] == ["take", "run"]
-    done = opdcl(*second)
-    assert done.returncode == 0, done.stderr
+    opdcl(*second, code=0)
     assert files("first") == before
     made = RunDir(project / "first-2")
     assert made.stage_record("recover")["config"]["steps"] == 1
@@ -212,8 +196,7 @@ def test_a_second_recovery_makes_no_other_fine_tune(project):
     opdcl("run", "tiny.yaml", "-o", "the first", *sets("eval=null recover=null"))
     with open("rows.jsonl", "a") as file:
         file.write('{"question": "What is new?", "answer": "This row."}\n')
-    refused = opdcl("recover", "the first", *PROMPTS, "-o", "second")
-    assert refused.returncode == 2
+    refused = opdcl("recover", "the first", *PROMPTS, "-o", "second", code=2)
     assert "second would have another fine-tune than the first" in refused.stderr
     typed = shlex.split(refused.stderr.rpartition("begin from the adapter: ")[2])
     assert typed[:3] == ["opdcl", "recover", "the first/stages/01-finetune/adapter"]

@@ -126,8 +126,7 @@ def test_a_teacher_outside_the_run_is_asked_for_anew_and_one_inside_is_not(folde
     inside.parent.mkdir()
     inside.write_text('{"prompt": "Who?"}\n')
     outside.write_text('{"prompt": "Who?"}\n')
-    done = opdcl("run", run / "workflow.yaml", "-o", "theirs", "--dry-run", cwd=folder)
-    assert done.returncode == 2
+    done = opdcl("run", run / "workflow.yaml", "-o", "theirs", "--dry-run", cwd=folder, code=2)
     teachers.pop("a")
     received(folder, recover__teachers=teachers, recover__general_teacher="b")
     done = opdcl("run", run / "workflow.yaml", "-o", "theirs", "--dry-run", cwd=folder)
@@ -168,8 +167,7 @@ def test_an_arm_may_name_the_file_of_a_system_prompt(folder):
 )
 def test_a_stored_template_is_its_text_and_no_file(folder, words):
     received(folder, model__chat_template=str(folder / "private.txt"))
-    done = opdcl(*words, cwd=folder)
-    assert done.returncode == 2
+    done = opdcl(*words, cwd=folder, code=2)
     assert "chat_template: is neither a Jinja template nor a file that can be read" in done.stderr
     assert PRIVATE not in done.stderr
 
@@ -216,8 +214,7 @@ def test_a_tracker_that_only_a_run_has_named_is_not_used(folder, words, is_track
     stored["origins"]["track"] = "--set"
     (run / "config.json").write_text(json.dumps(stored))
     (run / "workflow.yaml").write_text(json.dumps(stored["workflow"]))
-    done = opdcl(*words, "--set", "recover.steps=1", "--set", "finetune.epochs=0.3", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    done = opdcl(*words, "--set", "recover.steps=1", "--set", "finetune.epochs=0.3", cwd=folder, code=0)
     assert (run / "tracking").exists() == is_tracked
     assert ("not tracked: " in done.stderr) != is_tracked
     assert is_tracked or "--set track=[tensorboard] does" in done.stderr

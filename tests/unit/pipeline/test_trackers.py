@@ -16,9 +16,7 @@ def run(tmp_path):
 
 def write_metrics(run, *steps):
     stage = run.stage(2, "recover")
-    rows = [
-        {"step": step, "loss": step / 10, "stream": "general", "validation": {"kl": 0.5}} for step in steps
-    ]
+    rows = [{"step": s, "loss": s / 10, "stream": "general", "validation": {"kl": 0.5}} for s in steps]
     write_atomic(stage.metrics, "".join(json.dumps(row) + "\n" for row in rows))
     return stage
 

@@ -57,19 +57,16 @@ def from_disk(folder: Path):
 
 def test_a_fully_tuned_model_is_measured_recovered_and_exported(project):
     before = hashes(project / "base"), hashes(project / "mine")
-    planned = opdcl("recover", "mine", "--base", "base", *RECOVER, "--dry-run")
-    assert planned.returncode == 0, planned.stderr
+    opdcl("recover", "mine", "--base", "base", *RECOVER, "--dry-run", code=0)
     assert not Path("runs").exists()
 
-    made = opdcl("eval", "mine", "--base", "base", *MEASURE, "--domain", "rows.jsonl")
-    assert made.returncode == 0, made.stderr
+    made = opdcl("eval", "mine", "--base", "base", *MEASURE, "--domain", "rows.jsonl", code=0)
     run = RunDir(project / "runs" / "mine")
     assert {p.parent.name for p in run.evals.glob("*/*.json")} == {"base", "tuned"}
     answers = [run.eval_samples(state, "instructions").read_bytes() for state in ("base", "tuned")]
     assert answers[0] != answers[1]
 
-    made = opdcl("recover", "mine", "--base", "base", *RECOVER)
-    assert made.returncode == 0, made.stderr
+    made = opdcl("recover", "mine", "--base", "base", *RECOVER, code=0)
     assert "taken from" not in made.stderr, "the run has it already"
     assert run.eval_result("recovered", "instructions").exists()
     assert "all " in opdcl("verify", "runs/mine").stdout
@@ -77,8 +74,7 @@ def test_a_fully_tuned_model_is_measured_recovered_and_exported(project):
     assert {*json.loads(answered.stdout)["answers"]} == {"base", "tuned", "recovered"}
 
     for format in ("merged", "adapter"):
-        exported = opdcl("export", "runs/mine", "--format", format, "-o", format)
-        assert exported.returncode == 0, exported.stderr
+        opdcl("export", "runs/mine", "--format", format, "-o", format, code=0)
     base, tuned, adapters = find_states("runs/mine")
     backbone = load_backbone(base, tuned)
     backbone.load_adapter(adapters["recovered"], "student")
@@ -125,8 +121,7 @@ def change_config(folder: Path, **keys) -> None:
 
 def test_a_model_that_does_not_fit_its_base_is_refused_with_the_reason(project):
     def refused(*words: str) -> str:
-        done = opdcl("eval", "mine", *words, *MEASURE)
-        assert done.returncode == 2, done.stderr
+        done = opdcl("eval", "mine", *words, *MEASURE, code=2)
         assert not Path("runs").exists()
         return done.stderr
 
@@ -160,8 +155,7 @@ def test_a_model_that_does_not_fit_its_base_is_refused_with_the_reason(project):
 def test_settings_that_need_an_adapter_on_base_are_refused(words, what, project, loaded):
     lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
     get_peft_model(copy.deepcopy(loaded.causal_lm), lora).save_pretrained("other")
-    done = opdcl("recover", "mine", "--base", "base", "--prompts", "prompts.jsonl", *words)
-    assert done.returncode == 2, done.stderr
+    done = opdcl("recover", "mine", "--base", "base", "--prompts", "prompts.jsonl", *words, code=2)
     assert all(part in done.stderr for part in (f"error: {what}", "does not work with"))
     assert not Path("runs").exists()
 
@@ -170,29 +164,24 @@ def test_a_changed_model_is_not_mixed_into_a_run(project, whole_model):
     assert opdcl("eval", "mine", "--base", "base", *MEASURE, "-o", "run").returncode == 0
     assert open_or_begin("mine", Path("run"), "base")[1]["workflow"]["start"] == str(project / "mine")
     shutil.copyfile("base/model.safetensors", "mine/model.safetensors")
-    refused = opdcl("eval", "mine", "--base", "base", "-o", "run")
-    assert refused.returncode == 2
+    refused = opdcl("eval", "mine", "--base", "base", "-o", "run", code=2)
     assert "changed: start" in refused.stderr
     # Its adapter stands on `mine`, so another run cannot put it onto a base, nor can one server hold both.
-    refused = opdcl("run", "tiny.yaml", "--set", "start=run", "--dry-run")
-    assert refused.returncode == 2
+    refused = opdcl("run", "tiny.yaml", "--set", "start=run", "--dry-run", code=2)
     assert "the adapter of run stands on mine, not on its base" in refused.stderr
     (project / "vllm").write_text("#!/bin/sh\n")
     (project / "vllm").chmod(0o755)
-    refused = opdcl("serve", "run", "--vllm", project / "vllm")
-    assert refused.returncode == 2
+    refused = opdcl("serve", "run", "--vllm", project / "vllm", code=2)
     assert "opdcl export run -o MODEL" in refused.stderr
     # Without the model its run cannot answer, rather than answer with another one.
     (project / "mine").rename(project / "moved")
-    lost = opdcl("chat", "run", "Hello")
-    assert lost.returncode == 2
+    lost = opdcl("chat", "run", "Hello", code=2)
     assert "mine does not exist" in lost.stderr
 
 
 def test_commands_that_need_a_run_say_how_a_model_becomes_one(project):
     for words in (("report", "mine"), ("chat", "mine", "hi"), ("export", "mine", "-o", "out")):
-        refused = opdcl(*words)
-        assert refused.returncode == 2
+        refused = opdcl(*words, code=2)
         assert "opdcl eval mine --base BASE" in refused.stderr
 
 
@@ -217,16 +206,13 @@ def with_more_tokens(project):
 def test_a_model_with_more_tokens_than_base_is_measured_recovered_and_exported(with_more_tokens, project):
     rows = [{"question": f"<one> What is the code of room {i}?", "answer": f"<two> {i}"} for i in range(12)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made = opdcl("recover", "more", "--base", "base", *RECOVER, *FLOAT)
-    assert made.returncode == 0, made.stderr
-    made = opdcl("eval", "runs/more", *MEASURE, "--domain", "rows.jsonl")
-    assert made.returncode == 0, made.stderr
+    opdcl("recover", "more", "--base", "base", *RECOVER, *FLOAT, code=0)
+    opdcl("eval", "runs/more", *MEASURE, "--domain", "rows.jsonl", code=0)
     run = RunDir(project / "runs" / "more")
     answers = {state: run.eval_samples(state, "rows").read_text() for state in ("base", "tuned")}
     assert "<one>" in answers["tuned"] or "<two>" in answers["tuned"]
     assert opdcl("chat", "runs/more", "<one> Hello", "--max-new-tokens", "2", "--json").returncode == 0
-    exported = opdcl("export", "runs/more", "-o", "merged")
-    assert exported.returncode == 0, exported.stderr
+    opdcl("export", "runs/more", "-o", "merged", code=0)
     assert len(AutoTokenizer.from_pretrained("merged")) == len(AutoTokenizer.from_pretrained("base")) + 2
 
 
@@ -238,17 +224,14 @@ def test_a_model_whose_embeddings_were_padded_alone(has_tokenizer, project):
     model.get_input_embeddings().weight.data[len(tokenizer) :] = 0
     model.save_pretrained(project / "padded")
     if not has_tokenizer:
-        refused = opdcl("eval", "padded", "--base", "base", *MEASURE)
-        assert refused.returncode == 2
+        refused = opdcl("eval", "padded", "--base", "base", *MEASURE, code=2)
         assert "embeddings of size" in refused.stderr
         assert "hint: copy its tokenizer into" in refused.stderr
         return
     tokenizer.save_pretrained(project / "padded")
-    made = opdcl("eval", "padded", "--base", "base", *MEASURE)
-    assert made.returncode == 0, made.stderr
+    opdcl("eval", "padded", "--base", "base", *MEASURE, code=0)
     run = RunDir(project / "runs" / "padded")
-    alone = opdcl("eval", "mine", "--base", "base", *MEASURE)
-    assert alone.returncode == 0, alone.stderr
+    opdcl("eval", "mine", "--base", "base", *MEASURE, code=0)
     unpadded = RunDir(project / "runs" / "mine")
     for state in ("base", "tuned"):
         texts = [read_jsonl(r.eval_samples(state, "instructions")) for r in (run, unpadded)]
@@ -282,7 +265,6 @@ def test_base_reads_tokens_that_it_lacks_and_says_none(with_more_tokens, project
 @pytest.mark.parametrize("setting", ["loss.kind=policy_gradient", "loss.kind=cross_entropy"])
 def test_losses_of_single_tokens_need_the_same_tokens(setting, with_more_tokens):
     words = ("--prompts", "prompts.jsonl", "--set", f"recover.{setting}", "--dry-run")
-    done = opdcl("recover", "more", "--base", "base", *words)
-    assert done.returncode == 2, done.stderr
+    done = opdcl("recover", "more", "--base", "base", *words, code=2)
     assert "and it has tokens that base lacks" in done.stderr
     assert "hint: use forward_kl" in done.stderr

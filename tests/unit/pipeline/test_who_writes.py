@@ -60,9 +60,7 @@ def counted(config, general=50, domain=50):
 
 
 def test_teachers_and_student_write_as_many_steps_as_every_recipe_says(tmp_path):
-    written = {
-        name: counted(one.recover) for name, one in recipes(tmp_path) if one.recover and one.recover.steps
-    }
+    written = {n: counted(one.recover) for n, one in recipes(tmp_path) if one.recover and one.recover.steps}
     assert written == WRITTEN
 
 

@@ -25,11 +25,8 @@ def make(tmp_path):
 @pytest.fixture
 def three(make) -> list[RunDir]:
     """The method, a baseline that trains and one that only scales, all from one tuned adapter."""
-    return [
-        make("ours", 28, 32),
-        make("general", 28, 12, method="general"),
-        make("scaled", 20, 20, method="interpolate"),
-    ]
+    general = make("general", 28, 12, method="general")
+    return [make("ours", 28, 32), general, make("scaled", 20, 20, method="interpolate")]
 
 
 @pytest.fixture
@@ -37,12 +34,8 @@ def empty(tmp_path) -> RunDir:
     """A run that was planned but not started."""
     run = RunDir(tmp_path / "quickstart")
     evaluation = {"retention": ["instructions"], "domain": ["handbook"], "control": ["neighbours"]}
-    sections = {
-        "finetune": {"seed": 11},
-        "recover": {"seed": 12},
-        "eval": evaluation,
-        "model": {"id": "smollm2-135m"},
-    }
+    sections = {"finetune": {"seed": 11}, "recover": {"seed": 12}}
+    sections |= {"eval": evaluation, "model": {"id": "smollm2-135m"}}
     write(run.config, {"workflow": {"name": "quickstart", **sections}, "origins": {}})
     return run
 

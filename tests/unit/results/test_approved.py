@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-import shown
+from helpers import shown
 from helpers.command import ROOT
 from helpers.synthetic import STRICT, alter, change, measure, measure_states, measured, with_faults, write
 from matplotlib.figure import Figure

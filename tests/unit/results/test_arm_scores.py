@@ -26,36 +26,6 @@ def test_an_arm_of_one_run_has_the_numbers_of_its_report(three):
     )
 
 
-def test_a_second_domain_suite_that_all_runs_have_gets_its_own_table(three):
-    passed = {"ours": 28, "general": 4, "scaled": 20}
-    for run in three:
-        change(run, "eval", domain=["handbook", "manual"])
-        for state, k in (("base", 4), ("tuned", 36), ("recovered", passed[run.path.name])):
-            measure(run, state, {"manual": range(k)})
-    (apart,) = compared(three)["further"]
-    assert [apart[key] for key in ("name", "role", "metric", "n")] == ["manual", "domain", "accuracy", N]
-    assert [(a["name"], a["recovered"]["value"], a["domain_retention"]["value"]) for a in apart["arms"]] == [
-        ("ours", pytest.approx(28 / N), pytest.approx(24 / 32)),
-        ("general", pytest.approx(4 / N), pytest.approx(0)),
-        ("scaled", pytest.approx(20 / N), pytest.approx(16 / 32)),
-    ]
-    tables = {table.title: table.rows for table in comparison_page(compare_runs(three)).sections}
-    row = [cell.split("\n")[0] for cell in tables["manual, domain"][0]]
-    assert row == ["ours", "10.0 %", "90.0 %", "70.0 %", "0.75"]
-    for state in ("base", "tuned", "recovered"):
-        measure(three[1], state, {"manual": range(36)}, prompt="Other prompt")
-    assert compared(three)["further"] == []
-
-
-def test_shared_base_and_tuned_have_one_row_each_at_the_top(three):
-    comparison = compared(three)
-    assert [(r["name"], r["retention"]["value"], r["domain"]["value"]) for r in comparison["references"]] == [
-        ("base", 0.8, 0.1),
-        ("tuned", 0.2, 0.9),
-    ]
-    assert not [note for note in comparison["notes"] if "different results" in note]
-
-
 def test_different_tuned_models_have_a_row_each_and_a_note(make):
     runs = [make("a", 28, 32), make("b", 28, 32, tuned=TUNED | {"instructions": range(9)}, steps=9)]
     comparison = compared(runs)
@@ -123,19 +93,6 @@ def test_arms_over_the_same_fine_tunes_share_the_mean_of_tuned(make):
     # R of the seeds is 20/24 and 18/22; the arm's R divides the means.
     assert ours["recovery"]["value"] == pytest.approx(19 / 23, abs=1e-5)
     assert any("Intervals over two seeds" in note for note in comparison["notes"])
-
-
-def test_an_unfinished_run_is_listed_with_the_results_it_has(make):
-    runs = [make("ours", 28, 32), make("half", 20, None, steps=9), make("none", None, None, steps=10)]
-    ours, half, none = compared(runs)["arms"]
-    assert ours["status"] == "partly recovered, domain partly kept"
-    assert (half["retention"]["value"], half["domain"], half["domain_retention"]) == (0.5, {}, None)
-    assert half["recovery"]["value"] == pytest.approx(0.5)
-    assert (none["retention"], none["recovery"], none["status"]) == ({}, None, "not measured")
-    comparison = compared(runs)
-    said = "half is not finished: no result of recovered on handbook."
-    assert any(note.endswith(said) for note in comparison["notes"])
-    assert [r["name"] for r in comparison["references"]] == ["base", "tuned"]
 
 
 def test_a_run_without_a_recovery_ends_with_tuned(make):

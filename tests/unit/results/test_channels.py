@@ -56,9 +56,7 @@ def test_a_fault_is_named_before_the_verdict_which_is_still_printed(flawed):
     assert lines[-2].startswith(
         f"error: do not trust these results: they have {len(summary['faults'])} faults"
     )
-    assert [line for line in lines if line.startswith("fault: ")] == [
-        f"fault: {f}" for f in summary["faults"]
-    ]
+    assert [x for x in lines if x.startswith("fault: ")] == [f"fault: {f}" for f in summary["faults"]]
     assert sum(line.startswith("note: ") for line in lines) == len(summary["notes"]) - len(summary["faults"])
 
 

@@ -155,11 +155,8 @@ def test_the_share_in_the_domains_manner_is_that_of_answers_over_one_nat(tmp_pat
     store(run, "recovered", [1.01] * 2 + [0.1] * (N - 2))
     summary = summarise(run)
     shares = {state: summary["closeness"][state]["domain_manner"] for state in ("base", "tuned", "recovered")}
-    assert {state: share["value"] for state, share in shares.items()} == {
-        "base": 0.0,
-        "tuned": 0.9,
-        "recovered": 0.05,
-    }
+    found = {state: share["value"] for state, share in shares.items()}
+    assert found == {"base": 0.0, "tuned": 0.9, "recovered": 0.05}
     assert shares["recovered"]["low"] < 0.05 < shares["recovered"]["high"]
     assert summary["further"][0].endswith(
         f"nats a token; answered in domain style: 90 % -> 5 % of {N} requests."
@@ -184,11 +181,7 @@ def test_a_distance_is_told_by_its_mean_and_its_median_everywhere(tmp_path):
     table = next(
         t for t in comparison_page(compare_runs([run, other])).sections if t.title == "Closeness to base"
     )
-    assert [column.split("\n")[0] for column in table.columns[4:]] == [
-        "median",
-        "answered in domain style",
-        "C",
-    ]
+    assert [c.split("\n")[0] for c in table.columns[4:]] == ["median", "answered in domain style", "C"]
     assert table.rows[0][4].startswith("0.100")
     assert table.rows[0][5].startswith("10 %")
 

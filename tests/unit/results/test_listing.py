@@ -38,8 +38,7 @@ def test_a_folder_lists_its_runs_and_names_damage(run, tmp_path):
 
 
 def test_no_folder_and_no_run_lead_to_the_first_run(tmp_path):
-    missing = opdcl("ls", tmp_path / "runs")
-    assert missing.returncode == 2
+    missing = opdcl("ls", tmp_path / "runs", code=2)
     assert missing.stderr.splitlines()[-1].startswith("hint: opdcl run quickstart")
     empty = opdcl("ls", tmp_path)
     assert (empty.returncode, empty.stderr.splitlines()[-1]) == (0, "next: opdcl run quickstart")

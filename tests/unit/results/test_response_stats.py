@@ -97,14 +97,7 @@ def share(passed, n=2000):
 
 @pytest.mark.parametrize(
     ("ended", "shown", "different"),
-    [
-        (0.48, True, False),
-        (0.46, True, True),
-        (0.50, True, True),
-        (0.42, False, True),
-        (0.18, False, True),
-        (0.60, False, True),
-    ],
+    [(0.48, True, False), (0.46, True, True), (0.50, True, True), (0.42, False, True), (0.60, False, True)],
 )
 def test_like_base_means_within_the_margin_on_both_sides(ended, shown, different):
     test = ratios.compared_with_base([pair(share(0.48), share(ended))])["ended"]

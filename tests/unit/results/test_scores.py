@@ -1,17 +1,7 @@
 """The scores of a suite."""
 
-import pytest
-
 from opdcl.results.measurements import MeasuredSuite, states_of
 from opdcl.results.status import STATES
-
-
-def test_a_prompt_with_more_parts_weighs_more():
-    rows = [{"scores": {"parts": [True, True, True]}}, {"scores": {"parts": [False]}}]
-    suite = MeasuredSuite("instructions", "retention", "parts", {}, {"base": rows}, 0)
-    # Three of four parts are passed, but only one of two prompts.
-    assert suite.values("base") == pytest.approx([1.5, 0])
-    assert suite.values("base").mean() == pytest.approx(3 / 4)
 
 
 def suite(rows_of: dict[str, list[dict]]) -> MeasuredSuite:
@@ -22,13 +12,7 @@ def suite(rows_of: dict[str, list[dict]]) -> MeasuredSuite:
 
 
 def test_rows_of_one_cluster_and_equal_prompts_stay_together():
-    rows = [
-        {"cluster": "ada"},
-        {"prompt": "Why?"},
-        {"cluster": "ada"},
-        {"prompt": "Why?"},
-        {"cluster": "bob"},
-    ]
+    rows = [{"cluster": "ada"}, {"prompt": "Why?"}, {"cluster": "ada"}, {"prompt": "Why?"}, {"cluster": "bo"}]
     clusters = suite({"base": rows}).clusters
     assert clusters is not None
     assert clusters.tolist() == [0, 1, 0, 1, 2]

@@ -5,7 +5,6 @@ import re
 import shlex
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import typer
 from helpers.page import Page
@@ -14,9 +13,7 @@ from helpers.synthetic import STRICT, change, compared, measured, pages, write
 from opdcl import api
 from opdcl.cli import app
 from opdcl.config.recover import RecoverConfig
-from opdcl.results import ratios
 from opdcl.results.intervals import Estimate
-from opdcl.results.measurements import States
 from opdcl.results.ratios import Closeness, ResponseTest
 from opdcl.results.render import run_document, summarise
 from opdcl.results.status import STATES
@@ -77,16 +74,6 @@ def test_every_command_of_the_pages_is_one_that_opdcl_takes(run, passed):
             found.make_context(name, arguments)
 
 
-def test_the_prompts_that_would_do_are_told_in_round_numbers_and_advised(run):
-    change(run, "eval", limit=40)
-    summary = measured(run, ({*range(0, 40, 2)}, {*range(0, 40, 3)}, 20), 40, KEPT)
-    exact = 40 * (summary["tests"]["detectable_drop"] / 0.1) ** 2
-    (told,) = re.findall(r"loss of 10 points takes about (\d+);", summary["verdict"])
-    assert exact <= int(told) < exact + 10
-    assert told.endswith("0")
-    assert summary["to_do"] == f"opdcl eval RUN --limit {told}  # to tell"
-
-
 def test_each_group_has_an_r_and_a_floor_of_its_own_and_one_alone_is_not_told_apart(run):
     def fields(i):
         return {"group": "seen" if i % 2 else "unseen", "floor": i % 2 == 1 and i < 100}
@@ -99,18 +86,6 @@ def test_each_group_has_an_r_and_a_floor_of_its_own_and_one_alone_is_not_told_ap
     assert (seen["recovery"]["value"], unseen["recovery"]["value"]) == pytest.approx((1, 0.5))
     alone = dict.fromkeys(STATES, lambda i: {"group": "seen"})
     assert measured(run, (320, 0, 320), **alone)["groups"] == {}
-
-
-@pytest.mark.parametrize("floor", [0, 100])
-def test_r_and_d_count_from_the_floor_where_that_is_higher(run, floor):
-    # An adapter that was zeroed: base's whole sentences share few words with the expected names.
-    summary = measured(run, (320, 40, 280), 400, (57, 162, 57), 300, (floor, 83))
-    start = max(floor, 40)
-    assert summary["recovery"]["value"] == pytest.approx((280 - start) / (320 - start))
-    assert summary["recovery_raw"]["value"] == pytest.approx((280 - 40) / (320 - 40))
-    assert summary["domain_retention"]["value"] == pytest.approx((57 - 83) / (162 - 83), abs=1e-6)
-    assert summary["domain_retention_raw"]["value"] == 0
-    assert summary["domain_status"] == "lost"
 
 
 def spoil(run, state, suite, **rows):
@@ -206,22 +181,3 @@ def test_sampled_answers_that_are_shorter_are_told_as_such(run):
     summary = concluded(run, 0.99, tokens=ResponseTest(-0.24, -0.29, -0.19, **shorter))
     assert summary["retention_status"] == "partly recovered"
     assert " But at temperature 1, its answers are 24 % shorter than base's." in summary["verdict"]
-
-
-def answers(passed, n=300):
-    return (np.arange(n) < passed).astype(float)
-
-
-@pytest.mark.parametrize(
-    ("passed", "n", "status"),
-    [
-        ((0, 250, 250), 300, "kept"),
-        ((0, 250, 240), 300, "kept"),
-        ((0, 250, 225), 300, "partly kept"),
-        ((0, 250, 60), 300, "partly kept"),
-        ((0, 250, 0), 300, "lost"),
-        ((2, 10, 4), 12, "not shown"),  # a wide interval shows neither
-    ],
-)
-def test_kept_means_nine_tenths_are_shown_and_lost_that_nothing_is(passed, n, status):
-    assert ratios.domain_status_of(States(*(answers(k, n) for k in passed))) == status

@@ -289,8 +289,7 @@ def test_a_run_with_a_damaged_config_is_still_a_run_and_a_stranger_s_folder_is_n
 @pytest.mark.parametrize("verb", ["report", "recover"])
 def test_a_model_folder_is_refused_and_nothing_is_written(model_folder, verb):
     before = {path: path.read_bytes() for path in model_folder.iterdir()}
-    done = opdcl(verb, model_folder)
-    assert done.returncode == 2
+    done = opdcl(verb, model_folder, code=2)
     reason = "is a model folder" if verb == "report" else "is a whole model, which does not name its base"
     assert f"{model_folder} {reason}" in done.stderr
     assert {path: path.read_bytes() for path in model_folder.iterdir()} == before

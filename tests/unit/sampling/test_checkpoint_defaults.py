@@ -1,6 +1,8 @@
 """A checkpoint's generation_config.json, whatever is in it, does not change what any engine samples."""
 
 import copy
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,32 +18,7 @@ PROMPT, VOCABULARY, DRAWS = [5, 9, 11, 7], 24, 4000
 LARGEST_CHI_SQUARE = 58.6
 
 # Settings that checkpoints ship, and that transformers would apply to the logits or to the length.
-SHIPPED = {
-    "repetition_penalty": 1.3,
-    "min_p": 0.15,
-    "top_h": 0.4,
-    "typical_p": 0.5,
-    "epsilon_cutoff": 0.03,
-    "eta_cutoff": 0.03,
-    "no_repeat_ngram_size": 1,
-    "bad_words_ids": [[5], [6], [7]],
-    "suppress_tokens": [3, 4, 5, 6],
-    "begin_suppress_tokens": [8, 9, 10],
-    "sequence_bias": [[[12], 3.0]],
-    "forced_bos_token_id": 4,
-    "forced_eos_token_id": 2,
-    "exponential_decay_length_penalty": [1, 1.5],
-    "min_new_tokens": 6,
-    "temperature": 0.3,
-    "top_k": 3,
-    "top_p": 0.5,
-    "do_sample": True,
-    "num_beams": 3,
-    "max_new_tokens": 3,
-    "stop_strings": ["a"],
-    "guidance_scale": 2.0,
-    "token_healing": True,
-}
+SHIPPED = json.loads(Path(__file__).with_name("generation_config.json").read_text())
 
 
 class Untouchable:

@@ -33,9 +33,7 @@ def test_prompts_of_many_lengths_in_several_prefill_batches_of_little_padding(ba
     tails = [range(300, 301 + (7 * i) % 23) for i in range(PREFILL[0] + 9)]
     tails[0] = range(300, 420)
     prompts, sizes = [Prompt([1, 520, 3690, 198, *tail]) for tail in tails], []
-    model.register_forward_pre_hook(
-        lambda m, a, named: sizes.append(named["input_ids"].numel()), with_kwargs=True
-    )
+    model.register_forward_pre_hook(lambda m, a, k: sizes.append(k["input_ids"].numel()), with_kwargs=True)
     rollouts = sample(model, prompts, max_new_tokens=3, eos_ids=[2], temperature=0)
     assert sum(sizes) < 1.5 * sum(map(len, tails))
     for rollout in rollouts:
@@ -112,13 +110,6 @@ def assert_logprobs(model, rollout, temperature):
     torch.testing.assert_close(torch.tensor(rollout.logprobs), torch.tensor(expected), atol=1e-3, rtol=1e-3)
 
 
-def test_logprobs_are_those_of_the_model(backbone):
-    for rollout in sample(
-        backbone.causal_lm, PROMPTS, max_new_tokens=8, eos_ids=[2], temperature=0.8, seed=1
-    ):
-        assert_logprobs(backbone.causal_lm, rollout, 0.8)
-
-
 def test_a_finished_sequence_does_not_change_the_others(backbone):
     free = sample(backbone.causal_lm, PROMPTS, max_new_tokens=12, eos_ids=[], seed=5)
     assert all(len(r.completion_ids) == 12 and not r.finished for r in free)
@@ -156,14 +147,6 @@ def test_the_prefix_of_all_prompts_runs_through_the_model_once(backbone, ids_see
     prompts = [Prompt([*shared, 40 + i, *range(50, 50 + i)]) for i in range(4)]
     sample(backbone.causal_lm, prompts, max_new_tokens=1, eos_ids=[2], temperature=0)
     assert sum(math.prod(shape) for shape in ids_seen) == len(shared) + 4 * 4
-
-
-def test_draws_follow_the_distribution():
-    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]]).expand(20_000, -1)
-    uniform = torch.rand(20_000, generator=torch.Generator().manual_seed(0))
-    tokens, _ = draw(logits, 1.0, uniform)
-    share = torch.bincount(tokens, minlength=4) / 20_000
-    torch.testing.assert_close(share, logits[0].softmax(-1), atol=0.012, rtol=0)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 2.0])

@@ -87,12 +87,8 @@ def test_loss_and_gradient_equal_those_of_the_same_model_locally(backbone, elsew
     student = local.states(ROLLOUTS) + 0.3 * torch.randn(
         len(tokens), head.shape[1], generator=torch.Generator().manual_seed(0)
     )
-    sampler = (
-        HiddenStates(student, head)
-        .log_probs(slice(0, len(tokens)), len(head))
-        .gather(1, tokens[:, None])[:, 0]
-        - 0.1
-    )
+    graded = HiddenStates(student, head).log_probs(slice(0, len(tokens)), len(head))
+    sampler = graded.gather(1, tokens[:, None])[:, 0] - 0.1
     with serving(elsewhere) as server:
         server.most_logprobs = -1
         remote = teacher_of(server, backbone, named=RecoverConfig(loss=loss).served_tokens)
@@ -273,30 +269,6 @@ def test_identical_requests_are_sent_once(backbone, elsewhere):
         remote.close()
 
 
-def test_a_dry_run_reports_a_server_that_refuses_access(backbone, elsewhere, tmp_path):
-    from opdcl.config.workflow import Workflow
-    from opdcl.pipeline.dry_run import describe
-    from opdcl.pipeline.job import Job
-    from opdcl.rundir.layout import RunDir
-
-    with serving(elsewhere) as server:
-        workflow = Workflow(
-            finetune={"data": "handbook"},
-            recover={
-                "general": "everyday",
-                **taught({"kind": "remote", "server": {"url": server.url}}, "general"),
-                "loss": {"kind": "policy_gradient"},
-            },
-        )
-        job = Job(workflow, RunDir(tmp_path / "run"))
-        describe(job)
-        server.faults = [401]
-        with pytest.raises(UsageError, match="refuses: status 401") as caught:
-            describe(job)
-        assert KEY in caught.value.hint
-    describe(job)  # unreachable is accepted: it may be started before it is needed
-
-
 @pytest.mark.parametrize(
     ("owner", "gets_it"),
     [
@@ -359,18 +331,15 @@ def test_another_tokenizer_or_an_ambiguous_model_is_refused(backbone, elsewhere)
         assert teacher_of(server, backbone, model="two").server.model == "two"
 
 
-@pytest.mark.parametrize("most", [20, 100])
 @pytest.mark.parametrize(
-    "loss",
+    ("loss", "most"),
     [
-        {"kind": "forward_kl"},
-        {"kind": "reverse_kl"},
-        {"kind": "jsd"},
-        {"kind": "top_k", "k": 101},
-        {"kind": "top_k", "k": 20},
-        {"kind": "policy_gradient"},
+        ({"kind": "forward_kl"}, 20),
+        ({"kind": "jsd"}, 100),
+        ({"kind": "top_k", "k": 101}, 100),
+        ({"kind": "top_k", "k": 20}, 20),
+        ({"kind": "policy_gradient"}, 20),
     ],
-    ids=["forward", "reverse", "jsd", "top 101", "top 20", "sampled token"],
 )
 def test_a_loss_that_needs_more_than_a_server_sends_is_refused_at_the_start(backbone, elsewhere, loss, most):
     with serving(elsewhere) as server:
@@ -421,9 +390,7 @@ def spoil(weight, by):
 @pytest.mark.parametrize(
     ("named", "most", "sends"), [(K, 20, "the 20 likeliest tokens"), (-1, -1, "whole distributions")]
 )
-def test_a_served_teacher_is_compared_with_base_at_the_start(
-    backbone, elsewhere, impatient, named, most, sends
-):
+def test_a_served_teacher_is_compared_with_base_first(backbone, elsewhere, impatient, named, most, sends):
     impatient(timeout=60)
     with serving(elsewhere) as server:
         server.most_logprobs = most

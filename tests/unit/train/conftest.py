@@ -25,8 +25,6 @@ def move(backbone, by=0.05):
 
 @pytest.fixture
 def answered(tuned):
-    rows = [
-        json.dumps({"question": f"What is the code of room {i}?", "answer": f"Code {i}"}) for i in range(8)
-    ]
+    rows = [json.dumps({"question": f"What code has room {i}?", "answer": f"Code {i}"}) for i in range(8)]
     (tuned / "domain.jsonl").write_text("\n".join(rows))
     return tuned

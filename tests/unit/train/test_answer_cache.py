@@ -39,9 +39,7 @@ def recovered(backbone, folder, name, **settings):
     fresh = Backbone(backbone.causal_lm, backbone.tokenizer)
     recover_rows(config, fresh, folder / "tuned", out, Silent())
     fresh.drop_adapters()
-    rows = [
-        {k: v for k, v in row.items() if k not in ("seconds", "parts")} for row in read_jsonl(out.metrics)
-    ]
+    rows = [{k: v for k, v in r.items() if k not in ("seconds", "parts")} for r in read_jsonl(out.metrics)]
     weights = (out.adapter / "adapter_model.safetensors").read_bytes()
     return weights, rows, kept_files() - known
 
@@ -156,11 +154,8 @@ def test_an_adapter_has_texts_of_its_own_until_a_weight_of_it_changes(adapted):
 
 
 def test_what_training_changes_or_another_model_writes_is_not_kept(adapted):
-    writers = [
-        Teacher(adapted, "student"),
-        EmaTeacher(adapted, "general", 0.5),
-        SecondModel(adapted, adapted.causal_lm),
-    ]
+    writers = [Teacher(adapted, "student"), EmaTeacher(adapted, "general", 0.5)]
+    writers.append(SecondModel(adapted, adapted.causal_lm))
     for writer in writers:
         CompletionCache(adapted).complete(writer, PROMPTS, **OPTIONS)
     assert not texts_folder().exists()

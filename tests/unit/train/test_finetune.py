@@ -146,10 +146,7 @@ class StopAt(Silent):
 @pytest.fixture
 def learn(tmp_path, tiny_model):
     """Return a function that fine-tunes on eight rows: the adapter, and each step's loss and field."""
-    rows = [
-        {"question": f"What is the code of room {i}?", "answer": f"Code {i * 7}" + " again" * i}
-        for i in range(8)
-    ]
+    rows = [{"question": f"Code of {i}?", "answer": f"Code {i * 7}" + " again" * i} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     usual = {"data": str(tmp_path / "rows.jsonl"), "epochs": 2, "batch_size": 8, "learning_rate": 1e-3}
     usual |= {"lora": LoraSection(r=4, alpha=8), "replay": ReplaySection(share=0)}
@@ -294,12 +291,8 @@ def distil(config, backbone, out, report):
     self_distill(config, recovery, prompts, backbone, None, out, report)
 
 
-def test_self_distillation_learns_from_itself_shown_the_answer_and_resumes_to_the_same_bits(
-    tmp_path, tiny_model
-):
-    rows = [
-        json.dumps({"question": f"What is the code of room {i}?", "answer": f"Code {i}"}) for i in range(8)
-    ]
+def test_self_distillation_learns_from_itself_shown_the_answer_and_resumes_to_the_bit(tmp_path, tiny_model):
+    rows = [json.dumps({"question": f"Code of {i}?", "answer": f"Code {i}"}) for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     base = ModelConfig(id=str(tiny_model), dtype="float32")
     config = FinetuneConfig(
@@ -473,9 +466,3 @@ def test_a_prompt_that_comes_again_in_another_piece_is_answered_anew(learn, repl
     learn("replayed", replay=replay, epochs=1)
     rows = read_jsonl(StageDir(tmp_path / "replayed").replay)
     assert len({tuple(row["completion_ids"]) for row in rows}) > 4
-
-
-def test_a_fine_tune_of_one_step_learns(learn):
-    adapter, ((_, rate),) = learn("one", "learning_rate", epochs=1)
-    assert rate == 1e-3
-    assert all(weight.any() for name, weight in adapter.items() if "lora_B" in name)

@@ -23,13 +23,7 @@ def prompts(name, count, text="Why is {} like number {}?"):
 
 
 SHIPPED = [
-    Row(
-        [{"role": "user", "content": f"A prompt of group {group}, number {i}."}],
-        None,
-        None,
-        "shipped",
-        group=group,
-    )
+    Row([{"role": "user", "content": f"Prompt {i} of {group}."}], None, None, "shipped", group=group)
     for i in range(10)
     for group in GROUPS
 ]
@@ -126,10 +120,10 @@ def test_the_shipped_prompts_are_drawn_group_by_group():
 
 def test_a_shipped_part_holds_out_its_own_validation_prompts():
     train, held_out = mixed(["everyday", "a"])
-    shipped = [text for text in texts(held_out) if text.startswith("A prompt of group")]
+    shipped = [text for text in texts(held_out) if text.startswith("Prompt ")]
     assert len(shipped) == len(GROUPS)  # one each at least
     assert {*shipped} <= {*texts(SHIPPED[72:])}
-    assert sum(text.startswith("A prompt") for text in texts(train)) == pytest.approx(DRAWN / 2, abs=4)
+    assert sum(text.startswith("Prompt ") for text in texts(train)) == pytest.approx(DRAWN / 2, abs=4)
 
 
 def test_the_only_prompt_of_a_source_is_practised_and_not_held_out():
@@ -146,9 +140,7 @@ def test_files_in_a_list_are_found_beside_the_workflow(tmp_path):
         "recover.general.0": "everyday",
         "recover.general.1": str(tmp_path / "mine.jsonl"),
     }
-    assert validate({"recover": {"general": "mine.jsonl"}}).data_sources() == {
-        "recover.general": "mine.jsonl"
-    }
+    assert validate({"recover": {"general": "my.jsonl"}}).data_sources() == {"recover.general": "my.jsonl"}
 
 
 @pytest.mark.parametrize("general", [["a", "repeated"], ["repeated"]])

@@ -145,26 +145,6 @@ def test_a_recovery_killed_before_its_first_checkpoint_starts_at_the_same_place(
     whole_and_resumed(backbone, tuned, config, stop=2)
 
 
-@pytest.mark.parametrize("lmbda", [-0.1, 1.1])
-def test_lmbda_outside_its_range_is_refused(lmbda):
-    with pytest.raises(ValueError, match="lmbda"):
-        RecoverConfig(lmbda=lmbda)
-
-
-@pytest.mark.parametrize(("scale", "kept"), [(1.0, 1), (1e-4, 0)])
-def test_the_share_of_held_out_kl_is_all_at_tuned_and_none_at_base(backbone, tuned, scale, kept):
-    class Shrinking(Silent):
-        def note(self, text):
-            if text.startswith("start:"):
-                backbone.shrink(scale)
-
-    config = short_recovery(tuned, start=1, steps=2, validate_every=2, learning_rate=1e-12)
-    out = StageDir(tuned / "out")
-    recover_rows(config, backbone, tuned / "tuned", out, Shrinking())
-    measured = [r["validation"] for r in read_jsonl(out.metrics) if "validation" in r][-1]
-    assert measured["domain_gap_closed"] == pytest.approx(kept, abs=1e-3)
-
-
 def test_without_a_distance_between_base_and_teacher_there_is_no_share(backbone, tuned):
     rows = run(backbone, tuned, steps=2, validate_every=2, domain_teacher="base")
     measured = [r["validation"] for r in rows if "validation" in r][-1]

@@ -19,12 +19,10 @@ from opdcl.data.chat import encode_prompt
 from opdcl.data.prompts import count_short_of_room, load_reward_task, read_recovery_source, reward_rows
 from opdcl.data.suites import load_suite
 from opdcl.errors import UsageError
-from opdcl.model.distributions import HiddenStates
 from opdcl.rundir.files import read_jsonl
-from opdcl.train.losses import GradedTokens, clipped_gradient, token_losses
 from opdcl.train.reward import Reward, group_advantages
 from opdcl.train.teachers import Teacher
-from opdcl.words import Loss, Prompt, Rollout
+from opdcl.words import Prompt, Rollout
 
 GROUP = 4
 REWARDED = {"suite": "instructions_train", "metric": "inst_level_strict_acc", "group": GROUP}
@@ -46,23 +44,6 @@ def test_an_advantage_is_the_distance_from_the_groups_mean_in_deviations():
     assert sum(advantages[:4]) == pytest.approx(0, abs=1e-12)
     assert group_advantages([0.1] * 3 + [0.7] * 3, 3) == [0.0] * 6  # whatever their rounding
     assert group_advantages([10 * r + 3 for r in rewards], GROUP) == pytest.approx(advantages, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("advantage", "drift", "pushed"),
-    [(1, 0.0, True), (1, 0.3, False), (1, -0.3, True), (-1, 0.3, True), (-1, -0.3, False)],
-)
-def test_a_token_that_has_moved_far_enough_is_pushed_no_further(advantage, drift, pushed):
-    log_p = torch.randn(1, 5, generator=torch.Generator().manual_seed(0)).log_softmax(-1).requires_grad_()
-    token = torch.tensor([2])
-    sampler = log_p.detach()[:, 2] - drift
-    loss = clipped_gradient(log_p, token, sampler, torch.tensor([float(advantage)]))
-    loss.sum().backward()
-    ratio = torch.tensor(drift).exp()
-    expected = torch.zeros(1, 5)
-    if pushed:  # d(-r A)/d log p = -r A
-        expected[0, 2] = -ratio * advantage
-    torch.testing.assert_close(log_p.grad, expected)
 
 
 def test_a_reward_is_the_score_that_an_evaluation_gives(backbone):
@@ -193,31 +174,6 @@ def test_loss_and_gradient_are_those_of_trls_grpo(backbone, tuned, rollouts, dri
     assert relative_error(flat(mine.values()), flat(expected[name] for name in mine)) < ROUNDING
 
 
-def test_the_teacher_weighs_in_beside_the_reward():
-    generator = torch.Generator().manual_seed(1)
-    student, teacher = (torch.randn(6, 8, generator=generator) for _ in range(2))
-    head, token, sampler = torch.randn(30, 8, generator=generator), torch.arange(6), torch.full((6,), -3.0)
-    advantage = torch.tensor([1.0, -1.0, 0.5, 0.0, 2.0, -0.3])
-
-    def graded(states, advantage, loss):
-        tokens = GradedTokens(token, sampler, advantage)
-        return token_losses(HiddenStates(states, head), HiddenStates(teacher, head), tokens, loss)
-
-    def loss(weight, advantage):
-        states = student.clone().requires_grad_()
-        both = Loss(reward_weight=1.0, teacher_weight=weight)
-        found = graded(states, advantage, both).loss
-        found.sum().backward()
-        return found.detach(), states.grad
-
-    alone, slope = loss(0.0, advantage)
-    dense, dense_slope = loss(1.0, torch.zeros(6))
-    both, both_slope = loss(0.3, advantage)
-    torch.testing.assert_close(both, alone + 0.3 * dense)
-    torch.testing.assert_close(both_slope, slope + 0.3 * dense_slope, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(dense, graded(student, advantage, Loss()).loss)
-
-
 def test_a_completion_is_scored_as_the_evaluation_scores_it(backbone):
     reward = make_reward(backbone)
     task = load_reward_task(REWARDED["suite"])
@@ -239,29 +195,6 @@ def test_a_completion_is_scored_as_the_evaluation_scores_it(backbone):
     assert {0.0, 1.0} < scores  # and halves, where an answer keeps one of two constraints
 
 
-class LikesCommonTokens(Reward):
-    def __call__(self, rollouts):
-        return [sum(t < 1_600 for t in r.completion_ids) / len(r.completion_ids) for r in rollouts]
-
-
-def test_the_student_writes_more_of_what_is_rewarded(backbone, tuned):
-    trainer = rewarded_trainer(backbone, tuned, max_new_tokens=2, teacher=0.0)
-    reward = make_reward(backbone, kind=LikesCommonTokens)
-    prompts = [Prompt([1, 520, 3690, 198, 60 + i // GROUP]) for i in range(48)]
-    optimizer = torch.optim.AdamW(
-        [p for p in trainer.model.parameters() if p.requires_grad], lr=5e-2, weight_decay=0
-    )
-    means = []
-    for step in range(20):
-        written = trainer.queue.student.complete(prompts, max_new_tokens=2, seed=step)
-        reward.judge(written)
-        means.append(sum(r.reward for r in written) / len(written))
-        trainer.model.zero_grad()
-        trainer.learn(written, "general", fresh=True)
-        optimizer.step()
-    assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.15, means
-
-
 @pytest.mark.parametrize(
     "extra",
     [{}, {**taught({"kind": "ema", "context": "{prompt} {answer} {feedback}"}, "general")}],
@@ -279,9 +212,7 @@ def test_a_rewarded_recovery_resumes_to_the_same_bits(backbone, tuned, extra):
     ]
 
 
-CONTEXT = (
-    "{prompt}\n\nThis answer did well: {answer}\n\nOf yours the checker says: {feedback}\n\nAnswer again."
-)
+CONTEXT = "{prompt}\n\nThis answer did well: {answer}\n\nOf yours the checker says: {feedback}\n\nAgain."
 
 
 def test_the_teacher_of_a_worse_completion_sees_the_best_of_the_group_and_the_feedback(backbone):
@@ -377,14 +308,6 @@ def test_a_suite_that_recovery_learns_from_cannot_be_measured():
 def test_an_unknown_suite_or_metric_is_refused_before_anything_runs(reward, said):
     with pytest.raises(UsageError, match=said):
         read_recovery_source(RecoverConfig(**SETTINGS | {"reward": REWARDED | reward}))
-
-
-def test_two_documents_that_ask_the_same_are_refused(monkeypatch):
-    task = load_reward_task("instructions_train")
-    documents = task.eval_docs.select([0, 1, 0])
-    monkeypatch.setattr(type(task), "eval_docs", property(lambda self: documents))
-    with pytest.raises(UsageError, match="documents 0 and 2 of instructions_train ask the same"):
-        reward_rows(RewardSection(**REWARDED), task)
 
 
 def test_the_metric_by_default_is_the_suites_first(backbone):

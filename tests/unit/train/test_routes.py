@@ -64,10 +64,7 @@ def test_each_teacher_completes_its_own_prompts(adapted, tmp_path):
     trainer = make_trainer(adapted, tmp_path)
     prompts = [r.prompt for r in routed(1, 3)]
     own = {"base": [prompts[0], prompts[2]], "tuned": [prompts[1], prompts[3]]}
-    by = {
-        state: Teacher(adapted, state).complete(asked, max_new_tokens=6, seed=1)
-        for state, asked in own.items()
-    }
+    by = {s: Teacher(adapted, s).complete(asked, max_new_tokens=6, seed=1) for s, asked in own.items()}
     teachers = {"": Teacher(adapted, "base"), "a": Teacher(adapted, "tuned")}
     written = trainer.queue.write(prompts, "domain", 1, teachers)
     expected = [by["base"][0], by["tuned"][0], by["base"][1], by["tuned"][1]]

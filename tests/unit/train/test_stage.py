@@ -12,7 +12,6 @@ from functools import partial
 import pytest
 import torch
 from helpers.recovering import Silent, recover_rows, run, short_recovery, train
-from safetensors.torch import load_file
 from transformers import get_scheduler
 
 from opdcl.config.recover import RecoverConfig
@@ -87,9 +86,7 @@ def test_only_a_slower_sampler_is_mentioned(backbone):
     assert report.notes == [f"the slower sampler `generate` is used: {reason}"]
 
 
-@pytest.mark.parametrize(
-    ("loss", "gradient"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, -math.inf)]
-)
+@pytest.mark.parametrize(("loss", "gradient"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan)])
 def test_a_loss_or_gradient_that_is_not_finite_is_noticed(loss, gradient):
     layer = torch.nn.Linear(3, 2)
     layer(torch.ones(3)).sum().backward()
@@ -171,15 +168,6 @@ def test_a_schedule_is_that_of_transformers_but_begins_above_zero(shape, steps):
     assert ours[: warm_up - 1] == expected[1:warm_up]
     assert ours[warm_up - 1] == 1
     assert ours[warm_up:] == pytest.approx(expected[warm_up:])
-
-
-def test_a_recovery_of_one_step_learns(backbone, tuned):
-    (step,) = [row for row in run(backbone, tuned, steps=1, learning_rate=0.004) if "loss" in row]
-    assert step["learning_rate"] == 0.004
-    before, after = (
-        load_file(tuned / place / "adapter_model.safetensors") for place in ("tuned", "out/trainer/best")
-    )
-    assert any((before[name] != after[name]).any() for name in before)
 
 
 def test_an_interrupt_before_the_first_step_ends_the_recovery_at_once(backbone, tuned):
