@@ -53,8 +53,11 @@ def closeness() -> str:
 def rate() -> str:
     """Return what each rate reached on held-out prompts, beside the start."""
     table = []
-    for row in read("rate").get("held_out", []):
-        name = f"{row['steps']} steps, rate {row['rate']:g}" if row["rate"] else row["arm"]
+    for row in read("together").get("held_out", []):
+        name = row["arm"]
+        if row["rate"]:
+            seed = f", seed {row['seed']}" if row["seed"] else ""
+            name = f"{row['how']}, {row['steps']} steps, {row['domain_rows']} rows, {row['rate']:g}{seed}"
         nats = [f"{row[key]:.2f}" for key in ("general_kl", "own_distance", "domain_kl")]
         table.append([name, *nats, f"{row['own_length']:.0f}"])
     columns = [

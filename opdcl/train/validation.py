@@ -50,7 +50,11 @@ REPETITION_EXCESS = 0.3
 TRUNCATED_EXCESS = 0.5
 
 # What a validation says of the student, and its name in metrics.jsonl.
-SAID = {"KL of own answers": "own_kl", "KL on your prompts": "domain_kl", "endings missed": "missed_ends"}
+SAID = {
+    "KL of own answers": "own_distance",
+    "KL on your prompts": "domain_kl",
+    "endings missed": "missed_ends",
+}
 
 # The longest answer that is shown on a terminal, in tokens: it has a line.
 SHOWN_TOKENS = 40
@@ -98,6 +102,9 @@ class Measurement:
     """The share of the general teacher's endings that the model would miss."""
     own_kl: float | None = None
     """To the general teacher, on what the model writes itself: the mean over tokens."""
+    own_distance: float | None = None
+    """The same as a mean over answers, as an evaluation's distance is. An answer in the domain's style is
+    short, and hardly counts in `own_kl`."""
     own: ResponseStats | None = None
     """How it answers the general prompts at temperature 1."""
 
@@ -108,11 +115,12 @@ class Measurement:
         own = None
         if "own_length" in row:
             own = ResponseStats(row["own_length"], row["own_ended"], row["own_repetition"])
-        return cls(kl, missed_ends=row.get("missed_ends"), own_kl=row.get("own_kl"), own=own)
+        further = {key: row.get(key) for key in ("missed_ends", "own_kl", "own_distance")}
+        return cls(kl, own=own, **further)
 
     def row(self) -> dict[str, float]:
         """Return its values by the names that they have in metrics.jsonl."""
-        values = {"missed_ends": self.missed_ends, "own_kl": self.own_kl}
+        values = {key: getattr(self, key) for key in ("missed_ends", "own_kl", "own_distance")}
         for stream, kl in self.kl.items():
             values[f"{stream}_kl"] = kl
             for teacher, kl_to_it in self.kl_by_teacher.get(stream, {}).items():
@@ -257,7 +265,8 @@ class HeldOut:
         grades = counted(self.report, f"{reader} reads answers", len(prompts))
         loss, teachers = self.queue.streams["general"].loss, self._frozen_teachers("general")
         sums = self.learner.measure(self.learner.grade(rollouts, loss, teachers, grades))
-        return replace(found, own_kl=sums["kl"] / sums["tokens"], own=ResponseStats.of(rollouts))
+        by_token, by_answer = sums["kl"] / sums["tokens"], sums["answer_kl"] / len(rollouts)
+        return replace(found, own_kl=by_token, own_distance=by_answer, own=ResponseStats.of(rollouts))
 
     def show_answers(self) -> None:
         """Show on a terminal each model's likeliest answer to a general prompt, the next one each time."""

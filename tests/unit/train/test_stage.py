@@ -51,7 +51,7 @@ def test_a_validation_says_two_numbers_and_shows_an_answer_of_each_model(backbon
     backbone.drop_adapters()
     measured = [row for row in read_jsonl(out.metrics) if "validation" in row]
     first, last = measured[0]["start"]["validation"], measured[-1]["validation"]
-    said = f"KL of own answers {first['own_kl']:.2f} at the start, now {last['own_kl']:.2f}"
+    said = f"KL of own answers {first['own_distance']:.2f} at the start, now {last['own_distance']:.2f}"
     said += f"; KL on your prompts {first['domain_kl']:.2f} at the start, now {last['domain_kl']:.2f}"
     assert f"step 6: {said}" in report.notes[-1]
     assert [*report.shown[-1]] == ["prompt", "original model", "fine-tuned model", "model in training"]
