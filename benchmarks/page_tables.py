@@ -50,23 +50,15 @@ def closeness() -> str:
     return rows_of(columns, unbroken(rows, 1))
 
 
-def rate() -> str:
-    """Return what each rate reached on held-out prompts, beside the start."""
+def together() -> str:
+    """Return what pilots of a recovery reached on held-out prompts, beside the start."""
     table = []
     for row in read("together").get("held_out", []):
-        name = row["arm"]
-        if row["rate"]:
-            seed = f", seed {row['seed']}" if row["seed"] else ""
-            name = f"{row['how']}, {row['steps']} steps, {row['domain_rows']} rows, {row['rate']:g}{seed}"
+        name = f"{row['how']}, {row['steps']} steps, {row['domain_rows']} rows, {row['rate']}, seed "
+        name += str(row["seed"])
         nats = [f"{row[key]:.2f}" for key in ("general_kl", "own_distance", "domain_kl")]
-        table.append([name, *nats, f"{row['own_length']:.0f}"])
-    columns = [
-        "recovery",
-        "KL to base on its answers",
-        "distance on own answers",
-        "KL to tuned, domain",
-        "tokens",
-    ]
+        table.append([name if row["rate"] else row["arm"], *nats, f"{row['own_length']:.0f}"])
+    columns = ["recovery", "KL to base on its answers", "on own answers", "KL to tuned, domain", "tokens"]
     return rows_of(columns, table) if table else NOT_MEASURED
 
 
@@ -256,7 +248,7 @@ TABLES = {
     "decided": decided,
     "decided-pairs": lambda: pairs(["decided"], DECIDED_PAIRS, SCORES),
     **{record: partial(by_arm, record) for record in ("equal", "fast", "words", "larger", "documents")},
-    "rate": rate,
+    "together": together,
     **{f"{record}-pairs": partial(paired, record) for record in ("equal", "fast", "words")},
     "replay": replayed,
     "replay-pairs": lambda: pairs(["start", "replay"], REPLAY_PAIRS, SCORES),

@@ -145,7 +145,9 @@ def explain(fault: ValidationError, origins: dict[str, str]) -> UsageError:
             kinds = " or ".join(dict.fromkeys(expected[key]))
             lines[key] = f"{key}: must be {kinds} (got {_brief(error['input'])}{where})"
             meaning = next((row[3] for row in describe_fields() if row[0] == key), "")
-            hints[key] = f"{meaning.split('. ')[0]}; opdcl config schema {key}" if meaning else ""
+            hints[key] = (
+                f"{meaning.split('. ')[0].rstrip('.')} (opdcl config schema {key})" if meaning else ""
+            )
         else:
             message = error["msg"].removeprefix("Value error, ")
             got = "" if isinstance(error["input"], dict) else f"got {_brief(error['input'])}"

@@ -200,8 +200,10 @@ def test_a_required_value_that_is_missing_is_named(write):
 def test_all_faults_are_reported_at_once(write):
     file = write("finetune: {data: d, epochs: x}\nrecover:\n  stepz: 3\n  seed: x\n")
     assert complaint([file]).message.splitlines() == [
-        f"finetune.epochs: must be a number (got 'x', {file}:1)",
-        f"recover.seed: must be an integer (got 'x', {file}:4)",
+        f"finetune.epochs: must be a number (got 'x', {file}:1); Passes over the data"
+        " (opdcl config schema finetune.epochs)",
+        f"recover.seed: must be an integer (got 'x', {file}:4); Seed of the prompt order and of all sampling"
+        " (opdcl config schema recover.seed)",
         f"unknown key recover.stepz, {file}:3; did you mean recover.steps?",
     ]
 
