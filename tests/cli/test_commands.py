@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 
 import pytest
 from helpers import command as runner
@@ -12,7 +13,6 @@ from typer.main import get_command
 from opdcl.cli import app
 from opdcl.cli.guidance import EXAMPLES
 from opdcl.config.shipped import shipped_suites
-from opdcl.rundir.files import write_json
 
 
 def test_help_names_every_command(opdcl):
@@ -191,9 +191,19 @@ def test_a_dry_run_is_one_json_document_and_writes_nothing(opdcl, tmp_path):
 
 def test_pairs_and_lists_reach_the_settings(opdcl, refused, tiny_model, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"question": "Who?", "answer": "Ada."}\n' * 2)
-    workflow = {"model": {"id": str(tiny_model)}, "finetune": {"data": str(tmp_path / "rows.jsonl")}}
-    write_json(tmp_path / "run" / "config.json", {"workflow": workflow, "origins": {}})
-    words = ("eval", "run", "--retention", "instructions,neighbours", "--domain", "mine", "--limit", "2")
+    tuned = shutil.copytree(tiny_model, tmp_path / "tuned")
+    words = (
+        "eval",
+        tuned,
+        "--base",
+        tiny_model,
+        "--retention",
+        "instructions,neighbours",
+        "--domain",
+        "mine",
+        "--limit",
+        "2",
+    )
     words += ("--data", "mine=rows.jsonl", "--max-drop", "neighbours=5", "--dry-run", "--json")
     planned = json.loads(opdcl(*words))["tasks"]
     suites = [task["suite"] for task in planned if task["state"] == "base"]

@@ -29,7 +29,7 @@ WRONG = {
         "did you mean instructions?",
     ),
     "config validate quickstart --set lora.r=8 --set recover.stepz=4 --set finetune.epochs=few": (
-        "error: finetune.epochs: must be a number (got 'few', --set)\n",
+        "error: finetune.epochs: must be a number (got 'few', --set); Passes over the data (opdcl config",
         "error: unknown key recover.stepz (in --set); did you mean recover.steps?\n",
         "error: unknown key lora; did you mean finetune.lora.r?\n",
     ),

@@ -77,9 +77,10 @@ COMMANDS = {
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
 def test_a_server_that_a_run_names_is_asked_for_anew(folder, server, words, stage):
     received(folder, **{f"{stage}__server": {"url": server.url}})
-    done = opdcl(*words, cwd=folder)
+    if words[0] == "eval" and stage == "recover":
+        words = ("recover", *words[1:])  # an evaluation trains nothing
+    done = opdcl(*words, cwd=folder, code=2)
     assert server.seen == []
-    assert done.returncode == 2, done.stderr
     assert f"a run directory cannot make this command use the server {server.url}" in done.stderr
     assert f"--set {stage}.server.url={server.url}" in done.stderr
 

@@ -15,7 +15,7 @@ from opdcl.train.self_distill import as_distillation
 # Recipe, arm -> general steps of the teacher and of the student, domain steps of the teacher and of the
 # student, as planned: the general ones of the teacher become the student's once its answers are long enough.
 WRITTEN = {
-    "quickstart": (16, 16, 32, 0),
+    "quickstart": (8, 8, 16, 0),
     "handbook": (28, 28, 56, 0),
     "own-data": (24, 24, 48, 0),
     "repair": (24, 24, 48, 0),
