@@ -194,7 +194,7 @@ def test_progress_counts_finished_answers_on_top_of_those_of_an_earlier_run():
     told = []
     report = Silent()
     report.progress = lambda done, total: told.append((done, total))
-    count = counter(report, 3, 9)
+    count = counter(report.progress, 9, 3)
     count([Rollout(Prompt([1]), [5, 5]), Rollout(Prompt([2]), [5, 5])])
     count([Rollout(Prompt([3]), [5] * 4)])
     assert told == [(5, 9), (6, 9)]
