@@ -153,17 +153,19 @@ def compared(row: dict[str, Any], columns: tuple[str, ...]) -> list[float]:
 
 
 def reached() -> str:
-    """Return what a recovery of 32 steps reaches, beside its rivals: means over the seeds, one machine."""
-    decided = by_arm(read("decided")["rows"])
+    """Return what the quickstart's recovery reaches, beside its rivals: means over the seeds, one machine."""
+    words = by_arm(read("words")["rows"])
     models = {
-        "base": (decided["half"], "base"),
-        "tuned": (decided["half"], "tuned"),
-        "**tuned, then recovered**": (decided["half"], "recovered"),
-        "tuned with 30 % replay": (decided["mix-kl"], "tuned"),
-        "**tuned with 30 % replay, then recovered**": (decided["mix-kl-then"], "recovered"),
+        "base": ("half", "base"),
+        "tuned": ("half", "tuned"),
+        "tuned, repaired without training": ("projected", "recovered"),
+        "**tuned, then recovered**": ("half", "recovered"),
+        "tuned with 30 % replay": ("replay-30", "tuned"),
     }
     table = []
-    for name, (rows, state) in models.items():
+    for name, (arm, state) in models.items():
+        if not (rows := words.get(arm)):
+            continue
         near = fmean(row["closeness"]["distance"][state]["value"] for row in rows)
         suites = ("instructions_quick", "handbook_quick")
         skill, domain = (fmean(scores(rows, suite, state)) for suite in suites)

@@ -42,9 +42,8 @@ ARMS = {
         "tuned": "a plain fine-tune",
         "projected": "the same, projected, no training",
         "off": "32 steps from there, base writes all general answers",
-        "half": "32 steps, base writes half of them, then the student",
+        "half": "**32 steps, base writes half of them, then the student**",
         "on": "32 steps, the student writes all",
-        "long": "**64 steps, base writes half, then the student**",
     },
     "larger": {"tuned": "a plain fine-tune", "larger": "**the same, then a recovery of 48 steps**"},
     "documents": {
@@ -66,7 +65,7 @@ PAIRS = {
     "words": {
         "the student writes half - base writes all": ("half", "off"),
         "the student writes all - base writes all": ("on", "off"),
-        "64 steps - 32": ("long", "half"),
+        "the student writes all - half": ("on", "half"),
     },
 }
 
