@@ -79,6 +79,13 @@ class Row:
         return [*rows, self]
 
     @property
+    def later_turns(self) -> int:
+        """How many turns follow the first, each after the model's own answer: it has only user messages."""
+        asked = [message["role"] for message in self.prompt if message["role"] != "system"]
+        is_open = {*asked} == {"user"} and not (self.answer or self.reply or self.tools)
+        return len(asked) - 1 if is_open else 0
+
+    @property
     def system(self) -> str | None:
         """The system message of its conversation."""
         has_one = bool(self.prompt) and self.prompt[0]["role"] == "system"

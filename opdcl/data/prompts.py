@@ -6,6 +6,7 @@ for word as an evaluation asks them."""
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections.abc import Callable
@@ -14,21 +15,15 @@ from functools import partial
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from opdcl.config.recover import PROMPTS_OF_START, RecoverConfig
+from opdcl.config.recover import PROMPTS_OF_START, RecoverConfig, RewardSection
 from opdcl.config.teacher import BUILT_IN
 from opdcl.data.chat import encode_prompt
+from opdcl.data.conversations import encode_turns
 from opdcl.data.examples import learned_turns
+from opdcl.data.formats import PACKED_ROW
 from opdcl.data.rows import Row, check_prompts, is_shipped, load_rows
 from opdcl.errors import UsageError
 from opdcl.words import STREAMS, Prompt, Prompts, StreamName
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-import json
-from typing import TYPE_CHECKING
-
-from opdcl.config.recover import RewardSection
-from opdcl.data.formats import PACKED_ROW
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -314,8 +309,11 @@ def _encode(
     prompts: list[Prompt] = []
     for number, row in enumerate(rows):
         limit = sys.maxsize if is_shipped(row) else room
-        ids = encode_prompt(row, tokenizer, limit)
-        if len(ids) > room:
+        if config.reward and stream == "general":
+            prompt = Prompt(encode_prompt(row, tokenizer, limit))
+        else:
+            prompt = encode_turns(row, tokenizer, limit, longest)
+        if len(prompt.ids) > room:
             continue
         context = config.teacher_of(stream, row.teacher).context
         shown = None
@@ -324,7 +322,7 @@ def _encode(
         answer = None
         if stream == "general" and config.given_answers:
             answer = _own_answer(row, tokenizer)
-        prompts.append(Prompt(ids, row.teacher, shown, number=number, answer=answer))
+        prompts.append(replace(prompt, teacher=row.teacher, context=shown, number=number, answer=answer))
     if rows and not prompts:
         message = f"no prompt of the {stream} stream leaves room for an answer of {longest} tokens"
         hint = "lower recover.max_new_tokens, or name shorter prompts of your own"

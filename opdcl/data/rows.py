@@ -219,8 +219,8 @@ def _is_here(source: str) -> bool:
 
 
 def is_shipped(row: Row) -> bool:
-    """Return whether a row is one of the shipped everyday prompts."""
-    return row.where.startswith(f"{_shipped_file('everyday')}:")
+    """Return whether a row is one of the shipped everyday prompts or requests."""
+    return row.where.startswith(tuple(f"{_shipped_file(name)}:" for name in ("everyday", "requests")))
 
 
 @functools.cache

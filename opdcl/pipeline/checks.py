@@ -371,7 +371,7 @@ def check_targets(model: ModelConfig, lora: LoraSection) -> None:
 
 def _check_suites(job: Job, near: list[Row], to_do: bool) -> list[str]:
     """Check that each prompt and its longest answer fit; note answers that would be cut, and learned rows."""
-    from opdcl.data.chat import encode_prompt
+    from opdcl.data.conversations import encode_asked
     from opdcl.measure.evaluate import max_answer_tokens
     from opdcl.results.notes import learned_note  # it brings numpy
 
@@ -390,8 +390,8 @@ def _check_suites(job: Job, near: list[Row], to_do: bool) -> list[str]:
         if suite.generative:
             samples = [suite.record(doc, [None]) for doc in suite.documents(config.limit)]
             notes.append(learned_note(suite.name, count_learned(samples, learned), len(samples)))
-    for row in near:
-        encode_prompt(row, job.tokenizer, job.context - config.closeness_tokens)
+    limit = config.closeness_tokens
+    encode_asked(near, job.tokenizer, job.context - limit, limit)
     return notes
 
 

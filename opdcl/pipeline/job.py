@@ -17,6 +17,7 @@ from opdcl.config.shipped import shipped_suites
 from opdcl.config.workflow import Workflow
 from opdcl.data import scoring
 from opdcl.data.chat import encode_prompt
+from opdcl.data.conversations import encode_asked
 from opdcl.data.examples import Examples, bad_rows, read_examples
 from opdcl.data.rows import Row, check_prompts
 from opdcl.pipeline.defaults import named_after, resolve_for_machine, text_config, with_steps
@@ -222,7 +223,8 @@ class Job:
         There are none where the likelihoods of given texts are compared.
         """
         config = self.workflow.eval
-        ids = {CLOSENESS: [encode_prompt(row, self.tokenizer, sys.maxsize) for row in self.closeness]}
+        near = [prompt for _, prompt in encode_asked(self.closeness, self.tokenizer, sys.maxsize, 0)]
+        ids = {CLOSENESS: [prompt.after([[]] * turn).ids for prompt in near for turn in range(prompt.turns)]}
         for name in config.suites():
             suite = self.suite(name)
             ids[name] = suite.encode(config.limit, self.tokenizer) if suite.generative else []

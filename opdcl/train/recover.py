@@ -105,6 +105,9 @@ def recover(
     else:
         keep_start(recovery)
     provided.completions.log_hits(report.note)
+    if queue.unasked:
+        hint = "the answer before each ran into its maximum length, recover.max_new_tokens"
+        report.note(f"{queue.unasked} turns of conversations were not asked: {hint}")
     if config.steps and config.hands_over("general") and not queue.handed_over:
         writer = "the rows gave" if config.given_answers else f"{teacher_name(config, 'general')} wrote"
         hint = "--set recover.lmbda=0.5 lets the student write the last half"

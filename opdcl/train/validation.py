@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from opdcl.config.recover import NO_WORSE, RecoverConfig
@@ -24,7 +25,7 @@ from opdcl.repetition import distinct, repetition
 from opdcl.rundir.records import read_metrics
 from opdcl.train.checkpoints import StudentOptimizer
 from opdcl.train.learner import Graded, Learner, kl_by_teacher
-from opdcl.train.rollouts import RolloutQueue
+from opdcl.train.rollouts import RolloutQueue, Talk, converse, turns_of
 from opdcl.train.stage import StageLog, StageReport, counted
 from opdcl.train.start import KL_NOISE
 from opdcl.train.teachers import Teachers
@@ -191,7 +192,7 @@ class HeldOut:
         self.asked = self.prompts["general"]
         """The prompts that each model answers itself."""
         self.answers: dict[StreamName, Graded] = {}
-        self._written: dict[str, list[Rollout]] = {}
+        self._written: dict[str, list[Talk]] = {}
         """The latest answers to the general prompts, by who wrote them."""
 
     def let_teachers_answer(self) -> None:
@@ -200,13 +201,14 @@ class HeldOut:
             if not prompts:
                 continue
             teachers, name = self._frozen_teachers(stream), teacher_name(self.config, stream)
-            count = counted(self.report, f"{name} answers", len(prompts))
-            rollouts = self.queue.write(prompts, stream, self.config.seed + 7, teachers, count)
+            count = counted(self.report, f"{name} answers", turns_of(prompts))
+            talks = self.queue.write(prompts, stream, self.config.seed + 7, teachers, count)
+            rollouts = [*itertools.chain(*talks)]
             grades = counted(self.report, f"{name} grades", len(rollouts))
             loss = self.queue.streams[stream].loss
             self.answers[stream] = self.learner.grade(rollouts, loss, teachers, grades)
             if stream == "general":
-                self._written[name] = rollouts
+                self._written[name] = talks
 
     def _frozen_teachers(self, stream: StreamName) -> Teachers:
         teachers = self.learner.teachers[stream]
@@ -217,7 +219,7 @@ class HeldOut:
         with self.learner.backbone.scaled(0.0):
             base = self.on_teachers_answers("measure base", model="base")
         answers = self._written.get(teacher_name(self.config, "general"))
-        return replace(base, own=ResponseStats.of(answers)) if answers else base
+        return replace(base, own=ResponseStats.of([*itertools.chain(*answers)])) if answers else base
 
     def measure_tuned(self) -> Measurement:
         """Measure the student while it is as tuned left it."""
@@ -262,10 +264,11 @@ class HeldOut:
             return found
         # As a teacher does: at temperature 1, and up to the length of base's answers.
         limit, seed = self.config.limit("general"), self.config.seed + 8
-        count = counted(self.report, f"{name} answers", len(prompts))
-        rollouts = self.queue.student.complete(prompts, max_new_tokens=limit, seed=seed, on_finished=count)
-        self._written[name] = rollouts
-        grades = counted(self.report, f"{teacher_name(self.config, 'general')} grades", len(prompts))
+        count = counted(self.report, f"{name} answers", turns_of(prompts))
+        write = partial(self.queue.student.complete, max_new_tokens=limit, on_finished=count)
+        self._written[name] = converse(prompts, write, seed)
+        rollouts = [*itertools.chain(*self._written[name])]
+        grades = counted(self.report, f"{teacher_name(self.config, 'general')} grades", len(rollouts))
         loss, teachers = self.queue.streams["general"].loss, self._frozen_teachers("general")
         sums = self.learner.measure(self.learner.grade(rollouts, loss, teachers, grades))
         return replace(
@@ -282,8 +285,9 @@ class HeldOut:
         number, question = next(self.questions)
         decode = self.learner.backbone.tokenizer.decode
         texts = {"prompt": question}
-        for name, rollouts in self._written.items():
-            texts[name] = decode(rollouts[number].completion_ids, skip_special_tokens=True)
+        for name, talks in self._written.items():
+            answers = [decode(r.completion_ids, skip_special_tokens=True) for r in talks[number]]
+            texts[name] = "\n\n".join(answers)
         self.report.texts(texts)
 
 
