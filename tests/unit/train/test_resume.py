@@ -37,7 +37,7 @@ def no_best(stage):
 
 def test_what_decides_is_in_the_checkpoint(backbone, tuned):
     # The adapter before the first step stays the best one, so it is not written again.
-    config = short_recovery(tuned, lmbda=1.0)
+    config = short_recovery(tuned, lmbda=1.0, health=False)
     whole = train(backbone, tuned, "whole", config)
     best = (whole.best / "adapter_model.safetensors").read_bytes()
     for lost in (empty, missing, without_validations, cut_off, other_best, no_best):
