@@ -94,12 +94,9 @@ def rounds() -> str:
         for one in rounds_of(teacher):
             if (teacher, one.number) == ("last", 1):
                 continue
-            cells = [
-                interval(one.distance, NATS),
-                ratio(one.row["recovery"]),
-                interval(one.followed, PERCENT),
-            ]
-            cells += [ratio(one.row["domain_retention"]), interval(one.left, PERCENT) if one.left else ""]
+            row, instructions = one.row, interval(one.followed, PERCENT)
+            cells = [interval(one.distance, NATS), ratio(row["recovery"]), instructions]
+            cells += [ratio(row["domain_retention"]), interval(one.left, PERCENT) if one.left else ""]
             table.append([f"{one.number}, {words}", *cells, interval(one.known, PERCENT)])
     columns = ["round, teacher", "distance, nats", "R", "instructions, %", "D, new domain"]
     columns += ["earlier domains before the recovery, %", "all domains so far after it, %"]

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from opdcl.arguments import Data, Options, PathLike, as_folder, question_suites, strings
-from opdcl.errors import UsageError, translate, typed
+from opdcl.errors import UsageError, typed
+from opdcl.faults import translate
 
 if TYPE_CHECKING:
     from opdcl.console import Output

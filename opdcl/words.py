@@ -5,6 +5,7 @@ Every room of the trainings speaks them, so this file imports nothing of opdcl.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -99,7 +100,8 @@ class Prompt:
     `ids` are the token ids that the student sees. `teacher` is the name of the prompt's own teacher, or ""
     for the stream's. `context` is what that teacher sees in place of `ids`, if it differs. `number` is the
     position of its row in the stream, by which a reward finds the document. `answer` is given in place of
-    one that the teacher writes.
+    one that the teacher writes. If it begins a conversation, `following` has for each later turn the ids
+    around the answers before it, which the model itself gives.
     """
 
     ids: list[int]
@@ -107,6 +109,19 @@ class Prompt:
     context: list[int] | None = None
     number: int = 0
     answer: list[int] | None = None
+    following: list[list[list[int]]] = field(default_factory=list)
+
+    @property
+    def turns(self) -> int:
+        return 1 + len(self.following)
+
+    def after(self, answers: Sequence[list[int]]) -> Prompt:
+        """Return the turn that comes after these answers to the earlier ones."""
+        if not answers:
+            return self
+        ids, *rest = self.following[len(answers) - 1]
+        further = [[*answer, *part] for answer, part in zip(answers, rest, strict=True)]
+        return replace(self, ids=sum(further, ids), following=[])
 
     @property
     def shown(self) -> list[int]:
@@ -145,6 +160,11 @@ class Rollout:
     @property
     def prompt_ids(self) -> list[int]:
         return self.prompt.ids
+
+    @property
+    def said(self) -> list[int]:
+        """The completion without the id that ends it, as it stands before a later turn."""
+        return self.completion_ids[: -1 if self.finished else None]
 
     @property
     def length(self) -> int:

@@ -50,12 +50,6 @@ TUNED = ["recover=null", "eval=null", "finetune.epochs=1"]
 WHOLE = {
     "plain": [],
     "replay": [*TUNED, "finetune.replay.share=0.7"],
-    "self-distill": [
-        *TUNED,
-        "finetune.method=self-distill",
-        "finetune.replay.share=0.7",  # the default, as there is none
-        "finetune.self_distill.max_new_tokens=8",
-    ],
     "seeds": ["seeds=[1,2]", "recover.steps=2", UNWATCHED],
     "bfloat16": [*TRAINED, "model.dtype=bfloat16"],
     "gemma": [*TRAINED, "model.id=./models/gemma"],

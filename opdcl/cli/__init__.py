@@ -17,7 +17,8 @@ from opdcl.cli import runs, screen, stages
 from opdcl.cli.config import config_app, init, suites_app, workflows_app
 from opdcl.cli.guidance import TwoLists, describe_commands, hint_for
 from opdcl.console import silence
-from opdcl.errors import EnvironmentFault, Interrupted, OpdclError, UsageError, translate, typed
+from opdcl.errors import EnvironmentFault, Interrupted, OpdclError, UsageError, typed
+from opdcl.faults import translate
 from opdcl.sanitize import redact
 from opdcl.signals import as_interrupts
 from opdcl.version import __version__

@@ -30,7 +30,7 @@ class EvalConfig(Section):
     """Suites that are reported but do not count in the verdict, such as `neighbours` or
     `instructions_sampled`."""
     closeness: Annotated[str, Field(min_length=1)] | None = "requests"
-    """Prompts on which closeness to base is measured: `requests` (360, shipped), `requests_quick` (40 of
+    """Prompts on which closeness to base is measured: `requests` (384, shipped), `requests_quick` (40 of
     them), a file, or a Hub dataset. No stage may learn from them. None: it is not measured."""
     system: SystemPrompt | None = None
     """System prompt with which closeness and suites are answered, or `@FILE`, as in the recovery, whose own

@@ -9,19 +9,6 @@ from pydantic import Field
 from opdcl.config.lora import LoraSection
 from opdcl.config.section import Auto, BatchSize, Positive, Rate, Section, Seed
 
-# What the teacher of self-distillation sees in place of the last user message.
-SHOWN_ANSWER = "{prompt}\n\nA good answer would be: {answer}\n\nAnswer in your own words."
-
-
-class SelfDistillSection(Section):
-    """Self-distillation: an EMA copy of the student, shown the reference answer, grades its answers."""
-
-    former = {"context": (SHOWN_ANSWER, "a recovery's domain_teacher of kind ema may have another context")}
-
-    max_new_tokens: Positive = 64
-    """Maximum completion length, in tokens."""
-
-
 # The share of the steps, the first ones, in which the learning rate rises.
 WARM_UP = 0.05
 
@@ -45,19 +32,19 @@ class ReplaySection(Section):
     """General prompts: `everyday` (shipped), a file, or a Hub dataset."""
 
 
-class FinetuneConfig(Section):
-    """Fine-tune of a LoRA adapter on the domain."""
+SELF_DISTILLATION_IS_GONE = "a fine-tune imitates the rows' answers; by self-distillation it taught nothing"
+SELF_DISTILLED = {
+    "max_new_tokens": 64,
+    "context": "{prompt}\n\nA good answer would be: {answer}\n\nAnswer in your own words.",
+}
 
-    unused = (
-        ("self_distill", lambda s: s.method == "sft", "unless finetune.method is self-distill"),
-        (
-            "max_length long_rows replay",
-            lambda s: s.method != "sft",
-            "with method self-distill, which samples",
-        ),
-    )
+
+class FinetuneConfig(Section):
+    """Fine-tune of a LoRA adapter on the domain: only answer tokens count in the loss."""
 
     former = {
+        "method": ("sft", SELF_DISTILLATION_IS_GONE),
+        "self_distill": (SELF_DISTILLED, SELF_DISTILLATION_IS_GONE),
         "schedule": ("cosine", "the learning rate always falls on a cosine"),
         "warmup": (WARM_UP, "the learning rate always rises in the first 5 % of the steps"),
         "weight_decay": (
@@ -66,10 +53,6 @@ class FinetuneConfig(Section):
         ),
     }
 
-    method: Literal["sft", "self-distill"] = "sft"
-    """`sft`: imitate the rows' answers; only answer tokens count in the loss. `self-distill`: sample answers,
-    graded by a copy of the model that sees the reference answer. This forgets less, but needs a model that
-    can learn from an example in its context (arXiv 2601.19897)."""
     data: str = Field(min_length=1)
     """`handbook` (shipped), a JSONL, CSV or Parquet file, a folder of such files or of documents, or a Hub
     dataset: `owner/name@revision`."""
@@ -99,13 +82,11 @@ class FinetuneConfig(Section):
     """Optimizer steps between checkpoints."""
     seed: Seed = 0
     """Seed of the row order and of the adapter's initialization."""
-    self_distill: SelfDistillSection = SelfDistillSection()
-    """Settings of method `self-distill`."""
 
     @property
     def replays(self) -> bool:
-        """Whether general rows are among the domain's: not where the student samples."""
-        return self.method == "sft" and self.replay.share > 0
+        """Whether general rows are among the domain's."""
+        return self.replay.share > 0
 
     def replayed_by_share(self, count: int) -> int:
         """Return how many rows or steps `replay.share` asks for beside this many of the domain."""

@@ -29,8 +29,7 @@ Count = Annotated[int, Field(ge=0, le=LARGEST, strict=True)]
 # What NumPy takes; the recovery also uses the seed after this one.
 Seed = Annotated[int, Field(ge=0, le=2**32 - 2, strict=True)]
 # Optimizer steps of a stage, and rows or completions of a step: all of them are planned beforehand.
-MOST_STEPS = 100_000
-Steps = Annotated[int, Field(ge=0, le=MOST_STEPS, strict=True)]
+Steps = Annotated[int, Field(ge=0, le=100_000, strict=True)]
 BatchSize = Annotated[int, Field(gt=0, le=10_000, strict=True)]
 # A factor on a loss.
 Weight = Annotated[float, Field(ge=0, le=1000)]
@@ -77,7 +76,10 @@ class Section(BaseModel):
             return settings
         kept = dict(settings)
         for key, (value, _) in cls.former.items():
-            if key in kept and kept[key] == value:
+            given = kept.get(key)
+            # A stored section names those of its settings that its version still had.
+            is_part = isinstance(value, dict) and isinstance(given, dict) and value | given == value
+            if key in kept and (given == value or is_part):
                 del kept[key]
         return kept
 

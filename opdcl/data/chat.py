@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from opdcl.data.formats import PACKED_ROW, Row
@@ -21,8 +21,6 @@ from opdcl.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-from functools import lru_cache
-from typing import TYPE_CHECKING
 
 # The date that templates write which ask for today's: what Llama 3 writes where there is no clock. Prompts of
 # all days are the same, so answers of different days can be compared, and runs repeat.
@@ -290,9 +288,6 @@ def has_thought(message: Message) -> bool:
 
 
 BLANKS = " \t\n\u2581"
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @lru_cache(maxsize=4)

@@ -79,6 +79,13 @@ class Row:
         return [*rows, self]
 
     @property
+    def later_turns(self) -> int:
+        """How many turns follow the first, each after the model's own answer: it has only user messages."""
+        asked = [message["role"] for message in self.prompt if message["role"] != "system"]
+        is_open = {*asked} == {"user"} and not (self.answer or self.reply or self.tools)
+        return len(asked) - 1 if is_open else 0
+
+    @property
     def system(self) -> str | None:
         """The system message of its conversation."""
         has_one = bool(self.prompt) and self.prompt[0]["role"] == "system"
@@ -110,11 +117,11 @@ class Row:
         where, prompt, tools, variables = json.loads(text)
         return cls(prompt, None, None, where, tools=tools, variables=variables)
 
-    def with_context(self, context: str, answer: str, feedback: str = "") -> Row:
+    def with_context(self, context: str, answer: str) -> Row:
         """Return the row with its last message replaced by `context`, whose placeholders are filled in."""
         *before, last = self.prompt
-        values = {"{prompt}": last["content"], "{answer}": answer, "{feedback}": feedback}
-        content = re.sub(r"\{(?:prompt|answer|feedback)\}", lambda m: values[m[0]], context)
+        values = {"{prompt}": last["content"], "{answer}": answer}
+        content = re.sub(r"\{(?:prompt|answer)\}", lambda m: values[m[0]], context)
         return replace(self, prompt=[*before, {**last, "content": content}])
 
 

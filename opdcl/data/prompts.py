@@ -6,6 +6,7 @@ for word as an evaluation asks them."""
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections.abc import Callable
@@ -14,21 +15,15 @@ from functools import partial
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from opdcl.config.recover import PROMPTS_OF_START, RecoverConfig
+from opdcl.config.recover import PROMPTS_OF_START, RecoverConfig, RewardSection
 from opdcl.config.teacher import BUILT_IN
 from opdcl.data.chat import encode_prompt
+from opdcl.data.conversations import encode_turns
 from opdcl.data.examples import learned_turns
+from opdcl.data.formats import PACKED_ROW
 from opdcl.data.rows import Row, check_prompts, is_shipped, load_rows
 from opdcl.errors import UsageError
 from opdcl.words import STREAMS, Prompt, Prompts, StreamName
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-import json
-from typing import TYPE_CHECKING
-
-from opdcl.config.recover import RewardSection
-from opdcl.data.formats import PACKED_ROW
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,27 +69,6 @@ def reward_rows(config: RewardSection, task: Any) -> list[Row]:
             raise UsageError(message, "keep one of them: an answer must have one score")
         rows.append(row)
     return rows
-
-
-def count_short_of_room(
-    config: RecoverConfig, rows: list[Row], tokenizer: PreTrainedTokenizerBase, room: int
-) -> int:
-    """Return how many prompts have too little room for the longest demonstration in a context of `room`.
-
-    Raises:
-        UsageError: No prompt has room for any.
-    """
-    context, longest = config.teacher_of("general").context, config.max_new_tokens
-    if not (config.reward and context):
-        return 0
-    left = []
-    for row in rows:
-        shown = encode_prompt(row.with_context(context, ""), tokenizer, sys.maxsize)
-        left.append(room - len(shown) - longest)  # the graded completion also takes context
-    if max(left) <= 0:
-        message = f"the context of recover.general_teacher leaves no room for an answer within {room} tokens"
-        raise UsageError(message, "shorten it, or lower recover.max_new_tokens")
-    return sum(one < longest for one in left)
 
 
 def _check_task(config: RewardSection, task: Any) -> None:
@@ -261,8 +235,6 @@ def _check_teacher(config: RecoverConfig, stream: StreamName, row: Row) -> None:
         hint = f"define it in recover.teachers, or name one of {', '.join(known)}"
         raise UsageError(f"{row.where} names an unknown teacher {row.teacher!r}", hint)
     context = config.teacher_of(stream, row.teacher).context
-    if row.teacher and "{feedback}" in (context or ""):
-        raise UsageError(f"{row.where} names the teacher of a reward's answers", "name another teacher")
     if not row.answer and context is not None:
         hint = "give every row of that teacher an answer"
         raise UsageError(f"{row.where} has no answer for its teacher's context", hint)
@@ -314,8 +286,11 @@ def _encode(
     prompts: list[Prompt] = []
     for number, row in enumerate(rows):
         limit = sys.maxsize if is_shipped(row) else room
-        ids = encode_prompt(row, tokenizer, limit)
-        if len(ids) > room:
+        if config.reward and stream == "general":
+            prompt = Prompt(encode_prompt(row, tokenizer, limit))
+        else:
+            prompt = encode_turns(row, tokenizer, limit, longest)
+        if len(prompt.ids) > room:
             continue
         context = config.teacher_of(stream, row.teacher).context
         shown = None
@@ -324,7 +299,7 @@ def _encode(
         answer = None
         if stream == "general" and config.given_answers:
             answer = _own_answer(row, tokenizer)
-        prompts.append(Prompt(ids, row.teacher, shown, number=number, answer=answer))
+        prompts.append(replace(prompt, teacher=row.teacher, context=shown, number=number, answer=answer))
     if rows and not prompts:
         message = f"no prompt of the {stream} stream leaves room for an answer of {longest} tokens"
         hint = "lower recover.max_new_tokens, or name shorter prompts of your own"

@@ -186,7 +186,7 @@ def load_records(path: str) -> list[tuple[dict[str, Any], str]]:
 def source_files(source: str) -> list[Path]:
     """Return the local files behind a source; none for a Hub set."""
     if source in SHIPPED_DATA:
-        return [_shipped_file(source)]
+        return _shipped_files(source)
     if is_task_file(source) and os.path.isfile(source):
         return task_files(Path(source))
     if os.path.isdir(split_part(source)[0]):
@@ -219,20 +219,22 @@ def _is_here(source: str) -> bool:
 
 
 def is_shipped(row: Row) -> bool:
-    """Return whether a row is one of the shipped everyday prompts."""
-    return row.where.startswith(f"{_shipped_file('everyday')}:")
+    """Return whether a row is one of the shipped everyday prompts or requests."""
+    files = [*_shipped_files("everyday"), *_shipped_files("requests")]
+    return row.where.startswith(tuple(f"{file}:" for file in files))
 
 
 @functools.cache
-def _shipped_file(name: str) -> Path:
-    name = name.partition("/")[0].removesuffix("_quick")
-    evals = package_folder("evals")
+def _shipped_files(source: str) -> list[Path]:
+    name, evals = source.partition("/")[0], package_folder("evals")
+    requests = [evals / "closeness" / file for file in ("prompts.jsonl", "conversations.jsonl")]
     files = {
-        "handbook": evals / "handbook" / "facts.jsonl",
-        "contradictions": evals / "contradictions" / "facts.json",
-        "requests": evals / "closeness" / "prompts.jsonl",
+        "handbook": [evals / "handbook" / "facts.jsonl"],
+        "contradictions": [evals / "contradictions" / "facts.json"],
+        "requests": requests,
+        "requests_quick": requests[:1],
     }
-    return files.get(name) or package_folder("workflows") / "data" / f"{name}.jsonl"
+    return files.get(name) or [package_folder("workflows") / "data" / f"{name}.jsonl"]
 
 
 def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
@@ -253,8 +255,8 @@ def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
 
 
 def _shipped(source: str, split: str) -> Iterator[tuple[Any, str]]:
-    file = _shipped_file(source)
-    rows = read_file(file)
+    files = _shipped_files(source)
+    rows = itertools.chain.from_iterable(map(read_file, files))
     if source == "everyday":
         for row, where in rows:
             if row["split"] == split:
@@ -265,7 +267,7 @@ def _shipped(source: str, split: str) -> Iterator[tuple[Any, str]]:
     else:
         documents = None
         if "/" in source:
-            parts = json.loads(file.with_name("parts.json").read_text(encoding="utf-8"))
+            parts = json.loads(files[0].with_name("parts.json").read_text(encoding="utf-8"))
             documents = parts[source.partition("/")[2]]
         for fact, where in rows:
             if documents is None or fact["document"] in documents:

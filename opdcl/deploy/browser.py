@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from opdcl.deploy.chat import Chat
-from opdcl.errors import translate
+from opdcl.faults import translate
 
 PAGE = Path(__file__).parent / "browser.html"
 

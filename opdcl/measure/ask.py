@@ -53,10 +53,22 @@ ReadMore = Callable[[list[int], list[Rollout]], list[Stored]]
 class Question:
     """What a state is asked; questions of one key have one answer."""
 
-    prompt: list[int]
+    prompt: Prompt
     limit: int
     """The maximum length of its answer, in tokens."""
     key: str
+    before: tuple[str, ...] = ()
+    """The keys of the earlier turns of its conversation, which `prompt` begins."""
+
+    def asked(self, rows: dict[str, Stored]) -> Prompt:
+        """Return its prompt after the answers to the earlier turns, as `rows` keep them."""
+        return self.prompt.after([said(rows[key]) for key in self.before])
+
+
+def said(row: Stored) -> list[int]:
+    """Return a kept answer without the id that ends it; one that was cut off stands as it is."""
+    ids: list[int] = row["completion_ids"]
+    return ids[:-1] if row["ended"] else ids
 
 
 class AnswerCache:
@@ -140,7 +152,7 @@ def ask(
     if kept.rows:
         report.note(f"{len(kept.rows)} answers are kept from before")
     for batch in _batches(questions, kept.rows, batch_size):
-        prompts = [Prompt(questions[i].prompt) for i in batch]
+        prompts = [questions[i].asked(kept.rows) for i in batch]
         progress = counter(report.progress, len(questions), len(kept.rows))
         limit = questions[batch[0]].limit
         rollouts = decode(prompts, progress, max_new_tokens=limit, seed=seed + batch[0])
@@ -183,15 +195,16 @@ def _batches(questions: Sequence[Question], answered: dict[str, Stored], size: i
         batches = _cut(questions, numbers, SAMPLING_BATCH)
         return [batch for batch in batches if any(questions[i].key not in answered for i in batch)]
     missing = [i for i in numbers if questions[i].key not in answered]
-    missing.sort(key=lambda i: len(questions[i].prompt))  # prompts of similar length share a batch
+    missing.sort(key=lambda i: len(questions[i].prompt.ids))  # prompts of similar length share a batch
     return _cut(questions, missing, size)
 
 
 def _cut(questions: Sequence[Question], numbers: list[int], size: int) -> list[list[int]]:
-    """Cut numbers of questions into batches of one token limit."""
+    """Cut numbers of questions into batches of one turn and one token limit, the first turns first."""
+    kinds = {i: (len(questions[i].before), questions[i].limit) for i in numbers}
     batches = []
-    for limit in sorted({questions[i].limit for i in numbers}):
-        alike = [i for i in numbers if questions[i].limit == limit]
+    for kind in sorted({*kinds.values()}):
+        alike = [i for i in numbers if kinds[i] == kind]
         batches += [alike[start : start + size] for start in range(0, len(alike), size)]
     return batches
 

@@ -5,6 +5,9 @@ Base and the state answer the same prompts. Then both models give their distribu
     forward   KL(base, state) on base's answers: what base says and the state would not
     reverse   KL(state, base) on the state's own answers: what the state says and base would not
 
+Of a conversation, each turn has a distance; each model answers it after its own earlier answers. One that ran
+into its limit stands there as it is, so that all states are asked the same turns.
+
 Each is the mean over the tokens of an answer. The larger one is the state's distance from base on this
 prompt, in nats per token: a model that always says the same is far away in the reverse direction alone.
 Base's answers are sampled once per run; its own distance is the noise of 16-bit arithmetic. The floor is the
@@ -17,6 +20,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +30,7 @@ import torch
 
 from opdcl import parallel
 from opdcl.config.evaluate import CLOSENESS, EvalConfig
-from opdcl.data.chat import encode_prompt
+from opdcl.data.conversations import encode_asked
 from opdcl.data.formats import Row
 from opdcl.data.suites import mean_score
 from opdcl.errors import OpdclError, UsageError
@@ -39,6 +43,7 @@ from opdcl.measure.ask import (
     partial_file,
     provenance,
     read_states,
+    said,
     store,
 )
 from opdcl.model.backbone import Backbone, State
@@ -74,41 +79,54 @@ def measure_closeness(
     started = time.perf_counter()
     reset_peak_memory()
     limit = config.closeness_tokens
-    prompts = [encode_prompt(row, backbone.tokenizer, backbone.context_length - limit) for row in asked]
-    base_answers: list[list[int]] = []
+    room = backbone.context_length - limit
+    encoded = encode_asked(asked, backbone.tokenizer, room, limit)
+    if left_out := len(asked) - len(encoded):
+        reason = "the context is too short, or the chat template rewrites earlier answers"
+        report.note(f"{left_out} shipped conversations are left out: {reason}")
+    asked, prompts = [row for row, _ in encoded], [prompt for _, prompt in encoded]
+    # All first turns, then all second ones: an answer's draws depend on its place.
+    turns = sorted((turn, i) for i, prompt in enumerate(prompts) for turn in range(prompt.turns))
+    of_base: list[Example] = []
     if adapter:
         base_file = run.eval_samples("base", CLOSENESS)
-        base_answers = [row["completion_ids"] for row in read_jsonl(base_file)]
-        if len(base_answers) != len(prompts):
+        answers = read_jsonl(base_file)
+        if len(answers) != len(turns):
             raise UsageError(f"{base_file} lacks answers of base", RESTORE)
-        read = partial(_state_rows, backbone, report, base_answers)
+        known = dict(zip(turns, answers, strict=True))
+        for turn, i in turns:
+            prompt = prompts[i].after([said(known[earlier, i]) for earlier in range(turn)])
+            of_base.append(Example.of(prompt.ids, known[turn, i]["completion_ids"]))
+        read = partial(_state_rows, backbone, report, of_base)
     else:
-        read = partial(_base_rows, backbone, report, prompts)
+        others = [prompts[paired_prompt(i, len(prompts))].ids for _, i in turns]
+        read = partial(_base_rows, backbone, report, others)
 
     texts = CompletionCache(backbone)
     writer = Teacher(backbone, "student" if adapter else "base")
     decode = partial(texts.complete, writer, batch_size=int(config.batch_size))
-    origin = provenance(backbone, adapter, [config.batch_size, limit, prompts, base_answers])
+    texts_read = [example.ids for example in of_base]
+    origin = provenance(backbone, adapter, [config.batch_size, limit, [*map(vars, prompts)], texts_read])
     # By number: a prompt that comes twice has two answers.
-    questions = [Question(prompt, limit, f"{origin} {i}") for i, prompt in enumerate(prompts)]
+    questions = []
+    for turn, i in turns:
+        *before, key = (f"{origin} {i} {number}" for number in range(turn + 1))
+        questions.append(Question(prompts[i], limit, key, tuple(before)))
     partial_rows = partial_file(run, state, CLOSENESS)
     rows = ask(questions, backbone, decode, partial_rows, report, batch_size=None, seed=SEED, read=read)
-    samples = _samples(asked, rows, is_base=not adapter)
+    samples = _samples(asked, turns, rows, is_base=not adapter)
     scores = [sample["scores"] for sample in samples]
     metrics = {name: mean_score([one[name] for one in scores]) for name in scores[0]}
     return store(run, record, state, CLOSENESS, samples, metrics, floor={}, started=started)
 
 
 def _base_rows(
-    backbone: Backbone, report: StageReport, prompts: list[list[int]], numbers: list[int], own: list[Rollout]
+    backbone: Backbone, report: StageReport, others: list[list[int]], numbers: list[int], own: list[Rollout]
 ) -> list[Stored]:
-    """Compare base with itself a little off, on its answers, and with itself after other prompts."""
+    """Compare base with itself a little off, on its answers, and with itself after the prompts `others`."""
     texts = [Example.of(rollout.prompt_ids, rollout.completion_ids) for rollout in own]
-    after_others = []
-    for i, rollout in zip(numbers, own, strict=True):
-        prompt = prompts[paired_prompt(i, len(prompts))]
-        after_others.append(Example.of(prompt, rollout.completion_ids))
-    count = counted(report, "both models read answers", 3 * len(prompts), 3 * numbers[0])
+    after_others = [Example.of(others[i], r.completion_ids) for i, r in zip(numbers, own, strict=True)]
+    count = counted(report, "both models read answers", 3 * len(others), 3 * numbers[0])
     with backbone.merged("base") as model:
         states = read_states(model, texts, count)
         states_after_others = read_states(model, after_others, count)
@@ -126,7 +144,7 @@ def _base_rows(
 def _state_rows(
     backbone: Backbone,
     report: StageReport,
-    base_answers: list[list[int]],
+    texts_of_base: list[Example],
     numbers: list[int],
     own: list[Rollout],
 ) -> list[Stored]:
@@ -135,11 +153,11 @@ def _state_rows(
     Each set of texts is read by itself: so it makes no difference whether base's states are at hand.
     """
     texts = [rollout.to_example() for rollout in own]
-    of_base = [Example.of(r.prompt_ids, base_answers[i]) for i, r in zip(numbers, own, strict=True)]
+    of_base = [texts_of_base[i] for i in numbers]
     known_texts, known_states = BASE_HIDDEN_STATES.get(backbone, {}).get(numbers[0], ([], {}))
     is_known = known_texts == of_base
     done = 4 * numbers[0] + (len(own) if is_known else 0)
-    count = counted(report, "both models read answers", 4 * len(base_answers), done)
+    count = counted(report, "both models read answers", 4 * len(texts_of_base), done)
     with backbone.merged("student") as model:
         states = [read_states(model, each, count) for each in (texts, of_base)]
     with backbone.merged("base") as model:
@@ -179,16 +197,22 @@ def _row(rollout: Rollout, on_own: tuple[float, float], on_base: tuple[float, fl
     return {"scores": scores, "completion_ids": rollout.completion_ids}
 
 
-def _samples(asked: Sequence[Row], rows: list[Stored], is_base: bool) -> list[Stored]:
+def _samples(
+    asked: Sequence[Row], turns: list[tuple[int, int]], rows: list[Stored], is_base: bool
+) -> list[Stored]:
     """Return the stored records; only base's have the ids of answers, which other states are graded on."""
     samples = []
-    for i, (prompt, row) in enumerate(zip(asked, rows, strict=True)):
-        sample = {"doc_id": i, "prompt": prompt.shown(), **row}
+    for number, ((turn, i), row) in enumerate(zip(turns, rows, strict=True)):
+        prompt = asked[i]
+        until = len(prompt.prompt) - prompt.later_turns + turn
+        sample = {"doc_id": number, "prompt": replace(prompt, prompt=prompt.prompt[:until]).shown(), **row}
         if not is_base:
             del sample["completion_ids"]
-        elif len(rows) > 1:
-            sample["floor"] = max(row["unrelated"], rows[paired_prompt(i, len(rows))]["unrelated"])
+        elif len(asked) > 1:
+            sample["floor"] = max(row["unrelated"], rows[paired_prompt(i, len(asked))]["unrelated"])
         sample.pop("unrelated", None)
+        if prompt.later_turns:
+            sample |= {"turn": turn + 1, "cluster": f"conversation {i}"}
         for name in ("cluster", "group"):
             if getattr(prompt, name):
                 sample[name] = getattr(prompt, name)

@@ -46,7 +46,7 @@ from opdcl.train.cost import reset_peak_memory
 from opdcl.train.external_teachers import reach_own_model
 from opdcl.train.stage import StageReport, counter
 from opdcl.train.teachers import Teacher
-from opdcl.words import Rollout
+from opdcl.words import Prompt, Rollout
 
 # Memory for the logits of one batch of log-likelihoods, which are kept for every position, in bytes.
 LOGIT_BYTES = 2**30
@@ -98,7 +98,7 @@ def write_answers(asking: Asking, requests: Sequence[Instance], seed: int = SEED
         limit = max_answer_tokens(config, asked.max_tokens, len(prompt), backbone.context_length)
         # Finished samples keep what a stop string has left of an answer.
         key = Identity([asking.origin, prompt, limit, asked.stops, *drawn]).key
-        questions.append(Question(prompt, limit, key))
+        questions.append(Question(Prompt(prompt), limit, key))
     batch_size = None if temperature else int(config.batch_size) * parallel.worker_count()
     with _writer(asking, temperature) as decode:
         found = ask(questions, backbone, decode, asking.file, asking.report, batch_size, seed)

@@ -234,10 +234,7 @@ def _check_finetune(job: Job) -> list[str]:
     if not job.workflow.start:
         check_targets(job.workflow.model, config.lora)
     _check_turn_end(job)
-    planned_steps(config, len(examples.encoded or examples.rows))  # refuses more than can be planned
-    if config.method == "self-distill":
-        _, prompts = job.self_distillation
-        _check_prompts(prompts)
+    planned_steps(config, len(examples.encoded))  # refuses more than can be planned
     notes = [*examples.notes]
     rows = job.training_rows.usable
     if repeated := repeated_rows(rows):
@@ -253,7 +250,7 @@ def _check_finetune(job: Job) -> list[str]:
 
 def _check_recovery(job: Job, source: RecoverySource) -> list[str]:
     """Check that there is an adapter to recover, its teachers and every prompt; return notes on prompts."""
-    from opdcl.data.prompts import SHIPPED, count_short_of_room
+    from opdcl.data.prompts import SHIPPED
     from opdcl.model.compatibility import check_same_tokenizer
 
     workflow, run, config = job.workflow, job.run, job.workflow.recover
@@ -265,9 +262,6 @@ def _check_recovery(job: Job, source: RecoverySource) -> list[str]:
     _check_turn_end(job)
     _check_prompts(job.prompts)
     prompts, teacher, notes = source.rows, config.teacher_of("general"), []
-    if short := count_short_of_room(config, prompts["general"], job.tokenizer, job.context):
-        lost = "the teacher does not see a demonstration that does not fit"
-        notes.append(f"{short} of {len(prompts['general'])} prompts may have too little room: {lost}")
     if teacher.begins_as_tuned:
         notes.append("warning: recover.general_teacher is tuned: a placebo, which recovers nothing")
     # A teacher with a context is shown each prompt's answer, and shipped prompts have none.
@@ -371,7 +365,7 @@ def check_targets(model: ModelConfig, lora: LoraSection) -> None:
 
 def _check_suites(job: Job, near: list[Row], to_do: bool) -> list[str]:
     """Check that each prompt and its longest answer fit; note answers that would be cut, and learned rows."""
-    from opdcl.data.chat import encode_prompt
+    from opdcl.data.conversations import encode_asked
     from opdcl.measure.evaluate import max_answer_tokens
     from opdcl.results.notes import learned_note  # it brings numpy
 
@@ -390,8 +384,8 @@ def _check_suites(job: Job, near: list[Row], to_do: bool) -> list[str]:
         if suite.generative:
             samples = [suite.record(doc, [None]) for doc in suite.documents(config.limit)]
             notes.append(learned_note(suite.name, count_learned(samples, learned), len(samples)))
-    for row in near:
-        encode_prompt(row, job.tokenizer, job.context - config.closeness_tokens)
+    limit = config.closeness_tokens
+    encode_asked(near, job.tokenizer, job.context - limit, limit)
     return notes
 
 

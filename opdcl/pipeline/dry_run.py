@@ -84,15 +84,13 @@ def _data(job: Job) -> dict[str, Any]:
     """Return the figures of the fine-tune's rows and the first one as the model will see it."""
     finetune, examples = job.workflow.finetune, job.examples
     rows = job.training_rows
-    replayed, parts = None, []
+    replayed, parts, first = None, [], examples.encoded[0]
     if count := finetune.replayed(len(examples.encoded)):
         replayed = {"rows": count, "prompts": finetune.replay.prompts}
-    if examples.encoded:
-        first = examples.encoded[0]
-        pairs = zip(first.ids, first.learned, strict=True)
-        for learned, part in itertools.groupby(pairs, key=lambda pair: pair[1]):
-            text = job.tokenizer.decode([token for token, _ in part])
-            parts.append({"text": text, "learned": learned})
+    pairs = zip(first.ids, first.learned, strict=True)
+    for learned, part in itertools.groupby(pairs, key=lambda pair: pair[1]):
+        text = job.tokenizer.decode([token for token, _ in part])
+        parts.append({"text": text, "learned": learned})
     size, where = examples.longest
     rows_seen = planned_steps(finetune, len(examples.encoded))[0] * finetune.batch_size
     return {
@@ -103,9 +101,9 @@ def _data(job: Job) -> dict[str, Any]:
         "learned_tokens": sum(sum(example.learned) for example in examples.encoded),
         "longest": {"tokens": size, "where": where},
         "duplicates": len(repeated_rows(rows.usable)),
-        "passes": round(rows_seen / len(examples.encoded), 1) if examples.encoded else None,
+        "passes": round(rows_seen / len(examples.encoded), 1),
         "replayed": replayed,
-        "example": {"where": examples.rows[0].where if parts else "", "parts": parts},
+        "example": {"where": examples.rows[0].where, "parts": parts},
     }
 
 
@@ -114,14 +112,14 @@ def data_table(plan: dict[str, Any]) -> list[Table]:
     data = plan["data"]
     if not data:
         return []
-    rows = [["rows", f"{data['used']:,} of {data['rows']:,} in {data['source']}"]]
-    if data["passes"]:
-        rows.append(["passes", f"{data['passes']:g}: steps of whole batches learn each row that often"])
-    if data["tokens"]:
-        learned = f"{data['tokens']:,} per epoch, of which {data['learned_tokens']:,} are learned"
-        longest = f"{data['longest']['tokens']:,} tokens, {data['longest']['where']}"
-        rows += [["tokens", learned], ["longest row", longest]]
-    rows.append(["duplicated rows", f"{data['duplicates']:,}"])
+    learned = f"{data['tokens']:,} per epoch, of which {data['learned_tokens']:,} are learned"
+    rows = [
+        ["rows", f"{data['used']:,} of {data['rows']:,} in {data['source']}"],
+        ["passes", f"{data['passes']:g}: steps of whole batches learn each row that often"],
+        ["tokens", learned],
+        ["longest row", f"{data['longest']['tokens']:,} tokens, {data['longest']['where']}"],
+        ["duplicated rows", f"{data['duplicates']:,}"],
+    ]
     if replayed := data["replayed"]:
         words = f"{replayed['rows']:,} more: base's answers to {replayed['prompts']}"
         words += "; --set finetune.replay.share=0 for none"
@@ -131,6 +129,5 @@ def data_table(plan: dict[str, Any]) -> list[Table]:
         shown += f"⟦{part['text']}⟧" if part["learned"] else part["text"]
     if len(shown) > SHOWN:
         shown = f"{shown[: SHOWN // 2]}\n[...]\n{shown[-SHOWN // 2 :]}"
-    if shown:
-        rows.append([f"{data['example']['where']}\nlearned: ⟦...⟧", shown])
+    rows.append([f"{data['example']['where']}\nlearned: ⟦...⟧", shown])
     return [Table("rows of the fine-tune", ["", ""], rows, "")]

@@ -263,7 +263,7 @@ class Session:
     def _train(self, task: Train) -> None:
         """Train one stage, showing its progress on the console and in the trackers."""
         from opdcl.train.cost import dose, peak_memory, reset_peak_memory
-        from opdcl.train.stage import Losses
+        from opdcl.train.finetune import Losses
 
         stage = stage_folder(self.run, task.name)
         earlier = read_record(stage) if task.action == "resume" else None
@@ -308,7 +308,7 @@ class Session:
             write_record(stage, record)
         finish_stage(stage, record)
         config, loss = self.job.workflow.finetune, Losses(metrics).recent("domain")
-        if task.name == "finetune" and config.method == "sft" and loss > HIGH_LOSS:
+        if task.name == "finetune" and loss > HIGH_LOSS:
             self.output.note(f"Warning: your rows are hardly learned, at a loss of {loss:.2f} nats a token")
             self.output.note(f"hint: {longer(self.run, 3 * config.epochs)}")
 
@@ -318,7 +318,6 @@ class Session:
         from opdcl.train.finetune import finetune
         from opdcl.train.provide import provided
         from opdcl.train.recover import recover
-        from opdcl.train.self_distill import self_distill
 
         job, workflow, backbone = self.job, self.job.workflow, self.backbone
         if name == "recover":
@@ -327,11 +326,8 @@ class Session:
                 recover(config, prompts, backbone, tuned, stage, line, more)
             return
         start = job.adapter if isinstance(job.adapter, Path) else None
-        if workflow.finetune.method == "self-distill":
-            self_distill(workflow.finetune, *job.self_distillation, backbone, start, stage, line)
-        else:
-            rows, general, cache = job.examples.encoded, job.examples.replay, CompletionCache(backbone)
-            finetune(workflow.finetune, rows, general, backbone, start, stage, line, cache)
+        rows, general, cache = job.examples.encoded, job.examples.replay, CompletionCache(backbone)
+        finetune(workflow.finetune, rows, general, backbone, start, stage, line, cache)
 
     def _measure(self, task: Measure) -> None:
         """Measure one state on one suite, or its closeness to base."""

@@ -160,8 +160,7 @@ def steps_of(job: Job, tasks: Sequence[Task]) -> dict[str, int]:
     steps: dict[str, int] = {}
     for task in tasks:
         if task.unfinished and task.name == "finetune" and job.workflow.finetune:
-            rows = len(job.examples.encoded or job.examples.rows)
-            steps["finetune"] = sum(planned_steps(job.workflow.finetune, rows))
+            steps["finetune"] = sum(planned_steps(job.workflow.finetune, len(job.examples.encoded)))
         if task.unfinished and task.name == "recover" and job.workflow.recover.steps:
             steps["recover"] = job.workflow.recover.steps
     return steps
@@ -174,8 +173,6 @@ def _size(model: ModelConfig, rank: int) -> Size:
 def _finetune_need(job: Job, size: Size) -> int:
     """Return the bytes that a fine-tune takes on top of the base."""
     config, examples = job.workflow.finetune, job.examples
-    if config.method == "self-distill":
-        return _recovery_need(*job.self_distillation, size)
     longest = max(len(example.ids) for example in examples.encoded)
     if count := config.replayed(len(examples.encoded)):
         drawn = itertools.islice(endless(len(examples.replay), config.seed), count)
@@ -275,14 +272,11 @@ def work_of(job: Job, tasks: Sequence[Task]) -> dict[str, Work]:
 
 def _tokens_to_train(job: Job, task: Train) -> float:
     """Return the tokens of a whole training stage."""
-    finetune, recover, prompts = job.workflow.finetune, job.workflow.recover, {}
-    if task.name == "recover":
-        prompts = job.prompts
-    elif finetune.method == "self-distill":
-        recover, prompts = job.self_distillation
-    else:
+    finetune, recover = job.workflow.finetune, job.workflow.recover
+    if task.name == "finetune":
         replayed = finetune.replayed(len(job.examples.rows)) * REPLAYED_TOKENS
         return job.learned_tokens + replayed * (finetune.epochs + 1)
+    prompts = job.prompts
     sizes = len(prompts["general"].train), len(prompts["domain"].train)
     steps = plan_steps(recover, *sizes)
     # Base, tuned, the start and then the student write answers, and grade as many of the teachers'.

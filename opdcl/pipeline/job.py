@@ -12,12 +12,11 @@ from opdcl.config.evaluate import CLOSENESS, EvalConfig
 from opdcl.config.load import with_setting
 from opdcl.config.lora import LoraSection
 from opdcl.config.model import ModelConfig
-from opdcl.config.recover import RecoverConfig
 from opdcl.config.shipped import shipped_suites
 from opdcl.config.workflow import Workflow
 from opdcl.data import scoring
-from opdcl.data.chat import encode_prompt
-from opdcl.data.examples import Examples, bad_rows, read_examples
+from opdcl.data.conversations import encode_asked
+from opdcl.data.examples import Examples, read_examples
 from opdcl.data.rows import Row, check_prompts
 from opdcl.pipeline.defaults import named_after, resolve_for_machine, text_config, with_steps
 from opdcl.pipeline.inputs import Inputs
@@ -146,19 +145,14 @@ class Job:
             UsageError: A row is refused.
         """
         config, rows = self.workflow.finetune, self.training_rows
-        if config.method == "self-distill":  # which samples answers, and so has no sequences beforehand
-            return Examples(rows.usable, [*bad_rows(rows.errors), *rows.notes])
         replay = self.rows(config.replay.prompts) if config.replays else []
         return read_examples(rows, config, self.tokenizer, replay, self.inputs.tell)
 
     @property
     def learned_tokens(self) -> int:
-        """How many tokens the fine-tune's rows have over all epochs, without answers that it samples."""
-        if encoded := self.examples.encoded:
-            rows = [len(example.ids) for example in encoded]
-        else:
-            rows = [len(encode_prompt(row, self.tokenizer, sys.maxsize)) for row in self.examples.rows]
-        return round(sum(rows) * self.workflow.finetune.epochs)
+        """How many tokens the fine-tune's rows have over all epochs."""
+        tokens = sum(len(example.ids) for example in self.examples.encoded)
+        return round(tokens * self.workflow.finetune.epochs)
 
     @cached_property
     def recovery(self) -> RecoverySource:
@@ -197,17 +191,6 @@ class Job:
         return encode_prompts(self.workflow.recover, self.recovery, self.tokenizer, self.context)
 
     @cached_property
-    def self_distillation(self) -> tuple[RecoverConfig, dict[StreamName, Prompts]]:
-        """A fine-tune by self-distillation as a recovery, and its prompts as token ids."""
-        from opdcl.data.prompts import encode_prompts, read_recovery_source
-        from opdcl.train.self_distill import as_distillation
-
-        rows = self.examples.rows
-        config = as_distillation(self.workflow.finetune, len(rows))
-        source = read_recovery_source(config, lambda *_: rows)
-        return config, encode_prompts(config, source, self.tokenizer, self.context)
-
-    @cached_property
     def closeness(self) -> list[Row]:
         """The prompts on which closeness to base is measured."""
         config = self.workflow.eval
@@ -222,7 +205,8 @@ class Job:
         There are none where the likelihoods of given texts are compared.
         """
         config = self.workflow.eval
-        ids = {CLOSENESS: [encode_prompt(row, self.tokenizer, sys.maxsize) for row in self.closeness]}
+        near = [prompt for _, prompt in encode_asked(self.closeness, self.tokenizer, sys.maxsize, 0)]
+        ids = {CLOSENESS: [prompt.after([[]] * turn).ids for prompt in near for turn in range(prompt.turns)]}
         for name in config.suites():
             suite = self.suite(name)
             ids[name] = suite.encode(config.limit, self.tokenizer) if suite.generative else []

@@ -6,7 +6,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from opdcl.errors import UsageError, translate
+from opdcl.errors import UsageError
+from opdcl.faults import translate
 from opdcl.results.format import MISSING, NATS, Table, value
 from opdcl.results.render import run_document
 from opdcl.results.status import STATES

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from opdcl.train.stage import (
     CHECKPOINTS,
     LONGEST_GRADIENT,
     Interruption,
-    Losses,
     Schedule,
     StageLog,
     StageReport,
@@ -41,6 +40,9 @@ from opdcl.train.stage import (
 )
 from opdcl.train.teachers import SAMPLED, Completions, Teacher
 from opdcl.words import Batch, Example, Rollout
+
+# Steps over whose losses a mean is shown: that of one step depends on its rows.
+RECENT_STEPS = 5
 
 # Bytes of base's states at replayed answers that are kept: those of some ten thousand rows of a small model.
 KEPT_STATES = 2**30
@@ -89,6 +91,29 @@ def finetune(
     )
     LearnerTrainer(config, learner, StageLog(report, out, steps, Losses().add), batches).run()
     save_adapter(backbone, out.adapter)
+
+
+class Losses:
+    """The losses of a fine-tune's steps, by stream: replayed rows have low ones from the start."""
+
+    def __init__(self, steps: Iterable[Mapping[str, Any]] = ()):
+        self.by_stream: dict[str, list[float]] = {"domain": [], "general": []}
+        for values in steps:
+            self.add(values)
+
+    def add(self, values: Mapping[str, Any]) -> str:
+        """Take a step's values; say how high the loss is."""
+        if "loss" in values:
+            self.by_stream[values["stream"]].append(values["loss"])
+        done = sum(map(len, self.by_stream.values()))
+        domain, general = map(self.recent, self.by_stream)
+        own = f"your rows: loss {domain:.2f} ({len(self.by_stream['domain'])} of {done} steps)"
+        return f"{own}; general rows {general:.2f}" if self.by_stream["general"] else own
+
+    def recent(self, stream: str) -> float:
+        """Return the mean of a stream's last losses; not a number without any."""
+        last = self.by_stream[stream][-RECENT_STEPS:]
+        return sum(last) / len(last) if last else math.nan
 
 
 def planned_steps(config: FinetuneConfig, rows: int) -> tuple[int, int]:

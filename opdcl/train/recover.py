@@ -102,6 +102,9 @@ def recover(
         learn(recovery)
     else:
         keep_start(recovery)
+    if queue.unasked:
+        hint = "the answer before each ran into its maximum length, recover.max_new_tokens"
+        report.note(f"{queue.unasked} turns of conversations were not asked: {hint}")
     if problem := damage(out.best):
         hint = f"remove {out.trainer}: the same command then repeats the stage"
         raise OpdclError(f"{out.best}, the adapter to end with, is damaged: {problem}", hint)

@@ -53,7 +53,7 @@ def let_base_write(
 
 
 def finetune_streams(config: FinetuneConfig) -> dict[StreamName, Stream]:
-    """Return what method `sft` learns, by stream; `replay.most` may allow the general one less."""
+    """Return what a fine-tune learns, by stream; `replay.most` may allow the general one less."""
     replay = config.replay
     share = replay.share if config.replays else 0.0
     domain = Stream("domain", config.data, "rows", "", Loss("cross_entropy"), 1 - share)

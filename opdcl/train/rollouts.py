@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,30 @@ from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
 from opdcl.train.schedule import prompt_order, sampled_together
 from opdcl.train.stage import StageReport, counted
-from opdcl.train.teachers import IN_WORDS, OnFinished, Provided, Teachers, by_teacher, teacher_name
+from opdcl.train.teachers import IN_WORDS, OnFinished, Provided, Teachers, by_teacher
 from opdcl.words import STREAMS, Author, Batch, Example, Prompt, Rollout, Step, StreamName
+
+# The seeds of a conversation's turns are this far apart.
+TURN_SEED = 7_000_003
+
+# The answers to one prompt: one, or those of a conversation's turns.
+Talk = list[Rollout]
+
+
+def converse(prompts: Sequence[Prompt], write: Callable[..., list[Rollout]], seed: int) -> list[Talk]:
+    """Return the answers to each prompt, turn by turn; one that does not end is the last of its conversation.
+
+    `write` answers prompts, given the seed of the turn.
+    """
+    talks: list[Talk] = [[] for _ in prompts]
+    asked = dict(enumerate(prompts))
+    while asked:
+        for i, rollout in zip(asked, write([*asked.values()], seed=seed), strict=True):
+            talks[i].append(rollout)
+        seed += TURN_SEED
+        going_on = [i for i in asked if talks[i][-1].finished and len(talks[i]) < prompts[i].turns]
+        asked = {i: prompts[i].after([rollout.said for rollout in talks[i]]) for i in going_on}
+    return talks
 
 
 class RolloutQueue:
@@ -27,7 +49,8 @@ class RolloutQueue:
     one stream are sampled together: at most `recover.sample_ahead`, because the student's completions go
     stale as it learns, but more if a frozen teacher samples. The last, long completions of such a batch may
     stay unfinished: they resume in the stream's next batch and are learned from then (partial rollouts, arXiv
-    2501.12599). A `reward` chooses which completions of a general step are learned from.
+    2501.12599). A `reward` chooses which completions of a general step are learned from. A conversation is
+    sampled turn by turn, for one step.
     """
 
     def __init__(
@@ -40,11 +63,14 @@ class RolloutQueue:
         report: StageReport,
     ):
         """Take the sampler of the student, the reward and the cache of answers from what is `provided`."""
-        self.config, self.steps, self.prompts, self.streams = config, steps, prompts, config.streams()
+        self.config, self.prompts, self.streams = config, prompts, config.streams()
+        self.steps = _dealt(steps, prompts)
         self.student, self.reward, self.completions = provided.student, provided.reward, provided.completions
         self.teachers, self.report = teachers, report
-        self.drawn: dict[StreamName, dict[int, Rollout]] = {s: {} for s in STREAMS if not self._is_dynamic(s)}
+        self.drawn: dict[StreamName, dict[int, Talk]] = {s: {} for s in STREAMS if not self._is_dynamic(s)}
         """What frozen teachers wrote and steps will learn from, by stream and number of the prompt."""
+        self.unasked = 0
+        """How many turns were not asked, because an answer before them did not end."""
         self._ahead: dict[int, list[Rollout]] = {}
         self._unfinished: dict[StreamName, list[Rollout]] = {}
 
@@ -83,8 +109,9 @@ class RolloutQueue:
         drawn = self.drawn[step.stream]
         examples = []
         for number in step.prompts:
-            place = f"{step.stream}/{number}" if drawn[number].recurs else ""
-            examples.append((drawn[number] if place else drawn.pop(number)).to_example(place))
+            recurs = drawn[number][0].recurs
+            for turn, rollout in enumerate(drawn[number] if recurs else drawn.pop(number)):
+                examples.append(rollout.to_example(f"{step.stream}/{number}/{turn}" if recurs else ""))
         return examples
 
     def _write_once(self, stream: StreamName, numbers: list[int], index: int, seed: int) -> list[Rollout]:
@@ -95,10 +122,11 @@ class RolloutQueue:
             texts = self._write_by_teacher(stream, [self.prompts[stream][n] for n in missing], seed)
             left = [s for s in self.steps[index:] if s.stream == stream and not s.on_policy]
             times = Counter(number for s in left for number in s.prompts)
-            for number, text in zip(missing, texts, strict=True):
-                text.recurs = times[number] > 1
-                drawn[number] = text
-        return [drawn[number] for number in numbers]
+            drawn |= zip(missing, texts, strict=True)
+            for number in missing:
+                for text in drawn[number]:
+                    text.recurs = times[number] > 1
+        return [text for number in numbers for text in drawn[number]]
 
     def _seed(self, index: int) -> int:
         return self.config.seed * 1_000_003 + index
@@ -118,38 +146,43 @@ class RolloutQueue:
         is_new = step.on_policy and not (resumed and batch == [index])
         return is_new and self.config.on_policy.temperature == 1
 
-    def _write_by_teacher(self, stream: StreamName, prompts: list[Prompt], seed: int) -> list[Rollout]:
-        finished = self._when_finished(teacher_name(self.config, stream), stream, len(prompts))
-        return self.write(prompts, stream, seed, self.teachers[stream], finished)
+    def _write_by_teacher(self, stream: StreamName, prompts: list[Prompt], seed: int) -> list[Talk]:
+        finished = self._when_finished(teacher_name(self.config, stream), stream, turns_of(prompts))
+        talks = self.write(prompts, stream, seed, self.teachers[stream], finished)
+        self.unasked += turns_of(prompts) - len([*chain(*talks)])
+        return talks
 
     def _write_by_student(
         self, stream: StreamName, batch: list[int], seed: int
-    ) -> tuple[list[Rollout], list[Rollout]]:
+    ) -> tuple[list[Rollout], list[Talk]]:
         """Let the student write; return the earlier completions that it has resumed, and the new ones."""
         resumed = self._unfinished.pop(stream, [])
         partial: dict[str, Any] = {}
-        most = self._max_unfinished(stream, batch)
+        most, prompts = self._max_unfinished(stream, batch), self._prompts(batch)
         if resumed or most:
             partial = {"unfinished": resumed, "max_unfinished": most}
-        prompts = self._prompts(batch)
-        rollouts = self.student.complete(
-            prompts,
-            max_new_tokens=self.config.limit(stream),
-            temperature=self.config.on_policy.temperature,
-            seed=seed,
-            on_finished=self._when_finished(IN_WORDS["student"], stream, len(resumed) + len(prompts)),
-            **partial,
-        )
-        if unfinished := [r for r in rollouts if not self._is_done(r, stream)]:
-            self._unfinished[stream] = unfinished
-        return rollouts[: len(resumed)], rollouts[len(resumed) :]
+        count = self._when_finished(IN_WORDS["student"], stream, len(resumed) + turns_of(prompts))
+        partial["on_finished"] = count
 
-    def _hand_out(self, batch: list[int], new: list[Rollout], resumed: list[Rollout]) -> None:
+        def write(asked: list[Prompt], seed: int) -> list[Rollout]:
+            limit, temperature = self.config.limit(stream), self.config.on_policy.temperature
+            options = {"max_new_tokens": limit, "temperature": temperature, "seed": seed}
+            rollouts = self.student.complete(asked, **options, **partial)
+            if unfinished := [r for r in rollouts if not self._is_done(r, stream)]:
+                self._unfinished[stream] = unfinished
+            partial.pop("unfinished", None)  # later turns resume nothing
+            return rollouts[-len(asked) :]
+
+        talks = converse(prompts, write, seed)
+        self.unasked += turns_of(prompts) - len([*chain(*talks)])
+        return resumed, talks
+
+    def _hand_out(self, batch: list[int], new: list[Talk], resumed: list[Rollout]) -> None:
         """Give each step of the batch its own new completions, and the last one the resumed ones too."""
         rest = iter(new)
         for i in batch:
             step = self.steps[i]
-            of_step = [*islice(rest, len(step.prompts))]
+            of_step = [*chain(*islice(rest, len(step.prompts)))]
             if i == batch[-1]:
                 of_step += resumed
             if step.on_policy:
@@ -172,12 +205,14 @@ class RolloutQueue:
     def _max_unfinished(self, stream: StreamName, batch: list[int]) -> int:
         """Return how many completions of these steps may stay unfinished: a sixteenth, never all of a step.
 
-        None if no later step could resume them, if they are rewarded, if each step is strictly on-policy, if
-        a server samples, or if there are several workers, whose unfinished completions would differ from
-        those of one.
+        None if no later step could resume them, if they are rewarded, if a conversation goes on after one, if
+        each step is strictly on-policy, if a server samples, or if there are several workers, whose
+        unfinished completions would differ from those of one.
         """
         config = self.config
         if len(batch) == 1 or config.server or parallel.worker_count() > 1 or self._is_rewarded(stream):
+            return 0
+        if any(prompt.following for prompt in self._prompts(batch)):
             return 0
         if not any(step.stream == stream and step.on_policy for step in self.steps[batch[-1] + 1 :]):
             return 0
@@ -190,8 +225,6 @@ class RolloutQueue:
 
         def finished(rollouts: list[Rollout]) -> None:
             count(rollouts)
-            if self._is_rewarded(stream):  # what its teacher sees is known only when all are scored
-                return
             # A remote teacher grades them while others are being sampled.
             for name, positions in by_teacher(r.prompt.teacher for r in rollouts).items():
                 self.teachers[stream][name].prefetch([rollouts[i] for i in positions])
@@ -205,24 +238,28 @@ class RolloutQueue:
         seed: int,
         teachers: Teachers,
         on_finished: OnFinished | None = None,
-    ) -> list[Rollout]:
+    ) -> list[Talk]:
         """Let each prompt's own teacher complete it, in its context and at temperature 1.
 
         An answer that is given with the prompt takes the place of the teacher's.
         """
         if prompts and prompts[0].answer is not None:
-            return self._given(prompts, stream, on_finished)
-        rollouts = [Rollout(prompt) for prompt in prompts]
-        for name, positions in by_teacher(prompt.teacher for prompt in prompts).items():
-            shown = [replace(prompts[i], ids=prompts[i].shown, context=None) for i in positions]
-            limit = self.config.limit(stream)
-            written = self.completions.complete(
-                teachers[name], shown, on_finished=on_finished, max_new_tokens=limit, seed=seed
-            )
-            for i, rollout in zip(positions, written, strict=True):
-                rollout.prompt = prompts[i]
-                rollouts[i] = rollout
-        return rollouts
+            return [[rollout] for rollout in self._given(prompts, stream, on_finished)]
+        limit = self.config.limit(stream)
+
+        def complete(asked: list[Prompt], seed: int) -> list[Rollout]:
+            rollouts = [Rollout(prompt) for prompt in asked]
+            for name, positions in by_teacher(prompt.teacher for prompt in asked).items():
+                shown = [replace(asked[i], ids=asked[i].shown, context=None) for i in positions]
+                written = self.completions.complete(
+                    teachers[name], shown, on_finished=on_finished, max_new_tokens=limit, seed=seed
+                )
+                for i, rollout in zip(positions, written, strict=True):
+                    rollout.prompt = asked[i]
+                    rollouts[i] = rollout
+            return rollouts
+
+        return converse(prompts, complete, seed)
 
     def _given(
         self, prompts: Sequence[Prompt], stream: StreamName, on_finished: OnFinished | None
@@ -240,6 +277,7 @@ class RolloutQueue:
     def save(self, folder: Path) -> None:
         """Write into a checkpoint the completions that are still needed."""
         content = {"ahead": self._ahead, "unfinished": self._unfinished, "drawn": self.drawn}
+        content["unasked"] = self.unasked
         write_atomic(folder / "rollouts.json", json.dumps(content, default=vars))
 
     def restore(self, folder: Path) -> None:
@@ -253,12 +291,35 @@ class RolloutQueue:
             self._ahead = {int(i): _rollouts(rows) for i, rows in content["ahead"].items()}
             self._unfinished = {stream: _rollouts(rows) for stream, rows in content["unfinished"].items()}
             self.drawn = {
-                stream: dict(zip(map(int, rows), _rollouts(list(rows.values())), strict=True))
-                for stream, rows in content["drawn"].items()
+                stream: {int(number): _rollouts(rows) for number, rows in talks.items()}
+                for stream, talks in content["drawn"].items()
             }
+            self.unasked = content["unasked"]
         except (KeyError, TypeError) as fault:
             hint = "remove that folder: the run resumes from the checkpoint before it, or starts over"
             raise UsageError(f"another version of opdcl wrote {folder}", hint) from fault
+
+
+def teacher_name(config: RecoverConfig, stream: StreamName) -> str:
+    """Return how a stream's teacher is called on the screen."""
+    return IN_WORDS.get(config.teacher_of(stream).kind, f"the teacher of {stream} prompts")
+
+
+def turns_of(prompts: Sequence[Prompt]) -> int:
+    """Return how many answers prompts ask for: one each, or one for each turn of a conversation."""
+    return sum(prompt.turns for prompt in prompts)
+
+
+def _dealt(steps: list[Step], prompts: dict[StreamName, list[Prompt]]) -> list[Step]:
+    """Return the steps with as many of their stream's prompts, in order, as ask for each step's answers."""
+    order = {s: chain(*(step.prompts for step in steps if step.stream == s)) for s in STREAMS}
+    dealt = []
+    for step in steps:
+        own: list[int] = []
+        while turns_of([prompts[step.stream][number] for number in own]) < len(step.prompts):
+            own.append(next(order[step.stream]))
+        dealt.append(replace(step, prompts=tuple(own)))
+    return dealt
 
 
 def _rollouts(rows: list[dict[str, Any]]) -> list[Rollout]:

@@ -10,7 +10,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,9 +37,6 @@ LONGEST_GRADIENT = 1.0
 
 
 Shape = Literal["linear", "cosine"]
-
-# Steps over whose losses a mean is shown: that of one step depends on its rows.
-RECENT_STEPS = 5
 
 
 class StageReport(Protocol):
@@ -131,29 +128,6 @@ def endless(count: int, seed: int) -> Iterator[int]:
 
 # Says what a step did, by its values.
 Describe = Callable[[Mapping[str, Any]], str]
-
-
-class Losses:
-    """The losses of a fine-tune's steps, by stream: replayed rows have low ones from the start."""
-
-    def __init__(self, steps: Iterable[Mapping[str, Any]] = ()):
-        self.by_stream: dict[str, list[float]] = {"domain": [], "general": []}
-        for values in steps:
-            self.add(values)
-
-    def add(self, values: Mapping[str, Any]) -> str:
-        """Take a step's values; say how high the loss is."""
-        if "loss" in values:
-            self.by_stream[values["stream"]].append(values["loss"])
-        done = sum(map(len, self.by_stream.values()))
-        domain, general = map(self.recent, self.by_stream)
-        own = f"your rows: loss {domain:.2f} ({len(self.by_stream['domain'])} of {done} steps)"
-        return f"{own}; general rows {general:.2f}" if self.by_stream["general"] else own
-
-    def recent(self, stream: str) -> float:
-        """Return the mean of a stream's last losses; not a number without any."""
-        last = self.by_stream[stream][-RECENT_STEPS:]
-        return sum(last) / len(last) if last else math.nan
 
 
 class StageLog:

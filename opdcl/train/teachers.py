@@ -5,15 +5,14 @@
 | `base` | the original checkpoint: recovery | |
 | `tuned` | the fine-tuned adapter: keeps the domain | |
 | `adapter` | an adapter from another run: a specialist, or the result of an earlier run | |
-| `live` | the student itself; useful only with a `context` | arXiv 2601.19897, 2601.20802 |
+| `live` | the student itself; useful only with a `context` | arXiv 2601.19897 |
 | `ema` | an exponential moving average of the student's adapter | arXiv 2601.19897 |
 | `model` | another model of the same family: strong to weak | arXiv 2306.13649 |
 | `remote` | a model on a server, which returns whole distributions or the top tokens | |
 
 All but the last two, which are in `external_teachers`, are adapter states of the student's own backbone, so
-they need no second model. A `context` shows the teacher what the student does not see: the answer, or a
-demonstration. With the answer in its prompt, base does not penalize facts that it does not know (arXiv
-2606.00147).
+they need no second model. A `context` shows the teacher what the student does not see: the answer. With it in
+its prompt, base does not penalize facts that it does not know (arXiv 2606.00147).
 
 A prompt may name a teacher of its own, so that several specialists can teach one student.
 """
@@ -29,14 +28,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import EMA_RATE, TeacherSection
 from opdcl.model.backbone import Backbone, State
 from opdcl.model.distributions import HiddenStates, TeacherDistribution
 from opdcl.model.forward import answer_states
 from opdcl.model.lora import adapter_weights
 from opdcl.sampling.sample import sample
-from opdcl.words import Example, Judge, Prompt, Rollout, StreamName
+from opdcl.words import Example, Judge, Prompt, Rollout
 
 # How the states are called on the screen.
 IN_WORDS = {"base": "the original model", "tuned": "the fine-tuned model", "student": "the model in training"}
@@ -143,11 +141,6 @@ def teacher_here(config: TeacherSection, backbone: Backbone, state: State = "gen
         case "base" | "tuned" as frozen:
             return Teacher(backbone, frozen)
     raise ValueError(f"a teacher of kind {config.kind} is no state of the backbone")
-
-
-def teacher_name(config: RecoverConfig, stream: StreamName) -> str:
-    """Return how a stream's teacher is called on the screen."""
-    return IN_WORDS.get(config.teacher_of(stream).kind, f"the teacher of {stream} prompts")
 
 
 class Completions:

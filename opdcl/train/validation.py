@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from opdcl import parallel
@@ -25,10 +26,10 @@ from opdcl.repetition import distinct, repetition
 from opdcl.rundir.records import read_metrics
 from opdcl.train.checkpoints import StudentOptimizer
 from opdcl.train.learner import Graded, Learner, kl_by_teacher
-from opdcl.train.rollouts import RolloutQueue
+from opdcl.train.rollouts import RolloutQueue, converse, teacher_name, turns_of
 from opdcl.train.stage import StageLog, StageReport, counted
 from opdcl.train.start import KL_NOISE
-from opdcl.train.teachers import IN_WORDS, Teacher, Teachers, teacher_name
+from opdcl.train.teachers import IN_WORDS, Teacher, Teachers
 from opdcl.words import STREAMS, Prompts, Rollout, StreamName
 
 # Measures a stream's progress where its own teacher changes from step to step.
@@ -201,8 +202,9 @@ class HeldOut:
             if not prompts:
                 continue
             teachers, name = self._frozen_teachers(stream), teacher_name(self.config, stream)
-            count = counted(self.report, f"{name} answers", len(prompts))
-            rollouts = self.queue.write(prompts, stream, self.config.seed + 7, teachers, count)
+            count = counted(self.report, f"{name} answers", turns_of(prompts))
+            talks = self.queue.write(prompts, stream, self.config.seed + 7, teachers, count)
+            rollouts = [*itertools.chain(*talks)]
             grades = counted(self.report, f"{name} reads answers", len(rollouts))
             loss = self.queue.streams[stream].loss
             self.answers[stream] = self.learner.grade(rollouts, loss, teachers, grades)
@@ -259,10 +261,11 @@ class HeldOut:
             return found
         # As a teacher does: at temperature 1, and up to the length of base's answers.
         limit, seed = self.config.limit("general"), self.config.seed + 8
-        count = counted(self.report, f"{name} answers", len(prompts))
-        rollouts = self.queue.student.complete(prompts, max_new_tokens=limit, seed=seed, on_finished=count)
+        count = counted(self.report, f"{name} answers", turns_of(prompts))
+        write = partial(self.queue.student.complete, max_new_tokens=limit, on_finished=count)
+        rollouts = [*itertools.chain(*converse(prompts, write, seed))]
         reader = teacher_name(self.config, "general")
-        grades = counted(self.report, f"{reader} reads answers", len(prompts))
+        grades = counted(self.report, f"{reader} reads answers", len(rollouts))
         loss, teachers = self.queue.streams["general"].loss, self._frozen_teachers("general")
         sums = self.learner.measure(self.learner.grade(rollouts, loss, teachers, grades))
         by_token, by_answer = sums["kl"] / sums["tokens"], sums["answer_kl"] / len(rollouts)

@@ -6,7 +6,7 @@ import pytest
 from helpers.command import opdcl
 from helpers.tiny import make_model, make_project
 
-from opdcl.rundir.files import read_json, read_jsonl
+from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.hashes import file_hash
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.seals import forget, seal_new
@@ -119,19 +119,6 @@ def test_two_specialists_into_one(folder):
     assert adapter(folder / "special", "one-1", "01-finetune") == adapter(
         folder / "special", "site-1", "01-finetune"
     )
-
-
-@pytest.mark.nightly
-def test_self_distillation_beside_imitation(folder):
-    command(folder, "run", "self-distillation", "smoke.yaml", "--set", "seeds=[1]", "-o", "self")
-    found = json.loads((folder / "self" / "compare.json").read_text())
-    assert [arm["name"] for arm in found["arms"]] == ["imitation-1", "self-distillation-1"]
-    assert adapter(folder / "self", "imitation-1", "01-finetune") != adapter(
-        folder / "self", "self-distillation-1", "01-finetune"
-    )
-    record = read_json(folder / "self" / "self-distillation-1" / "stages" / "01-finetune" / "stage.json")
-    assert record["config"]["method"] == "self-distill"
-    assert record["cost"]["tokens"] > 0
 
 
 @pytest.mark.nightly

@@ -17,6 +17,7 @@ from helpers.command import ROOT
 ORDER = (
     ("version",),
     ("errors", "repetition", "sanitize", "signals", "words"),
+    ("faults",),
     ("config",),
     ("hub", "parallel", "rundir"),
     ("data", "launcher"),
@@ -34,7 +35,7 @@ ORDER = (
     ("cli",),
 )
 # Packages that may import less than their place in the order allows.
-ONLY = {"results": {"rundir", "config", "hub", "sanitize", "errors", "repetition"}}
+ONLY = {"results": {"rundir", "config", "hub", "sanitize", "errors", "faults", "repetition"}}
 # `python -m opdcl` is the command line; `opdcl` itself loads the verbs of api lazily.
 ENTRIES = {"__main__"}
 

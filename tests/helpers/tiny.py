@@ -42,7 +42,8 @@ def make_tokenizer(folder: Path) -> Path:
     from opdcl.config.shipped import package_folder
     from opdcl.model.load import embedded_folder
 
-    prompts = sorted(package_folder("evals").glob("*/*.jsonl"))
+    # Without the conversations, which came later: the tiny model stays as it was.
+    prompts = sorted(package_folder("evals").glob("*/[!c]*.jsonl"))
     texts = [line for file in prompts for line in file.read_text(encoding="utf-8").splitlines()]
     whole = AutoTokenizer.from_pretrained(embedded_folder())
     small = whole.train_new_from_iterator(texts, TOKENS)

@@ -7,20 +7,17 @@ from collections.abc import Iterator
 from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.recover import RecoverConfig, RewardSection
 from opdcl.train.replay import finetune_streams
-from opdcl.train.self_distill import as_distillation
 from opdcl.words import Loss, Stream, StreamName
 
 ROWS = "rows.jsonl"
 ANSWERED = "answered.jsonl"
 
-_distilled = FinetuneConfig(method="self-distill", data=ROWS, batch_size=16)
 _given = RecoverConfig(domain=ROWS, general=[ANSWERED], given_answers=True)
 _reward = RewardSection(suite="instructions_train")
 _rewarded = RecoverConfig(domain=ROWS, reward=_reward, lmbda=1, keep="last")
 
 TRAININGS: dict[str, dict[StreamName, Stream]] = {
     "fine-tune": finetune_streams(FinetuneConfig(data=ROWS)),
-    "self-distillation": as_distillation(_distilled, 1).streams(),
     "recovery": RecoverConfig(domain=ROWS).streams(),
     "recovery, `given_answers`": _given.streams(),
     "recovery with a reward": _rewarded.streams(),

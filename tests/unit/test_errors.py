@@ -8,7 +8,8 @@ import shutil
 import pytest
 import torch
 
-from opdcl.errors import EnvironmentFault, OpdclError, UsageError, nearest_path, translate
+from opdcl.errors import EnvironmentFault, OpdclError, UsageError, nearest_path
+from opdcl.faults import translate
 from opdcl.rundir.files import folder_appears_whole, write_atomic
 
 

@@ -57,7 +57,6 @@ def test_a_setting_that_nothing_reads_is_noticed(tmp_path):
 
 SERVER = {"url": "http://127.0.0.1:8000/v1"}
 REMOTE = {"kind": "remote", "server": SERVER}
-DISTILL = {"data": "d", "method": "self-distill"}
 REWARD = {"reward": {"suite": "instructions_train"}, "keep": "last", "lmbda": 1.0}
 
 
@@ -85,9 +84,6 @@ REWARD = {"reward": {"suite": "instructions_train"}, "keep": "last", "lmbda": 1.
         ({"recover": {"teachers": {"a": {"kind": "ema", "model": {}}}}}, "recover.teachers.a.model"),
         ({"recover": {"teachers": {"a": {"kind": "ema", "server": SERVER}}}}, "recover.teachers.a.server"),
         ({"recover": REWARD | {"general": "mine.jsonl"}}, "recover.general"),
-        ({"finetune": {"data": "d", "self_distill": {"max_new_tokens": 9}}}, "finetune.self_distill"),
-        ({"finetune": DISTILL | {"max_length": 5}}, "finetune.max_length"),
-        ({"finetune": DISTILL | {"replay": {"share": 0.1}}}, "finetune.replay"),
         ({"finetune": {"data": "d", "replay": {"share": 0, "prompts": "p"}}}, "finetune.replay.prompts"),
         ({"finetune": {"data": "d", "replay": {"share": 0, "most": 9}}}, "finetune.replay.most"),
         ({"start": "runs/x", "finetune": {"data": "d", "lora": {"r": 8}}}, "finetune.lora"),

@@ -15,10 +15,9 @@ from opdcl.pipeline.job import Job
 from opdcl.rundir.layout import RunDir
 
 EXTREMES = ("-1", "0", "1e9", "4294967296", ".nan", ".inf")
-SELF = ["finetune.method=self-distill"]
 REWARDED = ["recover.reward.suite=instructions_train", "recover.keep=last", "recover.rollouts=8"]
 # Section -> what it needs to have an effect.
-NEEDS = {"finetune.self_distill": SELF, "recover.reward": [*REWARDED, "recover.lmbda=1"]}
+NEEDS = {"recover.reward": [*REWARDED, "recover.lmbda=1"]}
 SECONDS = 20  # on a busy machine; a plan takes a fraction of one
 
 
@@ -83,7 +82,6 @@ def test_an_extreme_number_is_refused_by_its_key_or_planned_at_once(project, mon
         (["recover.steps=100000", "recover.rollouts=10000"], "completions are more than"),
         (["recover.steps=100000", "recover.domain_rollouts=10000"], "completions are more than"),
         (["finetune.epochs=10000", "finetune.data=many.jsonl"], "rows to learn from"),
-        ([*SELF, "finetune.epochs=10000", "finetune.batch_size=1"], "steps of self-distillation, more than"),
     ],
 )
 def test_what_fails_when_its_stage_begins_is_refused_by_a_dry_run(project, monkeypatch, settings, message):

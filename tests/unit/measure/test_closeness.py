@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from opdcl.config.evaluate import EvalConfig
 from opdcl.data.chat import encode_prompt
+from opdcl.data.conversations import encode_turns
 from opdcl.data.formats import check_row
 from opdcl.errors import OpdclError, UsageError
 from opdcl.measure import ask as asking
@@ -259,3 +260,40 @@ def test_a_prompt_without_room_names_its_row(backbone, run):
     long = check_row({"prompt": "word " * 600}, "mine.jsonl:3")
     with pytest.raises(UsageError, match=r"mine.jsonl:3: the prompt has \d+ tokens"):
         measure(backbone, run, asked=[long])
+
+
+def test_each_turn_has_a_distance_after_the_models_own_answers_in_one_cluster(adapted, run, tiny_model):
+    backbone, adapter = adapted
+    talks = [{"messages": [{"role": "user", "content": f"{i} {n}?"} for n in range(3 - i)]} for i in range(2)]
+    asked, config = [*ASKED[:1], *map(check_row, talks, "ab")], EvalConfig(max_new_tokens=4, batch_size=4)
+    first, *later = [encode_turns(row, backbone.tokenizer, 500, 4) for row in asked]
+    prompts = [first, *later, *later, later[0]]  # all first turns, all second ones, the third
+    before = [(), (), (), (1,), (2,), (1, 3)]
+    backbone.eos_ids = list(range(0, backbone.causal_lm.config.vocab_size, 5))
+    _, base_rows = measure(backbone, run, asked=asked, config=config)
+    of_base = [row["completion_ids"] for row in base_rows]
+    _, rows = measure(backbone, run, "tuned", adapter, asked=asked, config=config)
+    base, own = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), []
+    for number, (prompt, earlier) in enumerate(zip(prompts, before, strict=True)):
+        after_base, after_own = (
+            prompt.after([words(answers[i], backbone) for i in earlier]).ids for answers in (of_base, own)
+        )
+        (batch,) = [numbers for numbers in ((0, 1, 2), (3, 4), (5,)) if number in numbers]
+        together = [prompts[i].after([words(own[j], backbone) for j in before[i]]) for i in batch]
+        written = Teacher(backbone, "student").complete(together, max_new_tokens=4, seed=SEED + batch[0])
+        own.append(written[batch.index(number)].completion_ids)
+        with backbone.state("student") as student:
+            forward = naive(base, student, after_base, of_base[number])
+            reverse = naive(student, base, after_own, own[number])
+        scores = rows[number]["scores"]
+        assert (scores["forward"], scores["reverse"]) == pytest.approx((forward, reverse), rel=1e-3)
+    assert {row["ended"] for row in base_rows} == {True, False}  # both are gone on with
+    assert [row.get("turn") for row in rows] == [None, 1, 1, 2, 2, 3]
+    assert [row.get("cluster", "")[-1:] for row in rows] == ["", "1", "2", "1", "2", "1"]
+    assert rows[5]["prompt"] == "user: 0 0?\n\nuser: 0 1?\n\nuser: 0 2?"
+    assert min(row["floor"] for row in base_rows) > 0
+
+
+def words(ids, backbone):
+    """Return an answer without the id that ends it, if one does."""
+    return ids[:-1] if ids[-1] in backbone.eos_ids else ids

@@ -10,7 +10,6 @@ from opdcl.config.load import load
 from opdcl.config.shipped import package_folder
 from opdcl.pipeline.sweep import expand
 from opdcl.train.schedule import plan_steps
-from opdcl.train.self_distill import as_distillation
 
 # Recipe, arm -> general steps of the teacher and of the student, domain steps of the teacher and of the
 # student, as planned: the general ones of the teacher become the student's once its answers are long enough.
@@ -26,8 +25,6 @@ WRITTEN = {
     "specialists-into-one one": (32, 32, 64, 0),
     "continual-two-domains staff": (16, 16, 32, 0),
     "continual-two-domains then-site": (16, 16, 32, 0),
-    "self-distillation imitation": (16, 16, 32, 0),
-    "self-distillation self-distillation": (16, 16, 32, 0),
     "then-reinforce recovered": (16, 16, 32, 0),
     "then-reinforce reinforced": (0, 40, 20, 0),
     "ablation ours": (16, 16, 32, 0),
@@ -62,17 +59,6 @@ def counted(config, general=50, domain=50):
 def test_teachers_and_student_write_as_many_steps_as_every_recipe_says(tmp_path):
     written = {n: counted(one.recover) for n, one in recipes(tmp_path) if one.recover and one.recover.steps}
     assert written == WRITTEN
-
-
-def test_the_student_writes_every_step_of_self_distillation_in_every_recipe(tmp_path):
-    found = 0
-    for name, one in recipes(tmp_path):
-        if one.finetune and one.finetune.method == "self-distill":
-            config = one.finetune.model_copy(update={"batch_size": 16})
-            teacher, student = counted(as_distillation(config, 100), general=0)[2:]
-            assert (teacher, student > 0) == (0, True), name
-            found += 1
-    assert found
 
 
 @pytest.mark.parametrize(

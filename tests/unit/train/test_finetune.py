@@ -12,22 +12,19 @@ from helpers.recovering import Notes, Silent
 from safetensors.torch import load_file
 
 from opdcl import parallel
-from opdcl.config.finetune import SHOWN_ANSWER, FinetuneConfig, LoraSection, ReplaySection
+from opdcl.config.finetune import FinetuneConfig, LoraSection, ReplaySection
 from opdcl.config.model import ModelConfig
 from opdcl.console import Output
 from opdcl.data.chat import encode_prompt
 from opdcl.data.examples import read_examples, with_answers
-from opdcl.data.prompts import encode_prompts, read_recovery_source
 from opdcl.data.rows import Row, load_rows
-from opdcl.errors import OpdclError, UsageError
+from opdcl.errors import OpdclError
 from opdcl.model.accept import load_backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.train.finetune import finetune, planned_steps
 from opdcl.train.learner import Learner, mean_loss
 from opdcl.train.replay import finetune_streams, interleave, lay_out
-from opdcl.train.schedule import plan_steps
-from opdcl.train.self_distill import as_distillation, self_distill
 from opdcl.train.teachers import Teacher
 from opdcl.words import Batch, Example, Prompt, Rollout
 
@@ -249,20 +246,6 @@ def test_a_last_part_of_an_epoch_counts_as_a_step():
     assert [planned_steps(config, rows) for rows in (1, 8, 16, 17)] == [(1, 0), (2, 0), (3, 0), (4, 0)]
 
 
-def test_self_distillation_takes_the_settings_of_its_section():
-    asked = {"batch_size": 8, "learning_rate": 1e-3, "seed": 5, "self_distill": {"max_new_tokens": 9}}
-    config = FinetuneConfig(method="self-distill", data="d", **asked)
-    recovery = as_distillation(config, 16)
-    teacher = recovery.teacher_of("domain")
-    assert (teacher.kind, teacher.context) == ("ema", SHOWN_ANSWER)
-    assert (recovery.max_new_tokens, recovery.seed) == (9, 5)
-    assert (recovery.steps, recovery.rollouts, recovery.learning_rate) == (10, 8, 1e-3)
-    assert "lmbda" in recovery.model_fields_set  # the default is another recipe's, and has changed before
-    assert recovery.keep == "last"  # held-out KL to a teacher that moves does not say which adapter is best
-    steps = plan_steps(recovery, 0, 16)
-    assert {(step.stream, step.on_policy) for step in steps} == {("domain", True)}  # the student writes all
-
-
 def test_a_fault_that_is_no_lack_of_memory_ends_the_fine_tune(learn, memory_for):
     memory_for(0, RuntimeError("a broken kernel"))
     with pytest.raises(RuntimeError, match="a broken kernel"):
@@ -281,53 +264,6 @@ def test_a_row_too_long_for_memory_is_an_error_with_a_hint(learn, memory_for):
     with pytest.raises(OpdclError, match="does not fit") as caught:
         learn("never")
     assert "max_length" in caught.value.hint
-
-
-def distil(config, backbone, out, report):
-    rows = load_rows(config.data)
-    recovery = as_distillation(config, len(rows))
-    source = read_recovery_source(recovery, lambda *_: rows)
-    prompts = encode_prompts(recovery, source, backbone.tokenizer, backbone.context_length)
-    self_distill(config, recovery, prompts, backbone, None, out, report)
-
-
-def test_self_distillation_learns_from_itself_shown_the_answer_and_resumes_to_the_bit(tmp_path, tiny_model):
-    rows = [json.dumps({"question": f"Code of {i}?", "answer": f"Code {i}"}) for i in range(8)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    base = ModelConfig(id=str(tiny_model), dtype="float32")
-    config = FinetuneConfig(
-        method="self-distill",
-        data=str(tmp_path / "rows.jsonl"),
-        lora=LoraSection(r=4, alpha=8),
-        self_distill={"max_new_tokens": 6},
-        **{"batch_size": 4, "epochs": 6, "learning_rate": 1e-2, "save_steps": 4},
-    )
-
-    def train(name, at=None):
-        out = StageDir(tmp_path / name)
-        try:
-            distil(config, load_backbone(base), out, StopAt(at))
-        except KeyboardInterrupt:
-            assert at
-        return out
-
-    whole = train("whole")
-    train("cut", 6)
-    cut = train("cut")
-    one, other = ((s.adapter / "adapter_model.safetensors").read_bytes() for s in (whole, cut))
-    assert one == other
-    measured = [r["validation"]["domain_kl"] for r in read_jsonl(whole.metrics) if "validation" in r]
-    assert measured[-1] < 0.97 * measured[0]
-    assert {r["stream"] for r in read_jsonl(whole.metrics) if "stream" in r} == {"domain"}
-
-
-def test_self_distillation_needs_answers(tmp_path, backbone):
-    (tmp_path / "rows.jsonl").write_text('{"question": "What is it?"}\n{"question": "And that?"}')
-    config = FinetuneConfig(
-        method="self-distill", data=str(tmp_path / "rows.jsonl"), batch_size=16, learning_rate=1e-3
-    )
-    with pytest.raises(UsageError, match=r"rows\.jsonl:1 has no answer"):
-        distil(config, backbone, StageDir(tmp_path / "out"), Silent())
 
 
 @pytest.fixture

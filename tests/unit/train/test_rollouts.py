@@ -1,5 +1,7 @@
 """The rollout queue: whose settings bound a completion, what seeds it, and when a row writes it."""
 
+from itertools import chain
+
 import pytest
 from helpers.recovering import PROMPT, make_trainer
 
@@ -45,9 +47,9 @@ def test_the_seed_and_the_step_decide_what_is_sampled(queue):
 def test_what_a_teacher_writes_in_its_context_belongs_to_the_plain_prompt(queue, backbone):
     steps, plain, shown = queue(), [*PROMPT, 9], [*PROMPT, 9, 33, 34]
     base, prompt = Teacher(backbone, "base"), Prompt(plain, context=shown)
-    (rollout,) = steps.write([prompt], "general", 1, {"": base})
+    ((rollout,),) = steps.write([prompt], "general", 1, {"": base})
     assert rollout.prompt == prompt
-    (same,) = steps.write([Prompt(shown)], "general", 1, {"": base})
+    ((same,),) = steps.write([Prompt(shown)], "general", 1, {"": base})
     assert rollout.completion_ids == same.completion_ids
 
 
@@ -79,8 +81,8 @@ def test_a_checkpoint_keeps_teacher_context_and_document_of_completions(queue, b
     prompts = [Prompt([*PROMPT, i], "a", [*PROMPT, 33, i], i) for i in range(3)]
     steps = queue()
     teachers = {"a": Teacher(backbone, "base")}
-    steps._ahead = {4: steps.write(prompts[:2], "general", 1, teachers)}
-    steps._unfinished = {"general": steps.write(prompts[2:], "general", 2, teachers)}
+    steps._ahead = {4: [*chain(*steps.write(prompts[:2], "general", 1, teachers))]}
+    steps._unfinished = {"general": [*chain(*steps.write(prompts[2:], "general", 2, teachers))]}
     steps.save(tmp_path)
     resumed = queue()
     resumed.restore(tmp_path)

@@ -21,9 +21,10 @@ from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.train.cost import dose
+from opdcl.train.finetune import Losses
 from opdcl.train.learner import Learner
 from opdcl.train.recover import student_here
-from opdcl.train.stage import Interruption, Losses, Schedule, StageLog, is_finite
+from opdcl.train.stage import Interruption, Schedule, StageLog, is_finite
 from opdcl.train.validation import describe_step
 
 
