@@ -57,7 +57,7 @@ def together() -> str:
         name = f"{row['how']}; {row['steps']} steps, {row['domain_rows']} rows, {row['rate']}; {row['seed']}"
         nats = [f"{row[key]:.2f}" for key in ("general_kl", "own_distance", "domain_kl")]
         table.append([name if row["rate"] else row["arm"], *nats, f"{row['own_length']:.0f}"])
-    columns = ["recovery; seed", "KL to base on its answers", "on own answers", "KL to tuned, domain", "tokens"]
+    columns = ["recovery; seed", "KL on base's answers", "on its own", "KL to tuned, domain", "tokens"]
     return rows_of(columns, table) if table else NOT_MEASURED
 
 
