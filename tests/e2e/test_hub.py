@@ -95,7 +95,7 @@ def uploaded(hub, hf, connected, finished, project, tiny_model) -> str:
     """The commit of the finished run's adapter, exported and uploaded as the messages say."""
     done = connected("export", finished, "-o", "my-adapter", "--format", "adapter", cwd=project)
     assert done.returncode == 0, done.stderr
-    replace, following = done.stderr.splitlines()[-2:]
+    replace, _, following = done.stderr.splitlines()[-3:]
     assert replace == (
         f"export: before you upload it, replace {tiny_model.name} in README.md and adapter_config.json "
         "by the base's Hub id"

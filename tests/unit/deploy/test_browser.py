@@ -60,7 +60,8 @@ def test_the_page_of_a_run_suggests_prompts_that_came_back(tiny_model, tmp_path,
     measure_states(run, "instructions", (32, 8, 28))
     with opdcl.chat_page(run.path, 8) as server:
         assert server.shown["system"] == "Be brief."
-        assert server.shown["prompts"] == [f"Prompt number {i} of instructions" for i in (8, 9, 10)]
+        numbers = [int(prompt.split()[2]) for prompt in server.shown["prompts"]]
+        assert len({*numbers} & {*range(8, 28)}) == 3
     measure(run, "tuned", {"instructions": []}, prompt="Another prompt")
     with opdcl.chat_page(run.path, 8) as server:
         assert server.shown["prompts"] == []
