@@ -506,7 +506,7 @@ def growth(options: argparse.Namespace) -> None:
     even, short = [MEAN_LENGTH] * STRAGGLERS, MEAN_LENGTH * 9 // 10 + 1
     straggler = [short] * (STRAGGLERS - 1) + [sum(even) - short * (STRAGGLERS - 1)]
     ratios = {}
-    # With 3, long completions continue alongside the next ones; six steps, until the last is learned from.
+    # With 3, the completions of three steps are sampled together.
     for ahead in (1, 3):
         for spread, lengths in (("even", even), ("one straggler per step", straggler)):
             run("straggler", step, lengths, 6, ahead, spread=spread, longest=max(lengths), sample_ahead=ahead)
@@ -557,21 +557,16 @@ class Step:
 
     @contextlib.contextmanager
     def forced(self, queue: RolloutQueue, lengths: list[int]) -> Iterator[None]:
-        """Make every step's completions end at these lengths, also when they are sampled in several parts."""
-        plain, due = queue.student.complete, []
+        """Make every step's completions end at these lengths."""
+        plain = queue.student.complete
 
-        def complete(prompts, unfinished=(), **options):
-            ahead = [
-                next(end - len(r.completion_ids) for known, end in due if known is r) for r in unfinished
-            ]
-            ahead += lengths * (len(prompts) // len(lengths))
+        def complete(prompts, **options):
+            ahead = lengths * (len(prompts) // len(lengths))
             uniform_NT = torch.full((len(ahead), max(lengths)), 0.5)
             for row, length in enumerate(ahead):
                 uniform_NT[row, length - 1 :] = 0.0
             with mock.patch("opdcl.sampling.decode.torch.rand", return_value=uniform_NT):
-                found = plain(prompts, unfinished=unfinished, **options)
-            due.extend(zip(found[len(unfinished) :], ahead[len(unfinished) :], strict=True))
-            return found
+                return plain(prompts, **options)
 
         with mock.patch.object(queue.student, "complete", complete):
             yield

@@ -4,8 +4,7 @@
 
 Rollouts, grades, gradients and answers are split and merged here, not by a wrapper around the model. A step
 learns from the mean over all of its tokens, no matter which worker held them. A run can therefore resume with
-another number of workers: only the time and the order of long completions change (docs/larger-machines.md).
-The trainers see one process only.
+another number of workers: only the time changes (docs/larger-machines.md). The trainers see one process only.
 
 Worker 0 owns the run directory, the console and the trackers. Every other worker uses a copy of the run, and
 deletes it when it ends. With `model.shard` the frozen layers of the base are spread over the workers (FSDP2,

@@ -56,7 +56,7 @@ class RewardSection(Section):
     teacher: Weight = 0.1
     """Weight of the teacher's loss on the same tokens, as a dense signal."""
     weight: Weight = 1.0
-    """Weight of the reward's loss."""
+    """Weight of the reward's loss. With 0 the reward only chooses what a teacher with `context` is shown."""
 
 
 # The largest ratio to the lowest score at which an adapter still counts as no worse. The student samples new
@@ -163,8 +163,7 @@ class RecoverConfig(Section):
     """What is different where the student writes."""
     sample_ahead: Positive | Auto = "auto"
     """Steps of a stream sampled at once, where the student writes. 1 is strictly on-policy; more use the
-    hardware better, and let long completions continue beside the next ones. `auto`: as many as have 64 rows.
-    Frozen teachers write 96 rows at once."""
+    hardware better. `auto`: as many as have 64 rows. Frozen teachers write 96 rows at once."""
     max_new_tokens: Positive = 384
     """Maximum length of general completions, in tokens. Most end before; a truncated answer never
     shows an end."""
@@ -236,6 +235,8 @@ class RecoverConfig(Section):
             raise PydanticCustomError("source", "{reason}", context)
         if self.general is None and not self.reward and (self.general_per_domain or self.method == "general"):
             raise ValueError("without general prompts use method alternating and general_per_domain 0")
+        for name, teacher in self.teachers.items():
+            self._check_teacher(name, teacher)
         if self.given_answers and not self.reward and self.loss.kind == "policy_gradient":
             raise ValueError("given_answers needs another loss.kind: nobody sampled these answers")
         if self.on_policy.temperature != 1 and (self.reward or self.loss.kind == "policy_gradient"):
@@ -267,11 +268,16 @@ class RecoverConfig(Section):
             if name in self.teachers:
                 raise ValueError(f"teachers.{name}: {name} is built in; give the teacher another name")
 
+    def _check_teacher(self, name: str, teacher: TeacherSection) -> None:
+        only_general = name == self.general_teacher != self.domain_teacher and not teacher.prompts
+        if "{feedback}" in (teacher.context or "") and not (self.reward and only_general):
+            raise ValueError(
+                f"teachers.{name}.context: {{feedback}} needs reward, and only general_teacher receives it"
+            )
+
     def _check_reward(self, group: int) -> None:
         if not self.steps or self.loss.kind == "cross_entropy":
             raise ValueError("reward needs steps, and a loss.kind other than cross_entropy")
-        if self.teacher_of("general").context:
-            raise ValueError("reward needs a general_teacher without context: it is shown no answers")
         if self.lmbda != 1:
             raise ValueError("reward needs the student's own completions: set lmbda 1")
         if self.rollouts != "auto" and self.rollouts % group:

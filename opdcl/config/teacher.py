@@ -46,7 +46,8 @@ class TeacherSection(Section):
     """`remote`: the server that runs the teacher."""
     context: str | None = None
     """Text that the teacher sees in place of the last user message, with `{prompt}` and `{answer}`; rows then
-    need answers."""
+    need answers. With a reward, `{answer}` is the best completion of the group and only the worse ones are
+    graded with it; `{feedback}` is the scorer's comment on the graded completion (arXiv 2601.20802)."""
     prompts: Annotated[str, Field(min_length=1)] | None = None
     """Further domain prompts, all graded by this teacher."""
 

@@ -117,11 +117,11 @@ class Row:
         where, prompt, tools, variables = json.loads(text)
         return cls(prompt, None, None, where, tools=tools, variables=variables)
 
-    def with_context(self, context: str, answer: str) -> Row:
+    def with_context(self, context: str, answer: str, feedback: str = "") -> Row:
         """Return the row with its last message replaced by `context`, whose placeholders are filled in."""
         *before, last = self.prompt
-        values = {"{prompt}": last["content"], "{answer}": answer}
-        content = re.sub(r"\{(?:prompt|answer)\}", lambda m: values[m[0]], context)
+        values = {"{prompt}": last["content"], "{answer}": answer, "{feedback}": feedback}
+        content = re.sub(r"\{(?:prompt|answer|feedback)\}", lambda m: values[m[0]], context)
         return replace(self, prompt=[*before, {**last, "content": content}])
 
 

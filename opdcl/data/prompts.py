@@ -71,6 +71,27 @@ def reward_rows(config: RewardSection, task: Any) -> list[Row]:
     return rows
 
 
+def count_short_of_room(
+    config: RecoverConfig, rows: list[Row], tokenizer: PreTrainedTokenizerBase, room: int
+) -> int:
+    """Return how many prompts have too little room for the longest demonstration in a context of `room`.
+
+    Raises:
+        UsageError: No prompt has room for any.
+    """
+    context, longest = config.teacher_of("general").context, config.max_new_tokens
+    if not (config.reward and context):
+        return 0
+    left = []
+    for row in rows:
+        shown = encode_prompt(row.with_context(context, ""), tokenizer, sys.maxsize)
+        left.append(room - len(shown) - longest)  # the graded completion also takes context
+    if max(left) <= 0:
+        message = f"the context of recover.general_teacher leaves no room for an answer within {room} tokens"
+        raise UsageError(message, "shorten it, or lower recover.max_new_tokens")
+    return sum(one < longest for one in left)
+
+
 def _check_task(config: RewardSection, task: Any) -> None:
     metrics = f"it has {', '.join(task.aggregation())}"
     if task.OUTPUT_TYPE != "generate_until":
@@ -235,6 +256,8 @@ def _check_teacher(config: RecoverConfig, stream: StreamName, row: Row) -> None:
         hint = f"define it in recover.teachers, or name one of {', '.join(known)}"
         raise UsageError(f"{row.where} names an unknown teacher {row.teacher!r}", hint)
     context = config.teacher_of(stream, row.teacher).context
+    if row.teacher and "{feedback}" in (context or ""):
+        raise UsageError(f"{row.where} names the teacher of a reward's answers", "name another teacher")
     if not row.answer and context is not None:
         hint = "give every row of that teacher an answer"
         raise UsageError(f"{row.where} has no answer for its teacher's context", hint)

@@ -60,7 +60,7 @@ class Chat:
             rollout = Rollout(Prompt(ids))  # the sampler appends to it
             on_answer(state, partial(self._text, rollout))
             with self.backbone.merged(slot) as model:
-                sample(model, [], unfinished=[rollout], temperature=temperature, stopped=stopped, **options)
+                sample(model, [rollout], temperature=temperature, stopped=stopped, **options)
             texts[state] = self._text(rollout)
             if len(rollout.completion_ids) == max_new_tokens and not rollout.finished:
                 cut.append(state)

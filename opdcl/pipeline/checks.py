@@ -250,7 +250,7 @@ def _check_finetune(job: Job) -> list[str]:
 
 def _check_recovery(job: Job, source: RecoverySource) -> list[str]:
     """Check that there is an adapter to recover, its teachers and every prompt; return notes on prompts."""
-    from opdcl.data.prompts import SHIPPED
+    from opdcl.data.prompts import SHIPPED, count_short_of_room
     from opdcl.model.compatibility import check_same_tokenizer
 
     workflow, run, config = job.workflow, job.run, job.workflow.recover
@@ -262,6 +262,9 @@ def _check_recovery(job: Job, source: RecoverySource) -> list[str]:
     _check_turn_end(job)
     _check_prompts(job.prompts)
     prompts, teacher, notes = source.rows, config.teacher_of("general"), []
+    if short := count_short_of_room(config, prompts["general"], job.tokenizer, job.context):
+        lost = "the teacher does not see a demonstration that does not fit"
+        notes.append(f"{short} of {len(prompts['general'])} prompts may have too little room: {lost}")
     if teacher.begins_as_tuned:
         notes.append("warning: recover.general_teacher is tuned: a placebo, which recovers nothing")
     # A teacher with a context is shown each prompt's answer, and shipped prompts have none.

@@ -26,9 +26,6 @@ from opdcl.words import Rollout
 
 logger = logging.getLogger(__name__)
 
-# Completions are left unfinished only with as many steps ahead.
-WORTH_LEAVING = 32
-
 # With graphs: slabs above this share of the device's memory are not kept between calls.
 KEPT_SHARE = 0.1
 
@@ -50,7 +47,6 @@ class Request:
     temperature: float = 1.0
     seed: int = 0
     on_finished: Callable[[list[Rollout]], None] | None = None
-    max_unfinished: int = 0
     stopped: Callable[[], bool] = bool  # which returns False
 
     def batches(self, rollouts: list[Rollout]) -> Iterator[list[int]]:
@@ -73,25 +69,22 @@ def decode(model, rollouts: list[Rollout], request: Request, graphs: bool) -> No
     uniform_NT = _uniform_numbers(request)
     # At least one id of each prompt stays outside the shared prefix.
     prefix = common_prefix([r.prompt_ids[:-1] for r in rollouts]) if len(rollouts) > 1 else []
-    max_unfinished = request.max_unfinished
     waiting = deque(request.batches(rollouts))
     while waiting:
         indices = waiting.popleft()
         batch = [rollouts[i] for i in indices]
-        begun = [len(r.completion_ids) for r in batch]
-        layout = Layout(prefix, [(r.prompt_ids + r.completion_ids)[len(prefix) :] for r in batch])
+        layout = Layout(prefix, [r.prompt_ids[len(prefix) :] for r in batch])
         uniform_BT = None if uniform_NT is None else uniform_NT[indices]
         try:
-            max_unfinished -= _decode_batch(model, batch, layout, request, max_unfinished, uniform_BT, graphs)
+            _decode_batch(model, batch, layout, request, uniform_BT, graphs)
             continue
         except BaseException as fault:
             _KEPT.pop(model, None)  # its state is unknown, and a smaller batch needs smaller buffers
             # Workers with a sharded base run in step, so none may start over alone.
             if not is_out_of_memory(fault) or len(batch) == 1 or parallel.sharded():
                 raise
-        for rollout, length in zip(batch, begun, strict=True):
-            del rollout.completion_ids[length:], rollout.logprobs[length:]
-            rollout.finished = False
+        for rollout in batch:
+            rollout.completion_ids, rollout.logprobs, rollout.finished = [], [], False
         release()
         half = len(indices) // 2
         logger.warning("out of memory while sampling: %d sequences at once instead of %d", half, len(indices))
@@ -134,26 +127,25 @@ def _decode_batch(
     batch: list[Rollout],
     layout: Layout,
     request: Request,
-    max_unfinished: int,
     uniform_BT: torch.Tensor | None,
     graphs: bool,
-) -> int:
-    """Complete a batch in place; return how many of its rollouts were left unfinished."""
+) -> None:
+    """Complete a batch in place."""
     decoder = _decoder(model, layout, request, graphs)
     decoder.start(model, layout, uniform_BT)
     done, seen, drawn = [False] * len(batch), 0, 1
     while True:
         for tokens, logprobs in decoder.drawn(len(batch), seen, drawn):
             _append(batch, done, tokens, logprobs, request)
-        running, ahead = done.count(False), request.max_new_tokens - drawn
-        if not running or (running <= max_unfinished and ahead >= WORTH_LEAVING) or request.stopped():
-            return running
+        running = done.count(False)
+        if not running or request.stopped():
+            return
         rows, filled = decoder.rows_for(running, len(batch)), layout.end + drawn - 1
         if rows < len(batch):
             indices = sorted(range(len(batch)), key=done.__getitem__)[:rows]
             decoder.keep(indices, filled)
             batch, done = [batch[row] for row in indices], [done[row] for row in indices]
-        count = min(decoder.steps_per_look, ahead)
+        count = min(decoder.steps_per_look, request.max_new_tokens - drawn)
         decoder.run(model, count, len(batch), filled + count)
         seen, drawn = drawn, drawn + count
 

@@ -54,7 +54,7 @@ def weights_in_tokens(model) -> float:
 
 def sample(
     model,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Prompt | Rollout],
     *,
     max_new_tokens: int,
     eos_ids: Sequence[int],
@@ -63,20 +63,16 @@ def sample(
     batch_size: int | None = None,
     engine: Engine | Literal["auto"] = "auto",
     on_finished: Callable[[list[Rollout]], None] | None = None,
-    unfinished: Sequence[Rollout] = (),
-    max_unfinished: int = 0,
     stopped: Callable[[], bool] = bool,
 ) -> list[Rollout]:
     """Sample one completion per prompt, in the order of `prompts`; each worker samples its share.
 
     The same seed, prompts and engine give the same completions; with `slab` and `graph` also for any batch
-    size and any number of workers. With `max_unfinished`, a batch does not wait for its last, long
-    completions: they are returned unfinished and resumed by a later call (partial rollouts, arXiv
-    2501.12599).
+    size and any number of workers.
 
     Args:
         model: A causal language model.
-        prompts: What to complete, at least one id each.
+        prompts: What to complete, at least one id each. In place of one, an empty rollout, which then grows.
         max_new_tokens: Longest completion, in tokens.
         eos_ids: Every id that ends a completion.
         temperature: Softmax temperature; 0 is greedy decoding.
@@ -85,25 +81,15 @@ def sample(
             `default_rows`.
         engine: The decoding loop.
         on_finished: Called with the completions that have ended since the last call.
-        unfinished: Rollouts of an earlier call to resume; they come first in the result.
-        max_unfinished: Maximum completions per call that may be returned unfinished (`slab` and `graph`).
         stopped: Asked again and again; once it returns True, all completions are returned as they are.
     """
-    rollouts = [*unfinished, *map(Rollout, prompts)]
+    rollouts = [p if isinstance(p, Rollout) else Rollout(p) for p in prompts]
     own_rollouts = list(parallel.my_share(rollouts))
     if batch_size is None:
         batch_size = default_rows(model, max((r.length for r in rollouts), default=0) + max_new_tokens)
+    total, weights = len(rollouts), weights_in_tokens(model)
     request = Request(
-        max_new_tokens=max_new_tokens,
-        eos_ids=eos_ids,
-        temperature=temperature,
-        seed=seed,
-        batch_size=batch_size + len(unfinished),
-        total=len(rollouts),
-        weights=weights_in_tokens(model),
-        on_finished=on_finished,
-        max_unfinished=max_unfinished,
-        stopped=stopped,
+        max_new_tokens, eos_ids, batch_size, total, weights, temperature, seed, on_finished, stopped
     )
     if own_rollouts:
         if engine == "auto":

@@ -37,7 +37,8 @@ def provided(
     check_turn_end(backbone.tokenizer, backbone.eos_ids)
     reward = None
     if config.reward:
-        reward = Reward(config.reward, source.reward_task, backbone)
+        context, rows = config.teacher_of("general").context, source.rows["general"]
+        reward = Reward(config.reward, source.reward_task, rows, backbone, context, notify)
     adapters = {t.adapter: find_adapter(t.adapter) for t in config.teachers.values() if t.adapter}
     asked = {config.general_teacher, config.domain_teacher}
     for of_stream in prompts.values():

@@ -44,8 +44,8 @@ def let_base_write(
     progress = counted(report, "base writes answers to replay", count, min(len(rows), count))
     for begin in range(len(rows), count, REPLAYED_AT_ONCE):
         piece = asked[begin : begin + REPLAYED_AT_ONCE]
-        options = {"max_new_tokens": REPLAYED_TOKENS, "seed": config.seed + begin}
-        for rollout in completions.complete(Teacher(backbone, "base"), piece, progress, **options):
+        options = {"max_new_tokens": REPLAYED_TOKENS, "seed": config.seed + begin, "on_finished": progress}
+        for rollout in completions.complete(Teacher(backbone, "base"), piece, **options):
             rows.append({"prompt_ids": rollout.prompt_ids, "completion_ids": rollout.completion_ids})
         if parallel.rank() == 0:
             write_atomic(file, "".join(json.dumps(row) + "\n" for row in rows))

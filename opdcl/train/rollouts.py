@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -47,10 +48,8 @@ class RolloutQueue:
 
     The student completes the prompts of on-policy steps, the stream's teacher those of the others. Steps of
     one stream are sampled together: at most `recover.sample_ahead`, because the student's completions go
-    stale as it learns, but more if a frozen teacher samples. The last, long completions of such a batch may
-    stay unfinished: they resume in the stream's next batch and are learned from then (partial rollouts, arXiv
-    2501.12599). A `reward` chooses which completions of a general step are learned from. A conversation is
-    sampled turn by turn, for one step.
+    stale as it learns, but more if a frozen teacher samples. A `reward` chooses which completions of a
+    general step are learned from. A conversation is sampled turn by turn, for one step.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class RolloutQueue:
         self.unasked = 0
         """How many turns were not asked, because an answer before them did not end."""
         self._ahead: dict[int, list[Rollout]] = {}
-        self._unfinished: dict[StreamName, list[Rollout]] = {}
 
     def take(self, index: int) -> Batch:
         """Return the completions of step `index`, sampling them first if they are not there yet."""
@@ -135,16 +133,13 @@ class RolloutQueue:
         """Sample step `index` and the next ones of its kind; return whether its completions are fresh."""
         step = self.steps[index]
         batch = sampled_together(self.config, self.steps, index, self._is_dynamic(step.stream))
-        seed = self._seed(index)
-        resumed: list[Rollout] = []
-        if step.on_policy:
-            resumed, new = self._write_by_student(step.stream, batch, seed)
-        else:  # by a teacher that changes
-            new = self._write_by_teacher(step.stream, self._prompts(batch), seed)
-        self._hand_out(batch, new, resumed)
-        # Earlier weights began what was resumed; the last step of the batch gets it.
-        is_new = step.on_policy and not (resumed and batch == [index])
-        return is_new and self.config.on_policy.temperature == 1
+        write = self._write_by_student if step.on_policy else self._write_by_teacher
+        rest = iter(write(step.stream, self._prompts(batch), self._seed(index)))
+        for i in batch:
+            self._ahead[i] = [*chain(*islice(rest, len(self.steps[i].prompts)))]
+            if self._is_rewarded(step.stream):
+                self.reward.judge(self._ahead[i])
+        return step.on_policy and self.config.on_policy.temperature == 1
 
     def _write_by_teacher(self, stream: StreamName, prompts: list[Prompt], seed: int) -> list[Talk]:
         finished = self._when_finished(teacher_name(self.config, stream), stream, turns_of(prompts))
@@ -152,44 +147,13 @@ class RolloutQueue:
         self.unasked += turns_of(prompts) - len([*chain(*talks)])
         return talks
 
-    def _write_by_student(
-        self, stream: StreamName, batch: list[int], seed: int
-    ) -> tuple[list[Rollout], list[Talk]]:
-        """Let the student write; return the earlier completions that it has resumed, and the new ones."""
-        resumed = self._unfinished.pop(stream, [])
-        partial: dict[str, Any] = {}
-        most, prompts = self._max_unfinished(stream, batch), self._prompts(batch)
-        if resumed or most:
-            partial = {"unfinished": resumed, "max_unfinished": most}
-        count = self._when_finished(IN_WORDS["student"], stream, len(resumed) + turns_of(prompts))
-        partial["on_finished"] = count
-
-        def write(asked: list[Prompt], seed: int) -> list[Rollout]:
-            limit, temperature = self.config.limit(stream), self.config.on_policy.temperature
-            options = {"max_new_tokens": limit, "temperature": temperature, "seed": seed}
-            rollouts = self.student.complete(asked, **options, **partial)
-            if unfinished := [r for r in rollouts if not self._is_done(r, stream)]:
-                self._unfinished[stream] = unfinished
-            partial.pop("unfinished", None)  # later turns resume nothing
-            return rollouts[-len(asked) :]
-
-        talks = converse(prompts, write, seed)
+    def _write_by_student(self, stream: StreamName, prompts: list[Prompt], seed: int) -> list[Talk]:
+        finished = self._when_finished(IN_WORDS["student"], stream, turns_of(prompts))
+        limit, temperature = self.config.limit(stream), self.config.on_policy.temperature
+        write = partial(self.student.complete, max_new_tokens=limit, temperature=temperature)
+        talks = converse(prompts, partial(write, on_finished=finished), seed)
         self.unasked += turns_of(prompts) - len([*chain(*talks)])
-        return resumed, talks
-
-    def _hand_out(self, batch: list[int], new: list[Talk], resumed: list[Rollout]) -> None:
-        """Give each step of the batch its own new completions, and the last one the resumed ones too."""
-        rest = iter(new)
-        for i in batch:
-            step = self.steps[i]
-            of_step = [*chain(*islice(rest, len(step.prompts)))]
-            if i == batch[-1]:
-                of_step += resumed
-            if step.on_policy:
-                of_step = [r for r in of_step if self._is_done(r, step.stream)]
-            if self._is_rewarded(step.stream):
-                self.reward.judge(of_step)
-            self._ahead[i] = of_step
+        return talks
 
     def _prompts(self, batch: list[int]) -> list[Prompt]:
         steps = [self.steps[i] for i in batch]
@@ -198,33 +162,14 @@ class RolloutQueue:
     def _is_rewarded(self, stream: StreamName) -> bool:
         return self.reward is not None and stream == "general"
 
-    def _is_done(self, rollout: Rollout, stream: StreamName) -> bool:
-        """Return whether a completion of the student has ended or reached the maximum length."""
-        return rollout.finished or len(rollout.completion_ids) >= self.config.limit(stream)
-
-    def _max_unfinished(self, stream: StreamName, batch: list[int]) -> int:
-        """Return how many completions of these steps may stay unfinished: a sixteenth, never all of a step.
-
-        None if no later step could resume them, if they are rewarded, if a conversation goes on after one, if
-        each step is strictly on-policy, if a server samples, or if there are several workers, whose
-        unfinished completions would differ from those of one.
-        """
-        config = self.config
-        if len(batch) == 1 or config.server or parallel.worker_count() > 1 or self._is_rewarded(stream):
-            return 0
-        if any(prompt.following for prompt in self._prompts(batch)):
-            return 0
-        if not any(step.stream == stream and step.on_policy for step in self.steps[batch[-1] + 1 :]):
-            return 0
-        sizes = [len(self.steps[i].prompts) for i in batch]
-        return min(sum(sizes) // 16, min(sizes) - 1)
-
     def _when_finished(self, name: str, stream: StreamName, total: int) -> OnFinished:
         """Return what takes the completions that have ended: it counts them, and has them graded ahead."""
         count = counted(self.report, f"{name} answers", total)
 
         def finished(rollouts: list[Rollout]) -> None:
             count(rollouts)
+            if self._is_rewarded(stream):  # what its teacher sees is known only when all are scored
+                return
             # A remote teacher grades them while others are being sampled.
             for name, positions in by_teacher(r.prompt.teacher for r in rollouts).items():
                 self.teachers[stream][name].prefetch([rollouts[i] for i in positions])
@@ -243,17 +188,16 @@ class RolloutQueue:
 
         An answer that is given with the prompt takes the place of the teacher's.
         """
-        if prompts and prompts[0].answer is not None:
-            return [[rollout] for rollout in self._given(prompts, stream, on_finished)]
         limit = self.config.limit(stream)
+        if prompts and prompts[0].answer is not None:
+            return [[rollout] for rollout in self._given(prompts, limit, on_finished)]
+        options = {"max_new_tokens": limit, "on_finished": on_finished}
 
         def complete(asked: list[Prompt], seed: int) -> list[Rollout]:
             rollouts = [Rollout(prompt) for prompt in asked]
             for name, positions in by_teacher(prompt.teacher for prompt in asked).items():
                 shown = [replace(asked[i], ids=asked[i].shown, context=None) for i in positions]
-                written = self.completions.complete(
-                    teachers[name], shown, on_finished=on_finished, max_new_tokens=limit, seed=seed
-                )
+                written = self.completions.complete(teachers[name], shown, seed=seed, **options)
                 for i, rollout in zip(positions, written, strict=True):
                     rollout.prompt = asked[i]
                     rollouts[i] = rollout
@@ -261,23 +205,19 @@ class RolloutQueue:
 
         return converse(prompts, complete, seed)
 
-    def _given(
-        self, prompts: Sequence[Prompt], stream: StreamName, on_finished: OnFinished | None
-    ) -> list[Rollout]:
-        """Return the answers that are given with the prompts, cut at the stream's maximum length."""
-        limit, eos_ids = self.config.limit(stream), self.student.backbone.eos_ids
+    def _given(self, prompts: Sequence[Prompt], limit: int, on_finished: OnFinished | None) -> list[Rollout]:
+        """Return the answers that are given with the prompts, cut at the maximum length."""
         rollouts = []
         for prompt in prompts:
             answer = (prompt.answer or [])[:limit]
-            rollouts.append(Rollout(prompt, answer, finished=answer[-1] in eos_ids))
+            rollouts.append(Rollout(prompt, answer, finished=answer[-1] in self.student.backbone.eos_ids))
         if on_finished:
             on_finished(list(parallel.my_share(rollouts)))
         return rollouts
 
     def save(self, folder: Path) -> None:
         """Write into a checkpoint the completions that are still needed."""
-        content = {"ahead": self._ahead, "unfinished": self._unfinished, "drawn": self.drawn}
-        content["unasked"] = self.unasked
+        content = {"sampled": self._ahead, "drawn": self.drawn, "unasked": self.unasked}
         write_atomic(folder / "rollouts.json", json.dumps(content, default=vars))
 
     def restore(self, folder: Path) -> None:
@@ -288,12 +228,8 @@ class RolloutQueue:
         """
         content = json.loads((folder / "rollouts.json").read_text())
         try:
-            self._ahead = {int(i): _rollouts(rows) for i, rows in content["ahead"].items()}
-            self._unfinished = {stream: _rollouts(rows) for stream, rows in content["unfinished"].items()}
-            self.drawn = {
-                stream: {int(number): _rollouts(rows) for number, rows in talks.items()}
-                for stream, talks in content["drawn"].items()
-            }
+            self._ahead = _restored(content["sampled"])
+            self.drawn = {stream: _restored(talks) for stream, talks in content["drawn"].items()}
             self.unasked = content["unasked"]
         except (KeyError, TypeError) as fault:
             hint = "remove that folder: the run resumes from the checkpoint before it, or starts over"
@@ -322,5 +258,9 @@ def _dealt(steps: list[Step], prompts: dict[StreamName, list[Prompt]]) -> list[S
     return dealt
 
 
-def _rollouts(rows: list[dict[str, Any]]) -> list[Rollout]:
-    return [Rollout(**row | {"prompt": Prompt(**row["prompt"])}) for row in rows]
+def _restored(stored: dict[str, list[dict[str, Any]]]) -> dict[int, list[Rollout]]:
+    """Return rollouts by number as they were before JSON."""
+    return {
+        int(number): [Rollout(**row | {"prompt": Prompt(**row["prompt"])}) for row in rows]
+        for number, rows in stored.items()
+    }

@@ -5,14 +5,15 @@
 | `base` | the original checkpoint: recovery | |
 | `tuned` | the fine-tuned adapter: keeps the domain | |
 | `adapter` | an adapter from another run: a specialist, or the result of an earlier run | |
-| `live` | the student itself; useful only with a `context` | arXiv 2601.19897 |
+| `live` | the student itself; useful only with a `context` | arXiv 2601.19897, 2601.20802 |
 | `ema` | an exponential moving average of the student's adapter | arXiv 2601.19897 |
 | `model` | another model of the same family: strong to weak | arXiv 2306.13649 |
 | `remote` | a model on a server, which returns whole distributions or the top tokens | |
 
 All but the last two, which are in `external_teachers`, are adapter states of the student's own backbone, so
-they need no second model. A `context` shows the teacher what the student does not see: the answer. With it in
-its prompt, base does not penalize facts that it does not know (arXiv 2606.00147).
+they need no second model. A `context` shows the teacher what the student does not see: the answer, or a
+demonstration. With the answer in its prompt, base does not penalize facts that it does not know (arXiv
+2606.00147).
 
 A prompt may name a teacher of its own, so that several specialists can teach one student.
 """
@@ -146,15 +147,9 @@ def teacher_here(config: TeacherSection, backbone: Backbone, state: State = "gen
 class Completions:
     """Where the completions of teachers come from: all are sampled, unless there is a cache."""
 
-    def complete(
-        self,
-        teacher: Teacher,
-        prompts: Sequence[Prompt],
-        on_finished: OnFinished | None = None,
-        **options: Any,
-    ) -> list[Rollout]:
+    def complete(self, teacher: Teacher, prompts: Sequence[Prompt], **options: Any) -> list[Rollout]:
         """Let a teacher complete prompts, as `Teacher.complete`."""
-        return teacher.complete(prompts, on_finished=on_finished, **options)
+        return teacher.complete(prompts, **options)
 
 
 SAMPLED = Completions()

@@ -9,7 +9,6 @@ import torch
 from opdcl.config.lora import LoraSection
 from opdcl.model.forward import answer_states
 from opdcl.model.llama import decodes_as_llama
-from opdcl.sampling import decode
 from opdcl.sampling.decoder import DRAW_BLOCK, PREFILL, cheapest_batches, draw
 from opdcl.sampling.sample import pick_engine, sample
 from opdcl.words import Example, Prompt
@@ -179,50 +178,6 @@ def test_rounding_never_draws_a_token_without_probability():
     for block in range(8):
         _, logprobs = draw(logits, 1.0, upto[:, block])
         assert logprobs.isfinite().all()
-
-
-def test_unfinished_completions_are_resumed_and_the_others_are_unchanged(backbone, monkeypatch):
-    monkeypatch.setattr(decode, "WORTH_LEAVING", 4)
-    model = backbone.causal_lm.double()
-    prompts = [Prompt([1, 520, 3690, 198, 40 + i]) for i in range(12)]
-    # One token in twelve ends a completion, so that lengths differ.
-    options = {"max_new_tokens": 30, "eos_ids": list(range(0, model.config.vocab_size, 12))}
-    whole = sample(model, prompts, seed=3, **options)
-    reported = []
-    rollouts = sample(model, prompts, seed=3, max_unfinished=3, on_finished=reported.extend, **options)
-    left = [r for r in rollouts if not r.finished]
-    assert 1 <= len(left) <= 3
-    assert all(len(r.completion_ids) < 26 for r in left)
-    assert sorted(map(id, reported)) == sorted(id(r) for r in rollouts if r.finished)
-    for rollout, expected in zip(rollouts, whole, strict=True):
-        assert rollout.completion_ids == expected.completion_ids[: len(rollout.completion_ids)]
-        assert rollout.finished == (len(rollout.completion_ids) == len(expected.completion_ids))
-    before = [list(r.completion_ids) for r in left]
-    resumed = sample(model, prompts[:5], seed=4, unfinished=left, **options)
-    assert [r.prompt for r in resumed] == [r.prompt for r in left] + prompts[:5]
-    for rollout, ids in zip(resumed, before, strict=False):
-        assert rollout.completion_ids[: len(ids)] == ids
-        assert len(ids) < len(rollout.completion_ids) <= 30
-    for rollout in resumed:
-        assert rollout.finished or len(rollout.completion_ids) == 30
-        assert_logprobs(model, rollout, 1.0)
-
-
-@pytest.mark.parametrize("batch_size", [4, 12])
-def test_max_unfinished_limits_all_batches_together(backbone, monkeypatch, batch_size):
-    monkeypatch.setattr(decode, "WORTH_LEAVING", 4)
-    prompts = [Prompt([1, 520, 3690, 198, 40 + i]) for i in range(12)]
-    rollouts = sample(
-        backbone.causal_lm, prompts, max_new_tokens=30, eos_ids=[], batch_size=batch_size, max_unfinished=5
-    )
-    # Nothing ends a completion, so a batch of four is left at once, and the next one may leave only one more.
-    assert sum(len(r.completion_ids) < 30 for r in rollouts) == {4: 4, 12: 0}[batch_size]
-
-
-def test_nothing_is_left_unfinished_near_the_maximum_length(backbone):
-    ends = list(range(0, backbone.causal_lm.config.vocab_size, 12))
-    rollouts = sample(backbone.causal_lm, PROMPTS, max_new_tokens=20, eos_ids=ends, seed=3, max_unfinished=3)
-    assert all(r.finished or len(r.completion_ids) == 20 for r in rollouts)
 
 
 @pytest.mark.parametrize("engine", ["slab", "generate"])

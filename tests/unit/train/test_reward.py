@@ -16,11 +16,12 @@ from opdcl.config.evaluate import EvalConfig
 from opdcl.config.recover import RecoverConfig, RewardSection
 from opdcl.config.workflow import Workflow
 from opdcl.data.chat import encode_prompt
-from opdcl.data.prompts import load_reward_task, read_recovery_source, reward_rows
+from opdcl.data.prompts import count_short_of_room, load_reward_task, read_recovery_source, reward_rows
 from opdcl.data.suites import load_suite
 from opdcl.errors import UsageError
 from opdcl.rundir.files import read_jsonl
 from opdcl.train.reward import Reward, group_advantages
+from opdcl.train.teachers import Teacher
 from opdcl.words import Prompt, Rollout
 
 GROUP = 4
@@ -28,9 +29,10 @@ REWARDED = {"suite": "instructions_train", "metric": "inst_level_strict_acc", "g
 SETTINGS = {"lmbda": 1.0, "keep": "last", "rollouts": 8, "reward": REWARDED}
 
 
-def make_reward(backbone, kind=Reward, **settings):
+def make_reward(backbone, context=None, kind=Reward, notify=print, **settings):
     config = RewardSection(**REWARDED | settings)
-    return kind(config, load_reward_task(config.suite), backbone)
+    task = load_reward_task(config.suite)
+    return kind(config, task, reward_rows(config, task), backbone, context, notify)
 
 
 def test_an_advantage_is_the_distance_from_the_groups_mean_in_deviations():
@@ -193,9 +195,14 @@ def test_a_completion_is_scored_as_the_evaluation_scores_it(backbone):
     assert {0.0, 1.0} < scores  # and halves, where an answer keeps one of two constraints
 
 
-def test_a_rewarded_recovery_resumes_to_the_same_bits(backbone, tuned):
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {**taught({"kind": "ema", "context": "{prompt} {answer} {feedback}"}, "general")}],
+    ids=["base", "shown the best"],
+)
+def test_a_rewarded_recovery_resumes_to_the_same_bits(backbone, tuned, extra):
     steps = {"general_per_domain": 2, "sample_ahead": 2, "validate_every": 2, "domain_rollouts": 4}
-    config = RecoverConfig(domain=str(tuned / "domain.jsonl"), **SHORT | steps | SETTINGS)
+    config = RecoverConfig(domain=str(tuned / "domain.jsonl"), **SHORT | steps | SETTINGS | extra)
     whole, resumed = whole_and_resumed(backbone, tuned, config, stop=3)
     rows = [r for r in read_jsonl(whole.metrics) if "loss" in r]
     assert [("reward" in r) == (r["stream"] == "general") for r in rows] == [True] * 6
@@ -205,13 +212,83 @@ def test_a_rewarded_recovery_resumes_to_the_same_bits(backbone, tuned):
     ]
 
 
+CONTEXT = "{prompt}\n\nThis answer did well: {answer}\n\nOf yours the checker says: {feedback}\n\nAgain."
+
+
+def test_the_teacher_of_a_worse_completion_sees_the_best_of_the_group_and_the_feedback(backbone):
+    """SDPO's contexts: only the teacher sees the successful sibling and the environment's feedback."""
+    reward = make_reward(backbone, CONTEXT)
+    decode = backbone.tokenizer.decode
+    rows = [row for row, _ in reward._sources]
+    number = next(i for i, row in enumerate(rows) if "title" in row.prompt[-1]["content"])
+    row, prompt = rows[number], Prompt(encode_prompt(rows[number], backbone.tokenizer, 512), number=number)
+    answers = ["<<Bread>>\n\nIt rose.", "no", "nothing", "<<Bread>>\n\nIt fell."]
+    group = [
+        Rollout(prompt, backbone.tokenizer(a, add_special_tokens=False)["input_ids"], [], True, reward=r)
+        for a, r in zip(answers, (1.0, 0.0, 0.0, 1.0), strict=True)
+    ]
+    reward._demonstrate(group)
+    assert [r.prompt.context is not None for r in group] == [False, True, True, False]
+    teacher_prompt = decode(group[1].prompt.context)
+    assert row.prompt[-1]["content"] in teacher_prompt
+    assert "This answer did well: <<Bread>>\n\nIt rose." in teacher_prompt
+    assert "Not kept:" in teacher_prompt
+    assert "<<" in teacher_prompt.split("checker says:")[1]  # the checker's own words name the constraint
+    assert "did well" not in decode(group[1].prompt_ids)
+
+    equal = [Rollout(prompt, [5], [], True, reward=0.5) for _ in range(GROUP)]
+    reward._demonstrate(equal)
+    assert all(r.prompt is prompt for r in equal)
+
+
+def test_a_demonstration_that_does_not_fit_is_not_shown_and_said_once(backbone):
+    notes = []
+    reward = make_reward(backbone, CONTEXT, notify=notes.append)
+    word = backbone.tokenizer(" bread", add_special_tokens=False)["input_ids"]
+
+    def demonstrate(prompt, longest):
+        answers = [word * longest, [5, 6], [7]]
+        group = [Rollout(prompt, a, [], True, reward=float(a is answers[0])) for a in answers]
+        reward._demonstrate([*group, Rollout(prompt, [8], [], True, reward=0.0)])
+        return [r.prompt.context is not None for r in group]
+
+    prompts = [Prompt([1], number=i) for i in range(2)]
+    assert demonstrate(prompts[0], 100) == [False, True, True]
+    assert notes == []
+    for prompt in prompts:  # the model's context has 512 tokens
+        assert demonstrate(prompt, 600) == [False, False, False]
+    assert notes == ["a demonstration does not fit into the context: it is not shown"]
+
+
+def test_a_live_teacher_changes_only_completions_with_a_context(backbone, tuned):
+    trainer = rewarded_trainer(backbone, tuned, weight=0.0, teacher=1.0)
+    trainer.learner.teachers["general"] = {"": Teacher(backbone, "student")}
+    prompt = Prompt([1, 520, 3690, 198, 40])
+    rollouts = with_logprobs(
+        trainer, [Rollout(prompt, [7, 9, 11], [], False, reward=float(i == 0)) for i in range(GROUP)]
+    )
+    same_loss, same_gradient = gradient(trainer, rollouts)
+    rollouts[1].prompt = Prompt(prompt.ids, context=[1, 520, 3690, 7, 9, 11, 198, 40])
+    loss, slope = gradient(trainer, rollouts)
+    assert loss > 1e-3
+    assert abs(same_loss) < ROUNDING * loss
+    assert flat(same_gradient.values()).norm() < ROUNDING * flat(slope.values()).norm()
+    with torch.no_grad():
+        mine, seen = (
+            trainer.model(torch.tensor([[*prompt, 7, 9, 11]])).logits[0, -4:-1].log_softmax(-1)
+            for prompt in (rollouts[1].prompt.ids, rollouts[1].prompt.context)
+        )
+    expected = float((seen.exp() * (seen - mine)).sum())
+    assert loss * GROUP * 3 == pytest.approx(expected, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"lmbda": 0.5}, "the student's own completions"),
         ({"rollouts": 6}, "multiple of reward.group"),
         ({"keep": "best"}, "keep last"),
-        (taught({"kind": "base", "context": "{prompt}{answer}"}, "general"), "without context"),
+        (taught({"kind": "base", "context": "{prompt}{answer}{feedback}"}), "only general_teacher"),
     ],
 )
 def test_settings_that_conflict_with_a_reward_are_refused(settings, said):
@@ -235,4 +312,19 @@ def test_an_unknown_suite_or_metric_is_refused_before_anything_runs(reward, said
 
 def test_the_metric_by_default_is_the_suites_first(backbone):
     reward = make_reward(backbone, metric=None)
+    row, _ = reward._sources[0]
+    assert row.prompt[-1]["role"] == "user"
     assert reward([Rollout(Prompt([1]), [2], [], True)]) in ([0.0], [1.0])
+
+
+@pytest.mark.parametrize(("room", "short"), [(2000, 0), (158, 1), (60, None)])
+def test_room_for_demonstrations_is_counted_beforehand(backbone, room, short):
+    teacher = taught({"kind": "live", "context": CONTEXT}, "general")
+    config = RecoverConfig(**SETTINGS, **teacher, max_new_tokens=30)
+    task = load_reward_task("instructions_train")
+    rows = reward_rows(config.reward, task)[:5]
+    if short is None:
+        with pytest.raises(UsageError, match="leaves no room for an answer within 60 tokens"):
+            count_short_of_room(config, rows, backbone.tokenizer, room)
+    else:
+        assert count_short_of_room(config, rows, backbone.tokenizer, room) == short

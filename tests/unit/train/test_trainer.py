@@ -8,7 +8,6 @@ from helpers.recovering import PROMPT, make_trainer, write_tuned
 from opdcl.config.lora import LoraSection
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.forward import Pass, answer_ids, answer_states
-from opdcl.sampling import decode
 from opdcl.words import Loss, Prompt, Rollout
 
 ROLLOUTS = [Rollout(Prompt([*PROMPT, i + 3]), list(range(50 + i, 53 + 3 * i)), [], True) for i in range(6)]
@@ -78,38 +77,12 @@ def test_only_the_student_is_trainable_and_gets_a_gradient(trainer):
         assert (parameter.grad is not None) == parameter.requires_grad, name
 
 
-def test_unfinished_completions_resume_and_each_is_learned_from_once(backbone, tmp_path, monkeypatch):
-    monkeypatch.setattr(decode, "WORTH_LEAVING", 2)
-    backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
-    backbone.eos_ids = list(range(0, backbone.causal_lm.config.vocab_size, 6))
-    settings = {"steps": 12, "rollouts": 24, "sample_ahead": 2, "max_new_tokens": 30}
-    settings |= {"general_per_domain": 2, "domain_rollouts": 2}
-    trainer = make_trainer(backbone, tmp_path, **settings)
-    seen, sizes = [], []
-    queue = trainer.queue
-    for index, step in enumerate(queue.steps):
-        if index == 6:  # a checkpoint in the middle brings back the unfinished ones
-            assert queue._unfinished["general"]
-            queue.save(tmp_path)
-            queue._ahead, queue._unfinished = {}, {}
-            queue.restore(tmp_path)
-        rollouts = queue.take(index).rollouts
-        assert rollouts
-        assert all(r.finished or len(r.completion_ids) == 30 for r in rollouts)
-        if step.stream == "general":
-            seen += rollouts
-            sizes.append(len(rollouts))
-    assert min(sizes) < 24  # some stayed unfinished
-    assert len(seen) == len(set(map(id, seen))) == 24 * 8
-    assert not any(queue._unfinished.values())
-
-
 @pytest.mark.parametrize(
     "stored",
     [
-        '{"0": []}',  # completions sampled ahead, without unfinished ones
+        '{"0": []}',  # completions sampled ahead, and nothing else
         '{"ahead": {"0": [{"prompt_ids": [1], "completion_ids": [5]}]}, "unfinished": {}}',
-        '{"ahead": {}, "unfinished": {"general": [{"prompt": {"ids": [1]}, "teacher_prompt_ids": null}]}}',
+        '{"ahead": {}, "unfinished": {}, "drawn": {}, "unasked": 0}',
     ],
 )
 def test_a_checkpoint_of_another_version_is_refused_with_a_reason(backbone, tmp_path, stored):
@@ -118,33 +91,6 @@ def test_a_checkpoint_of_another_version_is_refused_with_a_reason(backbone, tmp_
     (tmp_path / "rollouts.json").write_text(stored)
     with pytest.raises(UsageError, match="another version of opdcl wrote"):
         trainer.queue.restore(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("settings", "most"),
-    [
-        ({}, 3),
-        ({"sample_ahead": 1}, 0),
-        ({"rollouts": 2}, 0),
-        ({"rollouts": 2, "sample_ahead": 20, "steps": 60}, 1),  # never all of a step
-    ],
-)
-def test_when_completions_may_stay_unfinished(backbone, tmp_path, monkeypatch, settings, most):
-    backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
-    settings = {"rollouts": 24, "sample_ahead": 2, "steps": 12, **settings}
-    queue = make_trainer(backbone, tmp_path, **settings).queue
-    limits = []
-    plain = queue._max_unfinished
-
-    def noted(*given):
-        limits.append(plain(*given))
-        return limits[-1]
-
-    monkeypatch.setattr(queue, "_max_unfinished", noted)
-    queue.take(0)
-    # No later step of its stream could resume them.
-    queue.take(max(i for i, step in enumerate(queue.steps) if step.stream == "general"))
-    assert limits == [most, 0]
 
 
 @pytest.mark.parametrize("way", [Pass.BY_LENGTH, Pass.BEHIND_PREFIX])
