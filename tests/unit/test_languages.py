@@ -39,7 +39,7 @@ def test_a_name_is_a_name_in_a_workflow(tmp_path, monkeypatch):
 
 def test_a_name_that_is_no_text_is_refused():
     with pytest.raises(UsageError, match="YAML cannot hold the names"):
-        workflow_text("mine", "rows.jsonl", "smollm2-135m", [Path("a\x85b.yaml"), *FILES[1:]])
+        workflow_text("a\x85b", "rows.jsonl", "smollm2-135m", FILES)
 
 
 def test_a_name_is_a_name_in_a_card_in_json_and_in_a_command(tmp_path, capsys):
