@@ -45,6 +45,7 @@ ARMS = {
         "half": "**32 steps, base writes half of them, then the student**",
         "on": "32 steps, the student writes all",
     },
+    "owner": {"tuned": "the adapter", "start": "its start, no training", "owner": "**repaired in 24 steps**"},
     "larger": {"tuned": "a plain fine-tune", "larger": "**the same, then a recovery of 48 steps**"},
     "documents": {
         "documents": "the documents alone",
@@ -65,7 +66,6 @@ PAIRS = {
     "words": {
         "the student writes half - base writes all": ("half", "off"),
         "the student writes all - base writes all": ("on", "off"),
-        "the student writes all - half": ("on", "half"),
     },
 }
 

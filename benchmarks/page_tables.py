@@ -17,7 +17,7 @@ from arm_tables import (
     reached,
     replayed,
 )
-from by_dose import by_arm, paired
+from by_dose import ARMS, PAIRS, by_arm, paired
 from one_seed import contradictions, rounds, systems
 from page_cells import HERE, NOT_MEASURED, ratio, read, rows_of, seeds_of, unbroken
 
@@ -246,9 +246,9 @@ TABLES = {
     "contradictions": contradictions,
     "decided": decided,
     "decided-pairs": lambda: pairs(["decided"], DECIDED_PAIRS, SCORES),
-    **{record: partial(by_arm, record) for record in ("equal", "fast", "words", "larger", "documents")},
+    **{record: partial(by_arm, record) for record in ARMS},
     "together": together,
-    **{f"{record}-pairs": partial(paired, record) for record in ("equal", "fast", "words")},
+    **{f"{record}-pairs": partial(paired, record) for record in PAIRS},
     "replay": replayed,
     "replay-pairs": lambda: pairs(["start", "replay"], REPLAY_PAIRS, SCORES),
     "closeness": closeness,
