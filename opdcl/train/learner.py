@@ -221,6 +221,7 @@ class Learner:
             if batch.filler:
                 continue
             _add(sums, batch, losses)
+            sums["answer_kl"] += sum(answer.mean().double() for answer in losses.kl.split(batch.lengths))
             if endings:
                 ends_N, missed_N = missed_ends(student, teacher, self.backbone.eos_ids)
                 sums["ends"] += ends_N.sum().double()
