@@ -144,10 +144,8 @@ def explain(fault: ValidationError, origins: dict[str, str]) -> UsageError:
             expected.setdefault(key, []).append(words.format(**context, form=form))
             kinds = " or ".join(dict.fromkeys(expected[key]))
             lines[key] = f"{key}: must be {kinds} (got {_brief(error['input'])}{where})"
-            meaning = next((row[3] for row in describe_fields() if row[0] == key), "")
-            hints[key] = (
-                f"{meaning.split('. ')[0].rstrip('.')} (opdcl config schema {key})" if meaning else ""
-            )
+            named = [row[3].partition(". ")[0].rstrip(".") for row in describe_fields() if row[0] == key]
+            hints[key] = f"{named[0]} (opdcl config schema {key})" if named else ""
         else:
             message = error["msg"].removeprefix("Value error, ")
             got = "" if isinstance(error["input"], dict) else f"got {_brief(error['input'])}"
