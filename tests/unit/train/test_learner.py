@@ -104,7 +104,9 @@ def test_measured_sums_equal_a_plain_computation(trainer):
     log_p, log_q = (log_distributions(ours, state) for state in ("student", "base"))
     p, q = log_p.exp(), log_q.exp()
     ends = list(ours.learner.backbone.eos_ids)
+    answers = (p * (log_p - log_q)).sum(-1).split([len(rollout.completion_ids) for rollout in ROLLOUTS])
     expected = {
+        "answer_kl": sum(float(answer.mean()) for answer in answers),
         "kl": float((p * (log_p - log_q)).sum()),
         "student_entropy": float(-(p * log_p).sum()),
         "teacher_entropy": float(-(q * log_q).sum()),

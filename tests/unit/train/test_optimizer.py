@@ -32,7 +32,6 @@ def test_a_period_changes_the_weights_once_by_its_steps_bounded_gradients(backbo
         expected = None
         for step in (2 * period, 2 * period + 1):
             size = 10.0 ** (-2 * (step % 2))  # one above the bound, one that is small
-            before = [weight.detach().clone() for weight in weights]
             give_gradients(weights, step, size)
             ours.add()
             if interrupted and not step % 2:  # a checkpoint in the middle of a period
@@ -46,8 +45,6 @@ def test_a_period_changes_the_weights_once_by_its_steps_bounded_gradients(backbo
             give_gradients(theirs, step, size)
             own = bounded(theirs)
             expected = own if expected is None else [a + b for a, b in zip(expected, own, strict=True)]
-            if not step % 2:
-                assert all(map(torch.equal, before, weights))
         for weight, gradient in zip(theirs, expected, strict=True):
             weight.grad = gradient
         adamw.param_groups[0]["lr"] = rate
