@@ -183,7 +183,7 @@ def test_every_validation_grades_what_the_student_writes_itself(backbone, tuned)
     assert [row["step"] for row in later] == [3, 6]
     for row in (first, *later):
         own = row["validation"]
-        assert own["own_kl"] > 0 and own["own_distance"] > 0
+        assert min(own["own_kl"], own["own_distance"]) > 0
         assert 1 <= own["own_length"] <= 6
         assert 0 <= own["own_ended"] <= 1
         assert 0 <= own["own_repetition"] <= 1
