@@ -14,7 +14,7 @@ from opdcl.train.schedule import plan_steps
 # Recipe, arm -> general steps of the teacher and of the student, domain steps of the teacher and of the
 # student, as planned: the general ones of the teacher become the student's once its answers are long enough.
 WRITTEN = {
-    "quickstart": (8, 8, 16, 0),
+    "quickstart": (12, 12, 24, 0),
     "handbook": (28, 28, 56, 0),
     "own-data": (24, 24, 48, 0),
     "repair": (24, 24, 48, 0),
