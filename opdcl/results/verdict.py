@@ -69,7 +69,7 @@ DOMAIN_HEADINGS = {
 # Fewer prompts hardly ever show that a model as good as base has recovered.
 FIRST_LOOK = 100
 
-# So many detect the smallest relevant drop even where half of all answers change from pass to fail or back.
+# This many prompts detect the smallest relevant drop, even if half of all answers change sides.
 TO_TELL = 400
 
 # What is wrong with answers unlike base's; `{}` is recovered's share, then base's. The first is said first.

@@ -287,7 +287,7 @@ def test_each_turn_has_a_distance_after_the_models_own_answers_in_one_cluster(ad
             reverse = naive(student, base, after_own, own[number])
         scores = rows[number]["scores"]
         assert (scores["forward"], scores["reverse"]) == pytest.approx((forward, reverse), rel=1e-3)
-    assert {row["ended"] for row in base_rows} == {True, False}  # both are gone on with
+    assert {row["ended"] for row in base_rows} == {True, False}  # a conversation continues after either
     assert [row.get("turn") for row in rows] == [None, 1, 1, 2, 2, 3]
     assert [row.get("cluster", "")[-1:] for row in rows] == ["", "1", "2", "1", "2", "1"]
     assert rows[5]["prompt"] == "user: 0 0?\n\nuser: 0 1?\n\nuser: 0 2?"
