@@ -160,12 +160,10 @@ def reached() -> str:
         "tuned": ("half", "tuned"),
         "tuned, repaired without training": ("projected", "recovered"),
         "**tuned, then recovered**": ("half", "recovered"),
-        "tuned with 30 % replay": ("replay-30", "tuned"),
     }
     table = []
     for name, (arm, state) in models.items():
-        if not (rows := words.get(arm)):
-            continue
+        rows = words[arm]
         near = fmean(row["closeness"]["distance"][state]["value"] for row in rows)
         suites = ("instructions_quick", "handbook_quick")
         skill, domain = (fmean(scores(rows, suite, state)) for suite in suites)

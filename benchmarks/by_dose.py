@@ -44,6 +44,7 @@ ARMS = {
         "off": "32 steps from there, base writes all general answers",
         "half": "**32 steps, base writes half of them, then the student**",
         "on": "32 steps, the student writes all",
+        "replay-30": "a fine-tune with 30 % replay, no recovery",
     },
     "owner": {"tuned": "the adapter", "start": "its start, no training", "owner": "**repaired in 24 steps**"},
     "larger": {"tuned": "a plain fine-tune", "larger": "**the same, then a recovery of 48 steps**"},
@@ -66,6 +67,7 @@ PAIRS = {
     "words": {
         "the student writes half - base writes all": ("half", "off"),
         "the student writes all - base writes all": ("on", "off"),
+        "the student writes half - 30 % replay": ("half", "replay-30"),
     },
 }
 
