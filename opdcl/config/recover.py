@@ -154,7 +154,7 @@ class RecoverConfig(Section):
     """Completions per domain step. Default: as many as give it the tokens of a general step, if all answers
     reach their maximum length; at least `rollouts` and at most six times as many."""
     general_per_domain: Count = 1
-    """General steps before each domain step; no step mixes the two. 0: domain steps only."""
+    """General steps before each domain step; both then change the weights together. 0: domain steps only."""
     lmbda: Share = 0.5
     """Share of the general steps, the last ones, in which the student writes the answers; at least one step,
     if it is above 0 and there are two. In those before, their teacher writes, as it does in domain steps.
