@@ -44,6 +44,14 @@ ARMS = {
         "off": "32 steps from there, base writes all general answers",
         "half": "**32 steps, base writes half of them, then the student**",
         "on": "32 steps, the student writes all",
+        "on-half": "the same at temperature 0.5",
+        "on-greedy": "the same, greedily",
+        "jsd": "the student writes all, JSD",
+        "reverse": "the student writes all, reverse KL",
+        "policy": "the student writes all, policy gradient at the sampled token",
+        "imitate": "base writes all, its texts are imitated",
+        "few-off": "base writes all, once, to 16 prompts",
+        "few-on": "the student writes all, anew, to the same 16",
         "replay-30": "a fine-tune with 30 % replay, no recovery",
     },
     "owner": {"tuned": "the adapter", "start": "its start, no training", "owner": "**repaired in 24 steps**"},
@@ -67,6 +75,13 @@ PAIRS = {
     "words": {
         "the student writes half - base writes all": ("half", "off"),
         "the student writes all - base writes all": ("on", "off"),
+        "the student greedily - at temperature 1": ("on-greedy", "on"),
+        "JSD - forward KL, the student writes": ("jsd", "on"),
+        "reverse KL - forward KL, the student writes": ("reverse", "on"),
+        "policy gradient - forward KL, the student writes": ("policy", "on"),
+        "base's distribution - its texts imitated": ("off", "imitate"),
+        "16 prompts, base writes once - 128 prompts": ("few-off", "off"),
+        "16 prompts, the student writes anew - base once": ("few-on", "few-off"),
         "the student writes half - 30 % replay": ("half", "replay-30"),
     },
 }
@@ -94,7 +109,7 @@ def by_arm(record: str) -> str:
     else:
         places = {words: i for i, words in enumerate(["base", *names.values()])}
         table = [
-            [f"{words}; {len(measured)} seeds", *mean_cells(measured)]
+            [f"{words}; {len(measured)} seed{'s' * (len(measured) > 1)}", *mean_cells(measured)]
             for words, measured in sorted(shown.items(), key=lambda item: places[item[0]])
         ]
     domain = name_of(rows[0], "domain").removesuffix("_quick")
