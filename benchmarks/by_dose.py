@@ -44,7 +44,6 @@ ARMS = {
         "off": "32 steps from there, base writes all general answers",
         "half": "**32 steps, base writes half of them, then the student**",
         "on": "32 steps, the student writes all",
-        "on-half": "the same at temperature 0.5",
         "on-greedy": "the same, greedily",
         "jsd": "the student writes all, JSD",
         "reverse": "the student writes all, reverse KL",

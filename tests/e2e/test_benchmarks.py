@@ -17,7 +17,6 @@ from helpers.command import ROOT
 from helpers.serving import serving
 
 from opdcl.model.backbone import Backbone
-from opdcl.words import Example
 
 pytestmark = pytest.mark.nightly
 
@@ -77,22 +76,6 @@ def test_the_losses_agree(script, monkeypatch, capsys):
     found = json.loads(capsys.readouterr().out)
     for other in ("DistillationTrainer", "GKDTrainer"):
         assert found["opdcl"] == pytest.approx(found[other], rel=1e-3)
-
-
-def test_an_adapter_holds_what_osf_learned(script, backbone, tmp_path):
-    osf, ids = script("osf"), torch.arange(9, 29)[None]
-    layers = osf.adaptable(backbone.causal_lm)
-    model = osf.get_peft_model(copy.deepcopy(backbone.causal_lm), osf.OSFConfig(target_modules=layers))
-    learned = [weight for weight in model.parameters() if weight.requires_grad]
-    before = osf.loss_of(model, [Example(ids[0].tolist(), [True] * 20)])
-    before.backward()
-    torch.optim.SGD(learned, 1.0).step()
-    with torch.no_grad():
-        expected = model(input_ids=ids).logits
-        osf.save_as_lora(model, layers, tmp_path)
-        assert not torch.allclose(backbone.causal_lm(input_ids=ids).logits, expected, atol=1e-2)
-        backbone.load_adapter(tmp_path, "student")
-        assert torch.allclose(backbone.causal_lm(input_ids=ids).logits, expected, atol=1e-4)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")
