@@ -142,11 +142,11 @@ class RecoverConfig(Section):
     prompts whose `teacher` field names it."""
     reward: RewardSection | None = None
     """Verifiable reward for general completions, in addition to the teacher."""
-    steps: Steps | Auto = 96
+    steps: Steps | Auto = 48
     """Steps, general and domain ones together; the weights change after each domain step. 0: the start alone
     is recovered, without training. `auto`: as many as learn from the tokens that the fine-tune's rows have
     over all epochs, if all answers reach their maximum length; at least 32, at most 512. Without a fine-tune,
-    96."""
+    48."""
     rollouts: BatchSize | Auto = "auto"
     """Completions per step. `auto`: 8 below hidden size 1536, 16 below 3072, 32 from there. For the
     same number of completions in all, many small steps recover more than few large ones."""

@@ -36,7 +36,7 @@ def complaint(*args, **kwargs) -> UsageError:
 
 def test_an_unset_value_is_the_default(write):
     flow, origins = load([write("recover: {}\n")])
-    assert flow.recover.steps == 96
+    assert flow.recover.steps == 48
     assert "recover.steps" not in origins
 
 
