@@ -43,6 +43,7 @@ ARMS = {
         "projected": "the same, projected, no training",
         "off": "32 steps from there, base writes all general answers",
         "half": "**32 steps, base writes half of them, then the student**",
+        "quarter": "the same, a quarter of reverse KL where the student writes",
         "on": "32 steps, the student writes all",
         "on-greedy": "the same, greedily",
         "jsd": "the student writes all, JSD",
@@ -74,6 +75,7 @@ PAIRS = {
     "words": {
         "the student writes half - base writes all": ("half", "off"),
         "the student writes all - base writes all": ("on", "off"),
+        "a quarter of reverse KL - none, the student writes half": ("quarter", "half"),
         "the student greedily - at temperature 1": ("on-greedy", "on"),
         "JSD - forward KL, the student writes": ("jsd", "on"),
         "reverse KL - forward KL, the student writes": ("reverse", "on"),

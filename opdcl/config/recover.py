@@ -34,7 +34,7 @@ class OnPolicySection(Section):
     domain: bool = False
     """The student also writes the domain steps from then on. When false, the domain's teacher writes them
     all: a student near base answers at length, and a teacher that ends early would teach it to end."""
-    reverse: Share = 0.25
+    reverse: Share = 0.0
     """Share of reverse KL in a loss that is forward KL otherwise. It penalizes what the student writes and
     base would not."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
