@@ -104,22 +104,6 @@ def test_engines_agree_on_greedy_answers(script, call):
     assert [row["differing"] for row in record["engines"].values()] == [0, 0]
 
 
-def test_the_tail_counts_short_and_far_answers_of_base_and_of_an_adapter(script, call, tmp_path):
-    from opdcl.config.finetune import LoraSection
-    from opdcl.config.model import ModelConfig
-    from opdcl.train.stage import save_adapter
-
-    tail = script("tail")
-    backbone = tail.load_backbone(ModelConfig())
-    backbone.new_adapter(LoraSection(), 0)
-    save_adapter(backbone, tmp_path / "adapter")
-    models = call(tail, tmp_path / "adapter", "--requests", 3)["models"]
-    assert [found["n"] for found in models.values()] == [3, 3]
-    base, same = models.values()
-    assert same["lengths"] == base["lengths"]  # a new adapter changes nothing
-    assert max(same["nats"]) < 1e-4
-
-
 def test_sabotage_is_refused_or_runs(script, call, finished, monkeypatch):
     sabotage = script("sabotage")
     cases = ["a uniform teacher", "a reward for length"]
