@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from opdcl.config.model import ModelConfig
 from opdcl.data.examples import encode_row
 from opdcl.data.rows import load_rows
-from opdcl.model.accept import load_backbone
+from opdcl.model.load_backbone import load_backbone
 from opdcl.model.lora import adaptable
 from opdcl.train.replay import lay_out
 from opdcl.train.stage import LONGEST_GRADIENT, Schedule

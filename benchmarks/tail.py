@@ -17,8 +17,8 @@ from common import head, parser_of, store
 from opdcl.config.model import ModelConfig
 from opdcl.data.chat import encode_prompt
 from opdcl.data.rows import load_rows
-from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
+from opdcl.model.load_backbone import load_backbone
 from opdcl.results.status import DOMAIN_STYLE
 from opdcl.train.learner import Learner
 from opdcl.train.teachers import Teacher

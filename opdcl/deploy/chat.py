@@ -11,7 +11,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.data.chat import encode_prompt
 from opdcl.data.formats import Row
 from opdcl.errors import UsageError
-from opdcl.model.accept import accept_adapter, load_backbone
+from opdcl.model.load_backbone import accept_adapter, load_backbone
 from opdcl.sampling.sample import sample
 from opdcl.words import Prompt, Rollout
 

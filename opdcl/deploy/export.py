@@ -171,9 +171,9 @@ def merge(
 
 
 def _load(base: ModelConfig, tuned: ModelConfig | None, adapter: Path, as_stored: bool = False) -> Backbone:
-    from opdcl.model.accept import accept_adapter, shared_tokenizer
     from opdcl.model.backbone import Backbone
     from opdcl.model.load import load_base, load_model
+    from opdcl.model.load_backbone import accept_adapter, shared_tokenizer
 
     if tuned:
         model, tokenizer = load_model(tuned, as_stored), shared_tokenizer(base, tuned)

@@ -35,7 +35,8 @@ def serve_command(
     Raises:
         UsageError: The server would be open to a network, or cannot hold the weights of the run.
     """
-    from opdcl.model.load import model_source, pick_dtype, write_template
+    from opdcl.model.hardware import pick_dtype
+    from opdcl.model.load import model_source, write_template
 
     key = os.environ.get("OPDCL_SERVER_KEY", "").strip()
     _refuse_open_server(host, arguments, key)

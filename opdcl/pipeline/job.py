@@ -118,7 +118,7 @@ class Job:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The base model's tokenizer, or that of a tuned model with more tokens."""
-        from opdcl.model.accept import shared_tokenizer
+        from opdcl.model.load_backbone import shared_tokenizer
 
         return shared_tokenizer(self.workflow.model, self.tuned, self.inputs.tokenizer)
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from opdcl.config.model import ModelConfig
 from opdcl.errors import OpdclError, UsageError
-from opdcl.model.accept import accept_adapter
 from opdcl.model.adapters import base_of, find_adapter
 from opdcl.model.check_adapter import check_on_base
+from opdcl.model.load_backbone import accept_adapter
 from opdcl.rundir.files import read_json
 
 

@@ -13,9 +13,9 @@ from transformers import AutoConfig
 from opdcl.config.lora import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
-from opdcl.model.accept import load_backbone
 from opdcl.model.adapters import find_adapter
 from opdcl.model.check_adapter import check_on_base
+from opdcl.model.load_backbone import load_backbone
 from opdcl.model.lora import base_weight
 from opdcl.pipeline.checks import check_targets
 from opdcl.train.stage import save_adapter

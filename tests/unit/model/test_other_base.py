@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
-from opdcl.model.adapters import check_adapter
-from opdcl.model.check_adapter import check_on_base
-from opdcl.model.tensors import INDEX, weight_files
+from opdcl.model.check_adapter import check_adapter, check_on_base
+from opdcl.model.check_model import INDEX, weight_files
 
 
 @pytest.fixture
