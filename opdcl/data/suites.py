@@ -13,15 +13,15 @@ from opdcl.config.evaluate import EvalConfig
 from opdcl.config.own_tasks import is_task_file
 from opdcl.config.shipped import shipped_suites
 from opdcl.data.chat import render_request, request_ids
-from opdcl.data.floors import content_free
 from opdcl.data.formats import PACKED_ROW, Row
-from opdcl.data.own_tasks import own_task
+from opdcl.data.own_words import content_free
 from opdcl.data.rows import load_records, load_rows
 from opdcl.data.scoring import Scores, question_task, score_answers
 from opdcl.data.stock_tasks import (
     Answering,
     answering_of,
     ensure_punkt,
+    own_task,
     refuse_unsafe,
     stock_file,
     stock_names,

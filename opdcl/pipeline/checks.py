@@ -15,7 +15,8 @@ from opdcl.config.shipped import split_part
 from opdcl.config.workflow import Workflow
 from opdcl.data.chat import note_on_clock
 from opdcl.data.formats import PACKED_ROW, Row
-from opdcl.data.rows import left_out, shortened, unread
+from opdcl.data.rows import shortened, unread
+from opdcl.data.sources import left_out
 from opdcl.errors import UsageError, nearest_path, typed
 from opdcl.model.consent import refuse_stored_places, trackers_of
 from opdcl.pipeline.defaults import text_config
@@ -368,7 +369,7 @@ def check_targets(model: ModelConfig, lora: LoraSection) -> None:
 
 def _check_suites(job: Job, near: list[Row], to_do: bool) -> list[str]:
     """Check that each prompt and its longest answer fit; note answers that would be cut, and learned rows."""
-    from opdcl.data.conversations import encode_asked
+    from opdcl.data.prompts import encode_asked
     from opdcl.measure.evaluate import max_answer_tokens
     from opdcl.results.notes import learned_note  # it brings numpy
 

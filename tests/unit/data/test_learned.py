@@ -13,9 +13,9 @@ from tokenizers import AddedToken
 from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.model import ModelConfig
 from opdcl.data.chat import check_template, encode_prompt, render, text_ids, with_variables
-from opdcl.data.conversations import encode_turns
 from opdcl.data.examples import read_examples, with_answers
 from opdcl.data.formats import check_row
+from opdcl.data.prompts import encode_turns
 from opdcl.errors import UsageError
 from opdcl.model.load import load_tokenizer
 

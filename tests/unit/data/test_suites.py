@@ -9,7 +9,7 @@ import pytest
 from helpers.command import opdcl
 
 from opdcl.config.evaluate import EvalConfig
-from opdcl.data.floors import CONSTANT_ANSWER
+from opdcl.data.own_words import CONSTANT_ANSWER
 from opdcl.data.stock_tasks import stock_file, stock_names, stock_settings
 from opdcl.data.suites import load_suite
 from opdcl.errors import UsageError

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from opdcl.config.load import validate
-from opdcl.data.rows import source_files
+from opdcl.data.sources import source_files
 from opdcl.data.suites import load_suite
 from opdcl.errors import UsageError
 
