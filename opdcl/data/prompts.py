@@ -56,7 +56,7 @@ def reward_rows(config: RewardSection, task: Any) -> list[Row]:
             task.config.num_fewshot or 0,
             apply_chat_template=True,
             fewshot_as_multiturn=True,
-            chat_template=_as_json,
+            chat_template=lambda messages, **_: json.dumps(messages),
             gen_prefix=task.doc_to_prefix(doc),
         )
         row = Row(json.loads(conversation), None, None, f"{config.suite} document {number}")
@@ -110,10 +110,6 @@ def metric_of(config: RewardSection, task: Any) -> str:
     return config.metric or next(iter(task.aggregation()))
 
 
-def _as_json(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-    return json.dumps(messages)
-
-
 SHIPPED = "everyday"
 
 # Group of shipped prompts -> its share of those that are drawn. A third are short facts: a fine-tune on
@@ -147,10 +143,10 @@ class _Part(NamedTuple):
 
 def read_recovery_source(
     config: RecoverConfig,
-    read_rows: Callable[..., list[Row]] = load_rows,
+    read_rows: ReadRows = load_rows,
     load_suite: Callable[[str], Any] = load_reward_task,
 ) -> RecoverySource:
-    """ReadRows and check all rows of a recovery.
+    """Read and check all rows of a recovery.
 
     `read_rows` returns the rows of a source and, optionally, split; `load_suite` the lm-eval task of a suite.
 
@@ -186,7 +182,7 @@ def read_recovery_source(
 def read_mixture(
     config: RecoverConfig, read_rows: ReadRows, has_domain: bool
 ) -> tuple[list[Row], list[Row] | None]:
-    """ReadRows the general prompts of a recovery.
+    """Read the general prompts of a recovery.
 
     Returns: The rows to train on, and those held out; None if these are yet to be split off.
 

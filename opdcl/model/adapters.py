@@ -140,9 +140,15 @@ def template_beside(folder: Path, base: ModelConfig) -> str | None:
 
     Trainers save a template with its tokenizer, and that is mostly base's. Alone, it is another one.
     """
+    from opdcl.model.load import has_template
+
     template = own_template(folder)
-    alone = not (folder / "tokenizer_config.json").is_file()
-    return template if template and (alone or _lacks_template(base)) else None
+    if template and (folder / "tokenizer_config.json").is_file():
+        try:
+            return None if has_template(base) else template
+        except UsageError:  # base is not here, which those who need it say
+            return None
+    return template
 
 
 def own_template(folder: Path) -> str | None:
@@ -164,15 +170,6 @@ def new_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     added = settings.get("added_tokens") if isinstance(settings, dict) else None
     known = tokenizer.get_vocab()
     return [token["content"] for token in added or [] if token["content"] not in known]
-
-
-def _lacks_template(base: ModelConfig) -> bool:
-    from opdcl.model.load import has_template
-
-    try:
-        return not has_template(base)
-    except UsageError:  # it is not here, which those who need it say
-        return False
 
 
 def find_states(

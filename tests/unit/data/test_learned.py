@@ -249,12 +249,6 @@ def test_the_thought_of_an_earlier_answer_cannot_be_learned_with_thinking_off():
     assert "1 row has answers that are not learned (first: rows.jsonl:1)" in read.notes[0]
 
 
-def test_the_thought_of_an_earlier_answer_is_refused_where_the_template_leaves_it_out(tokenizer):
-    first = answered("Ada.", reasoning_content="Think.")["messages"]
-    with pytest.raises(UsageError, match=r"rows.jsonl:1: the chat template leaves out the thought"):
-        examples([{"messages": [*first, *answered("Bob.")["messages"]]}], tokenizer)
-
-
 @pytest.mark.parametrize(
     "row",
     [

@@ -70,12 +70,6 @@ def test_the_handbooks_three_wordings_of_a_fact_are_one_cluster():
     assert (len(clusters), {clusters.count(fact) for fact in clusters}) == (504, {3})
 
 
-def test_a_question_without_an_answer_is_no_suite(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"question": "Colour?"}\n')
-    with pytest.raises(UsageError, match=r"rows\.jsonl:1 has no question and answer"):
-        load_suite("own", EvalConfig(data={"own": str(tmp_path / "rows.jsonl")}))
-
-
 def load_file(folder, name, rows, ending="jsonl"):
     """Return the suite `name` with `rows` in a file in place of its dataset."""
     file = folder / f"data.{ending}"
