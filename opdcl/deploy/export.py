@@ -114,7 +114,7 @@ def pick_state(source: str, adapters: dict[str, Path], state: str | None) -> tup
 
 def portable(base: str) -> str:
     """Return the Hub id of a base, or its folder's name without the path, which is private."""
-    return HUB_IDS.get(base, base if base.count("/") == 1 and not os.path.exists(base) else Path(base).name)
+    return HUB_IDS.get(base) or (Path(base).name if is_local(base) else base)
 
 
 def is_local(base: str) -> bool:

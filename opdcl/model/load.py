@@ -35,12 +35,13 @@ SETTINGS = "adapter_config.json"
 EMBEDDED = "smollm2-135m"
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-# Sizes that a model's configuration must have, and more than any model has.
+# Sizes that a model's configuration must have, all but the last, and more than any model has.
 LARGEST_SIZES = {
     "hidden_size": 10**6,
     "num_hidden_layers": 10**4,
     "vocab_size": 10**8,
     "max_position_embeddings": 10**10,
+    "head_dim": 10**5,
 }
 
 
@@ -340,16 +341,15 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
         found: PretrainedConfig = _read_own_config(config).get_text_config()
         sizes = {name: getattr(found, name, None) for name in LARGEST_SIZES}
         kind = found.model_type
-    head_dim = getattr(found, "head_dim", None)  # which not all have
-    if head_dim is not None:
-        sizes["head_dim"] = head_dim
+    if sizes["head_dim"] is None:
+        del sizes["head_dim"]
     if sizes["max_position_embeddings"] is None:
         problem = (
             f"model {config.id!r} cannot be used: models of type {kind} do not say how long a text may be"
         )
         raise UsageError(problem, "choose a model with attention layers")
     for name, size in sizes.items():
-        if type(size) is not int or not 0 < size <= LARGEST_SIZES.get(name, 10**5):
+        if type(size) is not int or not 0 < size <= LARGEST_SIZES[name]:
             problem = f"its config.json sets {name} to {str(size)[:60]}, which is not possible"
             raise UsageError(f"model {config.id!r} cannot be loaded: {problem}", "copy its config.json again")
     return found
