@@ -111,11 +111,9 @@ MERGED = {
 # Settings that are checked by what they say, or may have any value. PEFT ignores what it does not know, with
 # a warning only.
 KNOWN = {
-    *("peft_type", "task_type", "init_lora_weights", *MORE_THAN_LOW_RANK, *MERGED),
-    *("peft_version", "auto_mapping", "base_model_name_or_path", "revision"),
-    *("inference_mode", "r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern"),
-    *("use_rslora", "use_dora", "fan_in_fan_out", "target_modules", "exclude_modules", "target_parameters"),
-    *("layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "runtime_config"),
+    *(*_Settings.model_fields, *MORE_THAN_LOW_RANK, *MERGED),
+    *("peft_type", "task_type", "init_lora_weights", "peft_version", "auto_mapping", "inference_mode"),
+    *("megatron_core", "qalora_group_size", "runtime_config"),
     # Settings of a start, which `init_lora_weights` switches on.
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
     # It concerns embeddings and heads, which are merged only.
