@@ -45,7 +45,7 @@ def cheats(prompts: list[str], requests: list[str], answers: list[str]) -> dict[
         requests: Each prompt without its constraints.
         answers: A model's own answers, which are spoilt, or given to other prompts.
     """
-    from opdcl.data.floors import content_free
+    from opdcl.data.own_words import content_free
 
     count, half = len(prompts), len(prompts) // 2
     others = answers[half:] + answers[:half]

@@ -28,8 +28,8 @@ from opdcl.console import Output
 from opdcl.data.chat import encode_prompt
 from opdcl.data.rows import Row, load_rows
 from opdcl.measure import distance
-from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
+from opdcl.model.load_backbone import load_backbone
 from opdcl.results.intervals import ratio
 from opdcl.results.measurements import load_closeness, pooled
 from opdcl.results.ratios import closeness_of

@@ -22,7 +22,7 @@ import torch
 from opdcl.config.model import ModelConfig
 from opdcl.data.chat import encode_prompt
 from opdcl.data.rows import load_prompts
-from opdcl.deploy.export import export
+from opdcl.deploy.export import Export, export
 from opdcl.deploy.gguf import OUTTYPES, answer, log_probabilities
 from opdcl.model.architecture import eos_ids
 from opdcl.model.load import load_base
@@ -80,7 +80,7 @@ def main() -> None:
     rows = [*load_prompts("everyday", "validation")[:EACH], *load_prompts("handbook")[: 7 * EACH : 7]]
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        export(options.run, None, folder / "merged", "merged", "f16", None, False, Quiet())
+        export(Export(options.run, folder / "merged", check=False), Quiet())
         model, tokenizer = load_base(ModelConfig(id=str(folder / "merged"), dtype="float32"))
         prompts = [encode_prompt(row, tokenizer, 1024) for row in rows]
         texts = [answer(model, ids, LONGEST) for ids in prompts]
@@ -102,7 +102,7 @@ def main() -> None:
         }
         for outtype in options.outtypes:
             target = folder / outtype
-            written = export(options.run, None, target, "gguf", outtype, options.converter, False, Quiet())
+            written = export(Export(options.run, target, None, "gguf", outtype, options.converter), Quiet())
             file = str(target / "model.gguf")
             found = {
                 "outtype": outtype,

@@ -72,7 +72,7 @@ def mean(scores: list[dict[str, Any]], metric: str) -> float:
 
 def main() -> None:
     from opdcl.config.model import ModelConfig
-    from opdcl.model.accept import load_backbone
+    from opdcl.model.load_backbone import load_backbone
 
     parser = parser_of(str(RECORD), __doc__)
     parser.add_argument("run", type=Path, help="whose answers are read")

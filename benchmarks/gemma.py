@@ -29,7 +29,8 @@ from opdcl.config.model import ModelConfig
 from opdcl.data.examples import read_examples, with_answers
 from opdcl.data.rows import load_rows
 from opdcl.model.distributions import HiddenStates
-from opdcl.model.load import load_model, load_tokenizer, pick_dtype
+from opdcl.model.hardware import pick_dtype
+from opdcl.model.load import load_model, load_tokenizer
 from opdcl.results.format import duration
 from opdcl.rundir.files import folder_appears_whole
 from opdcl.train.losses import imitation_losses
@@ -77,9 +78,6 @@ def pretrained(gguf: Path) -> tuple[Any, Any]:
     """Return the model in float32, its embedding frozen, and a tokenizer that knows turns."""
     config = ModelConfig(id=str(gguf), dtype="float32", chat_template=TEMPLATE)
     model, tokenizer = load_model(config), load_tokenizer(config)
-    # The weights are dense now, but `save_pretrained` refuses as long as a quantizer is attached.
-    model.hf_quantizer = None
-    model.config.__dict__.pop("quantization_config", None)
     text_end, turn_end = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(END)
     tokenizer.eos_token = END
     weight_VH = model.get_input_embeddings().weight.data

@@ -28,8 +28,8 @@ from opdcl.console import Output
 from opdcl.data.chat import check_turn_end
 from opdcl.data.prompts import encode_prompts, read_recovery_source
 from opdcl.errors import OpdclError
-from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
+from opdcl.model.load_backbone import load_backbone
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.train.losses import token_losses

@@ -43,11 +43,12 @@ from opdcl.console import Output
 from opdcl.data.chat import render
 from opdcl.data.rows import load_prompts
 from opdcl.data.suites import load_suite
-from opdcl.model.accept import load_backbone
 from opdcl.model.architecture import architecture
 from opdcl.model.backbone import Backbone
+from opdcl.model.hardware import pick_device, pick_dtype
 from opdcl.model.llama import attends_within_rows
-from opdcl.model.load import EMBEDDED, load_base, model_source, pick_device, pick_dtype
+from opdcl.model.load import EMBEDDED, load_base, model_source
+from opdcl.model.load_backbone import load_backbone
 from opdcl.sampling.sample import sample
 from opdcl.train.checkpoints import StudentOptimizer
 from opdcl.train.cost import peak_memory, reset_peak_memory

@@ -305,18 +305,18 @@ def chat(
     from opdcl.results.origins import system_prompt
     from opdcl.rundir.layout import RunDir
 
-    load = _chat_states(source, temperature, trust_remote_code)
+    load = _chat_states(source, max_new_tokens, temperature, trust_remote_code)
     asked = [prompts] if isinstance(prompts, str) else prompts
     output = _output(quiet)
     if system is None and (system := system_prompt(RunDir(Path(source)))):
         output.note(f"system prompt of the run: {system}")
 
     def turns() -> "Iterator[Outcome]":
-        states, options = load(output), (max_new_tokens, system, temperature)
+        states = load(output)
         for prompt in asked:
             with output.busy("reading the prompt") as say, quiet_libraries():
                 texts, cut = states.answers(
-                    prompt, *options, lambda state, text: say(lambda: f"{state}: {text()}")
+                    prompt, system, lambda state, text: say(lambda: f"{state}: {text()}")
                 )
             table = Table("", ["state", "answer"], [[*pair] for pair in texts.items()], "")
             notes = [f"cut at {max_new_tokens} tokens: {', '.join(cut)}"] if cut else []
@@ -344,7 +344,7 @@ def chat_page(
             server.serve_forever()
     """
     output = _output(False)
-    states = _chat_states(source, temperature, trust_remote_code)(output)
+    states = _chat_states(source, max_new_tokens, temperature, trust_remote_code)(output)
     from opdcl.deploy.browser import ChatServer
     from opdcl.results.measurements import load_suites
     from opdcl.results.origins import system_prompt
@@ -357,10 +357,12 @@ def chat_page(
     except UsageError as error:
         output.warn(f"the page suggests no prompts: {error.message}")
     name = f"{source} on {states.name}"
-    return ChatServer(states, max_new_tokens, temperature, name, system_prompt(run), prompts)
+    return ChatServer(states, name, system_prompt(run), prompts)
 
 
-def _chat_states(source: PathLike, temperature: float, trust_remote_code: bool) -> "Callable[[Output], Chat]":
+def _chat_states(
+    source: PathLike, max_new_tokens: int, temperature: float, trust_remote_code: bool
+) -> "Callable[[Output], Chat]":
     """Check what a chat needs; return a function that loads its models."""
     from opdcl.console import quiet_libraries
     from opdcl.model.adapters import find_states
@@ -373,7 +375,7 @@ def _chat_states(source: PathLike, temperature: float, trust_remote_code: bool) 
         with output.busy("loading the model"), quiet_libraries():
             from opdcl.deploy.chat import Chat
 
-            return Chat(base, adapters, tuned)
+            return Chat(base, adapters, tuned, max_new_tokens, temperature)
 
     return load
 
@@ -409,12 +411,12 @@ def export(
     Example: opdcl.export("runs/mine", "my-model")
     """
     from opdcl.console import quiet_libraries
-    from opdcl.deploy.export import export
+    from opdcl.deploy.export import Export, export
     from opdcl.outcomes import Outcome
 
+    how, name = (state, format, outtype, converter, check), str(base) if base else None
     with _output(quiet).stage("export") as line, quiet_libraries():
-        place, name = (str(source), state, as_folder(out)), str(base) if base else None
-        written = export(*place, format, outtype, converter, check, line, trust_remote_code, name)
+        written = export(Export(str(source), as_folder(out), *how, name, trust_remote_code), line)
     what = {"merged": "merged model", "adapter": "adapter"}.get(format, "GGUF file")
     sentence = f"{what} ({written['state']}) written to {out}"
     other = {"merged": "adapter"}.get(format, "merged")

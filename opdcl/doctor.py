@@ -58,7 +58,7 @@ def checks() -> list[Check]:
 def _check_device() -> Check:
     import torch
 
-    from opdcl.model.load import pick_device, pick_dtype
+    from opdcl.model.hardware import pick_device, pick_dtype
 
     device = pick_device()
     dtype = pick_dtype("auto")

@@ -140,7 +140,7 @@ def whole_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 def loaded(tiny_model: Path):
     """The tiny model as it is loaded from disk, not to be changed."""
     from opdcl.config.model import ModelConfig
-    from opdcl.model.accept import load_backbone
+    from opdcl.model.load_backbone import load_backbone
 
     return load_backbone(ModelConfig(id=str(tiny_model), dtype="float32"))
 

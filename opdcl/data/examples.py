@@ -69,10 +69,6 @@ class EncodedRow:
         lengths = [example.length for example in self.sequences]
         return max(lengths) if self.row.text is None else sum(lengths)
 
-    def exceeds(self, limit: int) -> bool:
-        """Return whether a sequence is longer than `limit` tokens; pieces of a plain text never are."""
-        return self.row.text is None and self.size > limit
-
     def cut(self, limit: int) -> EncodedRow:
         """Return the row with the first `limit` tokens of its sequences, without those that teach nothing."""
         cut = [Example(example.ids[:limit], example.learned[:limit]) for example in self.sequences]
@@ -107,21 +103,14 @@ def with_answers(rows: list[Row], config: FinetuneConfig, bad: Sequence[BadRow] 
     if not rows:
         message = f"{config.data} has no row that can be used; the first: {errors[0]}"
         raise UsageError(message, bad[0].hint)
-    count = len(rows) + len(bad)
-    empty = [row for row in rows if row.text is None and not (row.answer or row.reply)]
-    if not empty:
-        return TrainingRows(rows, count, [], errors)
     usable = [row for row in rows if row.text is not None or row.answer or row.reply]
-    found = _counted([row.where for row in empty], "have", "no answer to learn")
-    if config.bad_rows == "refuse" or not usable:
+    empty = [row for row in rows if row.text is None and not (row.answer or row.reply)]
+    notes = _noted([row.where for row in empty], "have", "no answer to learn", "; left out")
+    if empty and (config.bad_rows == "refuse" or not usable):
         hint = f"{did_you_mean(empty[0].columns)}fine-tune rows need completion, answer or text"
-        raise UsageError(found, f"{hint}; --set finetune.bad_rows=skip leaves these rows out")
-    return TrainingRows(usable, count, [f"{found}; left out"], errors)
-
-
-def bad_rows(errors: Sequence[str]) -> list[str]:
-    """Return a note on rows that are left out because of an error of their own; none without any."""
-    return [f"{_counted(errors, 'cannot', 'be used')}; left out"] if errors else []
+        skip = "--set finetune.bad_rows=skip leaves these rows out"
+        raise UsageError(notes[0].removesuffix("; left out"), f"{hint}; {skip}")
+    return TrainingRows(usable, len(rows) + len(bad), notes, errors)
 
 
 def read_examples(
@@ -150,10 +139,11 @@ def read_examples(
             errors.append(fault.message)
     fitting, on_long = _fit(encoded, config)
     used = [one for one in fitting if one.sequences]
-    notes = bad_rows(errors) + rows.notes + on_long + _notes_on(encoded, used, tokenizer)
+    left_out = _noted(errors, "cannot", "be used", "; left out")
+    notes = left_out + rows.notes + on_long + _notes_on(encoded, used, tokenizer)
     if not used:
-        reasons = "; ".join(notes)
-        raise UsageError(f"{config.data} has no row to learn from: {reasons}", "raise finetune.max_length")
+        reason = f"{config.data} has no row to learn from: {'; '.join(notes)}"
+        raise UsageError(reason, "raise finetune.max_length")
     examples = [example for one in used for example in one.sequences]
     if (replayed := config.replayed(len(examples))) < config.replayed_by_share(len(examples)):
         share = replayed / (replayed + len(examples))
@@ -167,39 +157,40 @@ def read_examples(
 def _fit(encoded: list[EncodedRow], config: FinetuneConfig) -> tuple[list[EncodedRow], list[str]]:
     """Return the rows after `long_rows`, and a note on those over the limit, if there are any."""
     limit = config.max_length
-    long = [one for one in encoded if one.exceeds(limit)]
+    # Pieces of a plain text never exceed it.
+    long = [one for one in encoded if one.row.text is None and one.size > limit]
+    found = _noted([f"{one.row.where} with {one.size}" for one in long], "are", f"longer than {limit} tokens")
     if not long:
         return encoded, []
-    places = [f"{one.row.where} with {one.size}" for one in long]
-    found = _counted(places, "are", f"longer than {limit} tokens")
     if config.long_rows == "refuse":
         most = max(one.size for one in long)
         hint = f"raise finetune.max_length (the longest row has {most} tokens), or --set finetune.long_rows="
-        raise UsageError(found, f"{hint}skip, which leaves these rows out, or =cut, which shortens them")
+        raise UsageError(found[0], f"{hint}skip, which leaves these rows out, or =cut, which shortens them")
     if config.long_rows == "skip":
-        return [one for one in encoded if not one.exceeds(limit)], [f"{found}; left out"]
+        short = [one for one in encoded if one.row.text is not None or one.size <= limit]
+        return short, [f"{found[0]}; left out"]
     lost = sum(not one.cut(limit).sequences for one in long)
     left_out = f", {lost} left out because no answer remained" if lost else ""
-    return [one.cut(limit) for one in encoded], [f"{found}; cut{left_out}"]
+    return [one.cut(limit) for one in encoded], [f"{found[0]}; cut{left_out}"]
 
 
 def _notes_on(
     encoded: list[EncodedRow], used: list[EncodedRow], tokenizer: PreTrainedTokenizerBase
 ) -> list[str]:
     """Return notes on what is not learned of the rows, and on what a model does not read as their text."""
-    notes = []
-    if unasked := [one.row.where for one in encoded if not one.whole]:
-        found = _counted(unasked, "have", "answers that are not learned")
-        notes.append(f"{found}: with this chat template no prompt leads to them")
+    unasked = [one.row.where for one in encoded if not one.whole]
     control = control_tokens(tokenizer)
     held = [(one.row.where, find_control(one.row, control)) for one in used]
-    if places := [f"{where} with {', '.join(tokens)}" for where, tokens in held if tokens]:
-        found = _counted(places, "hold", "control tokens in the text")
-        notes.append(f"{found}: the model reads them as the end of a turn or the like, not as text")
-    if trimmed := [one.row.where for one in encoded if one.trimmed]:
-        found = _counted(trimmed, "have", "an answer without the blanks that it begins with")
-        notes.append(f"{found}: the chat template takes them off, and an indent with them")
-    return notes
+    places = [f"{where} with {', '.join(tokens)}" for where, tokens in held if tokens]
+    trimmed = [one.row.where for one in encoded if one.trimmed]
+    unled = ": with this chat template no prompt leads to them"
+    structure = ": the model reads them as the end of a turn or the like, not as text"
+    blanks = ": the chat template takes them off, and an indent with them"
+    return [
+        *_noted(unasked, "have", "answers that are not learned", unled),
+        *_noted(places, "hold", "control tokens in the text", structure),
+        *_noted(trimmed, "have", "an answer without the blanks that it begins with", blanks),
+    ]
 
 
 def _replayed(
@@ -220,11 +211,13 @@ def _replayed(
     return fitting
 
 
-def _counted(found: Sequence[str], verb: str, rest: str) -> str:
-    """Return a clause on rows: how many there are, and the first of what was found."""
+def _noted(found: Sequence[str], verb: str, rest: str, so: str = "") -> list[str]:
+    """Return a note on rows: how many there are, the first of what was found, and what follows."""
+    if not found:
+        return []
     singular = {"have": "has", "are": "is", "hold": "holds"}
     count = f"1 row {singular.get(verb, verb)}" if len(found) == 1 else f"{len(found)} rows {verb}"
-    return f"{count} {rest} (first: {found[0]})"
+    return [f"{count} {rest} (first: {found[0]}){so}"]
 
 
 def encode_row(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int) -> EncodedRow:

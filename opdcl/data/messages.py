@@ -17,8 +17,8 @@ from typing import Any
 from opdcl.errors import UsageError, listed
 
 FLAGS = {
-    **dict.fromkeys(("true", "yes", "good", "1", "1.0"), 1),
-    **dict.fromkeys(("false", "no", "bad", "rejected", "0", "0.0", "-1", "-1.0"), 0),
+    **dict.fromkeys(("true", "yes", "good", "1", "1.0"), True),
+    **dict.fromkeys(("false", "no", "bad", "rejected", "0", "0.0", "-1", "-1.0"), False),
 }
 
 
@@ -82,8 +82,7 @@ class Fields:
 
 def as_flag(value: Any) -> bool | None:
     """Return a flag that says yes or no in some way, also as text as in a CSV file; None for others."""
-    found = FLAGS.get(str(float(value) if isinstance(value, float) else value).strip().lower())
-    return None if found is None else bool(found)
+    return FLAGS.get(str(float(value) if isinstance(value, float) else value).strip().lower())
 
 
 def from_json_text(value: Any) -> Any:

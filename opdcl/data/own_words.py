@@ -1,13 +1,19 @@
-"""What an answer adds to its prompt: the words that the prompt does not have, in any spelling."""
+"""What an answer adds to its prompt: the words that the prompt does not have, in any spelling.
+
+Answers that add nothing give a suite its floor: it shows something of a model only as far as the model is
+above the best of them.
+"""
 
 from __future__ import annotations
 
 import functools
 import re
 import unicodedata
+from collections import Counter
+from collections.abc import Sequence
 from difflib import SequenceMatcher
 
-from opdcl.data.similarity import STOP_WORDS, stem, words
+from opdcl.data.similarity import STOP_WORDS, request_of, stem, words
 
 # A hyphen between letters does not split a word: otherwise a copy with hyphens would have words of its own.
 WHOLE_WORD = re.compile(r"[^\W_]+(?:['\u2019\u2010\u2011-][^\W_]+)*")
@@ -15,6 +21,11 @@ WHOLE_WORD = re.compile(r"[^\W_]+(?:['\u2019\u2010\u2011-][^\W_]+)*")
 # Two words that share this many first letters are forms of one word; a word of at least `WHOLE` letters
 # inside a longer one makes that a compound of it.
 BEGINNING, WHOLE = 5, 4
+
+CONSTANT_ANSWER = "I am happy to help. Please tell me more about what you need."
+
+# Number of parts of a suite; which targets are frequent is learned from the other parts.
+FOLDS = 5
 
 
 def own_text(prompt: str, answer: str) -> str:
@@ -103,3 +114,35 @@ def within(word: str, other: str, edits: int) -> bool:
 def copied_run(prompt: str, answer: str) -> int:
     """Return the length, in words, of the longest passage of the prompt that the answer repeats."""
     return SequenceMatcher(None, words(prompt), words(answer), autojunk=False).find_longest_match().size
+
+
+def content_free(
+    prompts: Sequence[str], targets: Sequence[str] = (), clusters: Sequence[str] = ()
+) -> dict[str, list[str]]:
+    """Return the answers without content by name, one per prompt.
+
+    Args:
+        prompts: What is asked.
+        targets: The expected answers, if any. What is frequent is learned from other prompts only.
+        clusters: What each prompt is about; prompts of one cluster have one target.
+    """
+    answers = {
+        "empty": [""] * len(prompts),
+        "constant": [CONSTANT_ANSWER] * len(prompts),
+        "copy": [*prompts],
+        "first sentence": [request_of(prompt) for prompt in prompts],
+    }
+    if any(targets):
+        answers["frequent target"] = _frequent_targets(targets, clusters or [*map(str, range(len(prompts)))])
+    return answers
+
+
+def _frequent_targets(targets: Sequence[str], clusters: Sequence[str]) -> list[str]:
+    """Return for each prompt the most frequent target of the parts that its cluster is not in."""
+    numbers = {cluster: number for number, cluster in enumerate(dict.fromkeys(clusters))}
+    parts = [numbers[cluster] % FOLDS for cluster in clusters]
+    most_frequent = []
+    for left_out in range(FOLDS):
+        counts = Counter(target for target, part in zip(targets, parts, strict=True) if part != left_out)
+        most_frequent.append(counts.most_common(1)[0][0] if counts else "")
+    return [most_frequent[part] for part in parts]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opdcl.config.recover import PROMPTS_OF_START, RecoverConfig, RewardSection
 from opdcl.config.teacher import BUILT_IN
-from opdcl.data.chat import encode_prompt
-from opdcl.data.conversations import encode_turns
+from opdcl.data.chat import encode_prompt, render
 from opdcl.data.examples import learned_turns
-from opdcl.data.formats import PACKED_ROW
-from opdcl.data.rows import Row, check_prompts, is_shipped, load_rows
+from opdcl.data.formats import PACKED_ROW, Row
+from opdcl.data.messages import THOUGHT, THOUGHTS, Message
+from opdcl.data.rows import check_prompts, load_rows
+from opdcl.data.sources import is_shipped
 from opdcl.errors import UsageError
 from opdcl.words import STREAMS, Prompt, Prompts, StreamName
 
@@ -55,7 +56,7 @@ def reward_rows(config: RewardSection, task: Any) -> list[Row]:
             task.config.num_fewshot or 0,
             apply_chat_template=True,
             fewshot_as_multiturn=True,
-            chat_template=_as_json,
+            chat_template=lambda messages, **_: json.dumps(messages),
             gen_prefix=task.doc_to_prefix(doc),
         )
         row = Row(json.loads(conversation), None, None, f"{config.suite} document {number}")
@@ -109,10 +110,6 @@ def metric_of(config: RewardSection, task: Any) -> str:
     return config.metric or next(iter(task.aggregation()))
 
 
-def _as_json(messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-    return json.dumps(messages)
-
-
 SHIPPED = "everyday"
 
 # Group of shipped prompts -> its share of those that are drawn. A third are short facts: a fine-tune on
@@ -146,10 +143,10 @@ class _Part(NamedTuple):
 
 def read_recovery_source(
     config: RecoverConfig,
-    read_rows: Callable[..., list[Row]] = load_rows,
+    read_rows: ReadRows = load_rows,
     load_suite: Callable[[str], Any] = load_reward_task,
 ) -> RecoverySource:
-    """ReadRows and check all rows of a recovery.
+    """Read and check all rows of a recovery.
 
     `read_rows` returns the rows of a source and, optionally, split; `load_suite` the lm-eval task of a suite.
 
@@ -185,7 +182,7 @@ def read_recovery_source(
 def read_mixture(
     config: RecoverConfig, read_rows: ReadRows, has_domain: bool
 ) -> tuple[list[Row], list[Row] | None]:
-    """ReadRows the general prompts of a recovery.
+    """Read the general prompts of a recovery.
 
     Returns: The rows to train on, and those held out; None if these are yet to be split off.
 
@@ -362,3 +359,72 @@ def _split(prompts: list[Prompt], stream: StreamName, count: int) -> tuple[list[
     if prompts and not train:
         raise UsageError(f"the prompts of the {stream} stream are all the same", "add other prompts")
     return train, measured
+
+
+# -- Conversations of several turns, whose earlier answers are the model's own. What stands around these is
+# the chat template's: it is found by giving the template an answer that can be found again.
+
+STAND_IN = {"role": "assistant", "content": "An answer of opdcl."}
+THINKS = "A thought of opdcl."
+
+
+def encode_turns(row: Row, tokenizer: PreTrainedTokenizerBase, room: int, longest: int) -> Prompt:
+    """Return what a row asks: at once, or turn by turn, with the model's own answers in between.
+
+    Raises:
+        UsageError: With answers of `longest` tokens before it, a turn may exceed `room`; or the chat template
+            does not write an earlier answer as the model has written it.
+    """
+    if not row.later_turns:
+        return Prompt(encode_prompt(row, tokenizer, room))
+    begin = len(row.prompt) - row.later_turns
+    told = [message for asked in row.prompt[begin:] for message in (STAND_IN, asked)]
+    turns = learned_turns(
+        replace(row, prompt=row.prompt[:begin] + told, answer=STAND_IN["content"]), tokenizer
+    )
+    first = turns[0]
+    parts = [_around(turn.prompt, first.answer[: first.words]) for turn in turns if turn and first]
+    is_exact = [*map(len, parts)] == [*range(1, len(turns) + 1)]
+    if not is_exact or _forgets_thoughts(row, row.prompt[:begin], tokenizer):
+        message = f"{row.where}: the chat template rewrites earlier answers, which here are the model's own"
+        raise UsageError(message, "write answers into the row, or --set model.chat_template=FILE")
+    if (most := sum(map(len, parts[-1])) + row.later_turns * longest) > room:
+        message = f"{row.where}: the last turn may have {most} tokens, and the context leaves room for {room}"
+        raise UsageError(message, "shorten the turns, or lower max_new_tokens")
+    return Prompt(parts[0][0], following=parts[1:])
+
+
+def encode_asked(
+    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, room: int, longest: int
+) -> list[tuple[Row, Prompt]]:
+    """Return rows with their prompts, as `encode_turns`, without shipped conversations that it refuses."""
+    found = []
+    for row in rows:
+        try:
+            found.append((row, encode_turns(row, tokenizer, room, longest)))
+        except UsageError:  # a user can change neither the shipped rows nor the model's template
+            if not (row.later_turns and is_shipped(row)):
+                raise
+    return found
+
+
+def _around(ids: list[int], answer: list[int]) -> list[list[int]]:
+    """Return the ids before, between and after the places of an answer."""
+    parts, i = [[ids[0]]], 1
+    while i < len(ids):
+        if ids[i : i + len(answer)] == answer:
+            parts.append([])
+            i += len(answer)
+        else:
+            parts[-1].append(ids[i])
+            i += 1
+    return parts
+
+
+def _forgets_thoughts(row: Row, opening: list[Message], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the template leaves out the thought of an earlier answer, and lets the model think."""
+    told = [*opening, STAND_IN | dict.fromkeys(THOUGHT, THINKS)]
+    writes = THINKS in render(tokenizer, told, False, row)
+    keeps = THINKS in render(tokenizer, [*told, opening[-1]], True, row)
+    asks = render(tokenizer, opening, True, row).rstrip()
+    return writes and not keeps and not asks.endswith(tuple(THOUGHTS.values()))

@@ -1,31 +1,20 @@
 """Load rows and check them one by one; every error names the file and line.
 
-They come from a shipped set, a file, a folder of files of one kind, or a Hub dataset, in any of the formats
-of `opdcl.data.formats`. `opdcl.data.files` reads the files, `opdcl.data.folders` lists those of a folder.
+`opdcl.data.sources` finds and reads them, `opdcl.data.formats` has the formats that a row may have.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-import json
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from opdcl.config.own_tasks import is_task_file
-from opdcl.config.shipped import SHIPPED_DATA, package_folder, split_part
-from opdcl.data.files import BATCH, read_file, rows_of
-from opdcl.data.folders import list_folder
 from opdcl.data.formats import DECIDING, BadRow, Row, check_row
 from opdcl.data.messages import DECODER, FIELDS_HINT, is_missing, json_kind
-from opdcl.data.own_tasks import task_files
-from opdcl.errors import UsageError, listed, nearest, nearest_path
-from opdcl.hub import Repository, parse, snapshot
+from opdcl.data.sources import left_out, read_source
+from opdcl.errors import UsageError, listed
 
 # Seconds after which a reader of many rows says how many there have been.
 EVERY = 10.0
@@ -63,7 +52,7 @@ def read_rows(
     Raises:
         UsageError: A source cannot be read, or has no rows.
     """
-    raw = telling(_raw(source, split), f"{source}: read", tell)
+    raw = telling(read_source(source, split), f"{source}: read", tell)
     checked = check_all(raw, columns or {})
     if not any(checked):
         others = left_out(source).removeprefix(source)
@@ -171,7 +160,7 @@ def check_prompts(rows: list[Row]) -> list[Row]:
 
 def load_records(path: str) -> list[tuple[dict[str, Any], str]]:
     """Load the rows of a file as they are, each with its file and line."""
-    records = list(_raw(path, "train"))
+    records = list(read_source(path, "train"))
     hint = "one JSON object per line"
     for record, where in records:
         if isinstance(record, BadRow):
@@ -181,112 +170,3 @@ def load_records(path: str) -> list[tuple[dict[str, Any], str]]:
     if not records:
         raise UsageError(f"{path} has no rows", hint)
     return records
-
-
-def source_files(source: str) -> list[Path]:
-    """Return the local files behind a source; none for a Hub set."""
-    if source in SHIPPED_DATA:
-        return _shipped_files(source)
-    if is_task_file(source) and os.path.isfile(source):
-        return task_files(Path(source))
-    if os.path.isdir(split_part(source)[0]):
-        return list_folder(source).files
-    return [Path(source)] if os.path.isfile(source) else []
-
-
-def left_out(source: str) -> str:
-    """Name what a folder of rows or documents holds and is not read; "" if nothing."""
-    if source in SHIPPED_DATA or not os.path.isdir(split_part(source)[0]):
-        return ""
-    names = list_folder(source).left_out
-    return f"{source}: {len(names)} left out: {listed(names)}" if names else ""
-
-
-def pinned(source: str) -> str:
-    """Return a source as it is recorded: a Hub set with the commit that is read, any other by its name."""
-    dataset = on_hub(source)
-    return f"{source.partition('@')[0]}@{snapshot(dataset).name}" if dataset else source
-
-
-def on_hub(source: str) -> Repository | None:
-    """Return the Hub dataset that a source names. A name with a file ending is one only with a revision."""
-    is_file_name = Path(source).suffix and "@" not in source
-    return None if _is_here(source) or is_file_name else parse("dataset", source)
-
-
-def _is_here(source: str) -> bool:
-    return source in SHIPPED_DATA or os.path.exists(split_part(source)[0])
-
-
-def is_shipped(row: Row) -> bool:
-    """Return whether a row is one of the shipped everyday prompts or requests."""
-    files = [*_shipped_files("everyday"), *_shipped_files("requests")]
-    return row.where.startswith(tuple(f"{file}:" for file in files))
-
-
-@functools.cache
-def _shipped_files(source: str) -> list[Path]:
-    name, evals = source.partition("/")[0], package_folder("evals")
-    requests = [evals / "closeness" / file for file in ("prompts.jsonl", "conversations.jsonl")]
-    files = {
-        "handbook": [evals / "handbook" / "facts.jsonl"],
-        "contradictions": [evals / "contradictions" / "facts.json"],
-        "requests": requests,
-        "requests_quick": requests[:1],
-    }
-    return files.get(name) or [package_folder("workflows") / "data" / f"{name}.jsonl"]
-
-
-def _raw(source: str, split: str) -> Iterator[tuple[Any, str]]:
-    """Yield the rows of a source as they are written, each with its place."""
-    if repository := on_hub(source):
-        yield from _hub(source, repository, split)
-    elif not _is_here(source):
-        hint = f"a file, a folder, a Hub id as owner/name@revision, or one of: {', '.join(SHIPPED_DATA)}"
-        if near := nearest_path(source) or nearest(source, SHIPPED_DATA, 0.8):
-            hint = f"did you mean {near}?"
-        raise UsageError(f"data {source!r} does not exist", hint)
-    elif source in SHIPPED_DATA:
-        yield from _shipped(source, split)
-    else:
-        is_folder = os.path.isdir(split_part(source)[0])
-        for file in list_folder(source).files if is_folder else [Path(source)]:
-            yield from read_file(file)
-
-
-def _shipped(source: str, split: str) -> Iterator[tuple[Any, str]]:
-    files = _shipped_files(source)
-    rows = itertools.chain.from_iterable(map(read_file, files))
-    if source == "everyday":
-        for row, where in rows:
-            if row["split"] == split:
-                yield row, where
-    elif source.startswith("requests"):
-        # Every beginning of the file has all groups of prompts.
-        yield from itertools.islice(rows, 40 if source == "requests_quick" else None)
-    else:
-        documents = None
-        if "/" in source:
-            parts = json.loads(files[0].with_name("parts.json").read_text(encoding="utf-8"))
-            documents = parts[source.partition("/")[2]]
-        for fact, where in rows:
-            if documents is None or fact["document"] in documents:
-                for question in fact["train"]:
-                    yield {"question": question, "answer": fact["answer"]}, where
-
-
-def _hub(source: str, repository: Repository, split: str) -> Iterator[tuple[Any, str]]:
-    from datasets import disable_progress_bars, load_dataset
-
-    disable_progress_bars()
-    folder = snapshot(repository)
-    try:
-        # From the cached files, not by id: offline, `datasets` would take the version it has seen last.
-        dataset = load_dataset(str(folder), repository.subset, split=split)
-    except Exception as fault:  # datasets raises a dozen kinds; each means that its files are unusable
-        hint = f"owner/name:subset names a subset; check that it has a split {split!r}"
-        raise UsageError(f"dataset {source!r} cannot be read: {str(fault)[:200]}", hint) from fault
-    tables = dataset.with_format("arrow").iter(BATCH)
-    rows = (row for table in tables for row in rows_of(table))
-    for number, row in enumerate(rows, 1):
-        yield row, f"{source} row {number}"

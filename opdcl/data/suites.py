@@ -13,15 +13,15 @@ from opdcl.config.evaluate import EvalConfig
 from opdcl.config.own_tasks import is_task_file
 from opdcl.config.shipped import shipped_suites
 from opdcl.data.chat import render_request, request_ids
-from opdcl.data.floors import content_free
 from opdcl.data.formats import PACKED_ROW, Row
-from opdcl.data.own_tasks import own_task
+from opdcl.data.own_words import content_free
 from opdcl.data.rows import load_records, load_rows
 from opdcl.data.scoring import Scores, question_task, score_answers
 from opdcl.data.stock_tasks import (
     Answering,
     answering_of,
     ensure_punkt,
+    own_task,
     refuse_unsafe,
     stock_file,
     stock_names,
@@ -185,7 +185,12 @@ class Suite:
         for number, doc in enumerate(self.documents(limit), 1):
             try:
                 self._refuse_lacking(doc)
-                self._render(doc, with_examples=number == 1)
+                prefix, config = self.task.doc_to_prefix(doc), self.task.config
+                if number == 1:  # once is enough for the templates of the examples in a prompt
+                    self.task.fewshot_context(doc, num_fewshot=config.num_fewshot or 0, gen_prefix=prefix)
+                else:
+                    self.task.doc_to_text(doc)
+                    self.task.resolve_field(doc, config.description)
                 scores = self.blank(doc)
             except Exception as fault:  # on other columns, lm-eval's templates and functions raise anything
                 row = self.lines[number - 1] if self.lines else f"row {number}"
@@ -196,16 +201,6 @@ class Suite:
             except (KeyError, TypeError, ValueError) as fault:
                 message = f"suite {self.name!r} does not score prompt by prompt (as BLEU does not)"
                 raise UsageError(f"{message}, which is not supported", hint) from fault
-
-    def _render(self, doc: dict, with_examples: bool) -> None:
-        """Render all templates of a prompt; those of the examples in it, once is enough."""
-        config = self.task.config
-        prefix = self.task.doc_to_prefix(doc)
-        if with_examples:
-            self.task.fewshot_context(doc, num_fewshot=config.num_fewshot or 0, gen_prefix=prefix)
-        else:
-            self.task.doc_to_text(doc)
-            self.task.resolve_field(doc, config.description)
 
     def _refuse_lacking(self, doc: dict) -> None:
         """Raise a KeyError for a missing column, whose name lm-eval would take for the prompt itself."""

@@ -11,7 +11,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.data.chat import encode_prompt
 from opdcl.data.formats import Row
 from opdcl.errors import UsageError
-from opdcl.model.accept import accept_adapter, load_backbone
+from opdcl.model.load_backbone import accept_adapter, load_backbone
 from opdcl.sampling.sample import sample
 from opdcl.words import Prompt, Rollout
 
@@ -19,8 +19,16 @@ from opdcl.words import Prompt, Rollout
 class Chat:
     """The loaded base with one or two adapters, which may belong to a tuned model beside it."""
 
-    def __init__(self, base: ModelConfig, adapters: dict[str, Path], tuned: ModelConfig | None = None):
+    def __init__(
+        self,
+        base: ModelConfig,
+        adapters: dict[str, Path],
+        tuned: ModelConfig | None = None,
+        max_new_tokens: int = 200,
+        temperature: float = 0.0,
+    ):
         self.backbone, self.name = load_backbone(base, tuned), base.id
+        self.max_new_tokens, self.temperature = max_new_tokens, temperature
         # The backbone holds two adapters, under these names; a single adapter must be `student`.
         names = ("student",) if len(adapters) == 1 else ("tuned", "student")
         self.slots = {"base": "base", **dict(zip(adapters, names, strict=False))}
@@ -32,9 +40,7 @@ class Chat:
     def answers(
         self,
         prompt: str,
-        max_new_tokens: int,
         system: str | None,
-        temperature: float,
         on_answer: Callable[[str, Callable[[], str]], None],
         stopped: Callable[[], bool] = bool,
     ) -> tuple[dict[str, str], list[str]]:
@@ -50,9 +56,10 @@ class Chat:
             _refuse_broken(text)
         messages = [{"role": "system", "content": system}] if system else []
         row = Row([*messages, {"role": "user", "content": prompt}], None, None, "prompt")
-        longest_prompt = self.backbone.context_length - max_new_tokens
+        longest_prompt = self.backbone.context_length - self.max_new_tokens
         ids = encode_prompt(row, self.backbone.tokenizer, longest_prompt)
-        options: Any = {"max_new_tokens": max_new_tokens, "eos_ids": self.backbone.eos_ids}
+        options: Any = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
+        options |= {"eos_ids": self.backbone.eos_ids, "stopped": stopped}
         texts, cut = {}, []
         for state, slot in self.slots.items():
             if stopped():
@@ -60,9 +67,9 @@ class Chat:
             rollout = Rollout(Prompt(ids))  # the sampler appends to it
             on_answer(state, partial(self._text, rollout))
             with self.backbone.merged(slot) as model:
-                sample(model, [rollout], temperature=temperature, stopped=stopped, **options)
+                sample(model, [rollout], **options)
             texts[state] = self._text(rollout)
-            if len(rollout.completion_ids) == max_new_tokens and not rollout.finished:
+            if len(rollout.completion_ids) == self.max_new_tokens and not rollout.finished:
                 cut.append(state)
         return texts, cut
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opdcl.config.model import ModelConfig
-from opdcl.data.rows import on_hub
-from opdcl.deploy.gguf import OUTTYPES, compare, find_converter, in_words, modelfile, to_gguf
+from opdcl.data.sources import on_hub
+from opdcl.deploy.gguf import OUTTYPES, compare, find_converter, modelfile, to_gguf
 from opdcl.errors import UsageError, typed
 from opdcl.hub import HUB_IDS, parse, reachable
 from opdcl.model.adapters import find_states
@@ -30,71 +31,71 @@ LICENSES = {"smollm2-135m": "apache-2.0"}
 UNPACKED = "trained and measured on {}, quantized ({}); on the original weights, scores can differ"
 
 
-def export(
-    source: str,
-    state: str | None,
-    target: Path,
-    format: str,
-    outtype: str,
-    converter: str | None,
-    check: bool,
-    report: StageReport,
-    trust_remote_code: bool = False,
-    base_name: str | None = None,
-) -> dict[str, Any]:
-    """Export one state to a new folder and return a description of what was written; see `opdcl.api.export`.
+@dataclass(frozen=True)
+class Export:
+    """What to write, of what; see `opdcl.api.export`."""
+
+    source: str
+    target: Path
+    state: str | None = None
+    format: str = "merged"
+    outtype: str = "f16"
+    converter: str | None = None
+    check: bool = True
+    base: str | None = None
+    trust_remote_code: bool = False
+
+
+def export(what: Export, report: StageReport) -> dict[str, Any]:
+    """Export one state to a new folder and return a description of what was written.
 
     Raises:
         UsageError: The state does not exist, or the folder does.
         EnvironmentFault: There is no converter.
         OpdclError: The converter failed.
     """
-    if target.exists():
-        raise UsageError(f"{target} exists", "choose a new folder with -o")
+    source, format = what.source, what.format
+    if what.target.exists():
+        raise UsageError(f"{what.target} exists", "choose a new folder with -o")
     if format not in ("merged", "adapter", "gguf"):
         raise UsageError(f"format {format!r} is not known", "--format merged, adapter or gguf")
-    if format == "gguf" and outtype not in OUTTYPES:
-        raise UsageError(f"outtype {outtype!r} is not known", f"--outtype {', '.join(OUTTYPES)}")
-    command = find_converter(converter) if format == "gguf" else []  # fail before merging takes minutes
-    base, tuned, adapters = find_states(source, trust_remote_code)
-    state, adapter = pick_state(source, adapters, state)
+    if format == "gguf" and what.outtype not in OUTTYPES:
+        raise UsageError(f"outtype {what.outtype!r} is not known", f"--outtype {', '.join(OUTTYPES)}")
+    command = find_converter(what.converter) if format == "gguf" else []  # before merging takes minutes
+    base, tuned, adapters = find_states(source, what.trust_remote_code)
+    state, adapter = pick_state(source, adapters, what.state)
     run = RunDir(Path(source))
-    if base_name and run.is_run():
+    if what.base and run.is_run():
         raise UsageError(f"{source} is a run directory, which has its base", "leave out --base")
-    if base_name:
-        base = base.model_copy(update={"id": base_name, "revision": None})
+    if what.base:
+        base = base.model_copy(update={"id": what.base, "revision": None})
         for note in note_other_base(adapter, base):
             report.note(note)
     model = tuned or base
-    written = {"state": state, "format": format, "path": str(target), "adapter": str(adapter)}
+    written = {"state": state, "format": format, "path": str(what.target), "adapter": str(adapter)}
     if base.quantization:
         report.note(f"the adapter was {UNPACKED.format(portable(model.id), base.quantization)}")
-    with folder_appears_whole(target) as folder:
+    with folder_appears_whole(what.target) as folder:
         if format == "adapter":
             copy_adapter(adapter, folder, portable(model.id), base)
         else:
             # A model to be converted is inside, so that both are removed together.
             merged = folder / "merged" if format == "gguf" else folder
-            written |= merge(base, tuned, adapter, merged, check, report)
+            written |= merge(base, tuned, adapter, merged, what.check, report)
         if format == "gguf":
-            written |= to_gguf(merged, folder, command, outtype, report)
+            written |= to_gguf(merged, folder, command, what.outtype, report)
             from opdcl.results.origins import system_prompt
 
             write_atomic(folder / "Modelfile", modelfile(merged, system_prompt(run), report))
             shutil.rmtree(merged)
         if run.is_run():
-            write_card(folder, target.name, model, run, state, format, report)
+            write_card(folder, replace(what, state=state), model, run, report)
         else:
-            write_readme(folder, target.name, model, state, format)
-    note_local(model.id, format, report)
-    return written
-
-
-def note_local(base: str, format: str, report: StageReport) -> None:
-    """Name the files that hold the name of a base without a Hub id."""
-    if is_local(base):
+            write_readme(folder, what.target.name, model, state, format)
+    if is_local(model.id):
         files = "README.md and adapter_config.json" if format == "adapter" else "README.md"
-        report.note(f"before you upload it, replace {portable(base)} in {files} by the base's Hub id")
+        report.note(f"before you upload it, replace {portable(model.id)} in {files} by the base's Hub id")
+    return written
 
 
 def pick_state(source: str, adapters: dict[str, Path], state: str | None) -> tuple[str, Path]:
@@ -113,7 +114,7 @@ def pick_state(source: str, adapters: dict[str, Path], state: str | None) -> tup
 
 def portable(base: str) -> str:
     """Return the Hub id of a base, or its folder's name without the path, which is private."""
-    return HUB_IDS.get(base, base if base.count("/") == 1 and not os.path.exists(base) else Path(base).name)
+    return HUB_IDS.get(base) or (Path(base).name if is_local(base) else base)
 
 
 def is_local(base: str) -> bool:
@@ -166,14 +167,15 @@ def merge(
 
     written = plain.model_copy(update={"id": str(target), "revision": None})
     gap = compare(as_in_the_run, lambda: load_base(written))
-    report.note(in_words(gap))
+    size = f"{gap['mean']:.2g} nats on average, by {gap['largest']:.2g} at most"
+    report.note(f"log-probabilities of {gap['tokens']} tokens differ from the run's model by {size}")
     return {"quantization_gap": gap}
 
 
 def _load(base: ModelConfig, tuned: ModelConfig | None, adapter: Path, as_stored: bool = False) -> Backbone:
-    from opdcl.model.accept import accept_adapter, shared_tokenizer
     from opdcl.model.backbone import Backbone
     from opdcl.model.load import load_base, load_model
+    from opdcl.model.load_backbone import accept_adapter, shared_tokenizer
 
     if tuned:
         model, tokenizer = load_model(tuned, as_stored), shared_tokenizer(base, tuned)
@@ -202,19 +204,17 @@ def write_readme(folder: Path, name: str, base: ModelConfig, state: str, format:
     write_atomic(folder / "README.md", f"{head}---\n\n{text}")
 
 
-def write_card(
-    folder: Path, name: str, base: ModelConfig, run: RunDir, state: str, format: str, report: StageReport
-) -> None:
+def write_card(folder: Path, what: Export, base: ModelConfig, run: RunDir, report: StageReport) -> None:
     """Write the model card of a run's export, with its results and the licence of its base."""
     from opdcl.results.render import card
 
-    origin = portable(base.id)
-    licence = license_of(base)
+    origin, licence = portable(base.id), license_of(base)
     if licence is None:
         report.note(f"the licence of {origin} is not known here: state it in README.md")
     finetune = run.settings().get("finetune")
     dataset = on_hub(finetune["data"]) if finetune else None
-    text = card(run, state, origin, name, licence, [dataset.id] if dataset else [], format)
+    data = [dataset.id] if dataset else []
+    text = card(run, what.state, origin, what.target.name, licence, data, what.format)
     if base.quantization:
         text += f"\nThe adapter was {UNPACKED.format(origin, base.quantization)}.\n"
     write_atomic(folder / "README.md", text)

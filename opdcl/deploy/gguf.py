@@ -114,12 +114,6 @@ def own_system_prompt(tokenizer: Any) -> str:
     return ""
 
 
-def in_words(gap: dict[str, Any]) -> str:
-    """Return how many tokens were compared, and how much they differ from the run's model."""
-    size = f"{gap['mean']:.2g} nats on average, by {gap['largest']:.2g} at most"
-    return f"log-probabilities of {gap['tokens']} tokens differ from the run's model by {size}"
-
-
 def compare(load_source: Callable[[], Any], load_copy: Callable[[], Any]) -> dict[str, Any]:
     """Compare two models on a few prompts and the first one's greedy answers; each is loaded alone.
 

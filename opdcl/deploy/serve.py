@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 
-from opdcl.config.model import ModelConfig, is_this_machine
+from opdcl.config.model import is_this_machine
 from opdcl.errors import EnvironmentFault, UsageError, typed
 from opdcl.model.adapters import refuse_unserved, stands_on
 from opdcl.model.consent import base_of_run
@@ -35,7 +35,8 @@ def serve_command(
     Raises:
         UsageError: The server would be open to a network, or cannot hold the weights of the run.
     """
-    from opdcl.model.load import model_source, pick_dtype, write_template
+    from opdcl.model.hardware import pick_dtype
+    from opdcl.model.load import model_source, write_template
 
     key = os.environ.get("OPDCL_SERVER_KEY", "").strip()
     _refuse_open_server(host, arguments, key)
@@ -49,7 +50,10 @@ def serve_command(
     model = base_of_run(run, CONSENT in arguments)
     adapters = run.intact_adapters()
     hint = f"{typed('opdcl', 'export', run.path, '-o', 'MODEL')} writes a merged model, which vLLM serves"
-    _check_base(run, model, hint)
+    if tuned := stands_on(run):
+        raise UsageError(f"one server cannot hold base and {tuned.id}, on which the adapters stand", hint)
+    if model.quantization:
+        raise UsageError(f"vLLM would serve {model.id} unquantized, unlike the run", hint)
     configs = [adapter_config(folder) for folder in adapters.values()]
     for config in configs:
         refuse_unserved(config)
@@ -96,11 +100,3 @@ def _refuse_open_server(host: str, arguments: list[str], key: str) -> None:
         message = f"on {host or 'all addresses'} without a key, anybody on the network could use the server"
         hint = 'export OPDCL_SERVER_KEY="$(openssl rand -hex 16)", or leave --host out and use a tunnel'
         raise UsageError(f"{message} and load adapters into it", hint)
-
-
-def _check_base(run: RunDir, model: ModelConfig, hint: str) -> None:
-    """Refuse a run whose weights one server cannot hold."""
-    if tuned := stands_on(run):
-        raise UsageError(f"one server cannot hold base and {tuned.id}, on which the adapters stand", hint)
-    if model.quantization:
-        raise UsageError(f"vLLM would serve {model.id} unquantized, unlike the run", hint)

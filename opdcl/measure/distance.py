@@ -30,8 +30,8 @@ import torch
 
 from opdcl import parallel
 from opdcl.config.evaluate import CLOSENESS, EvalConfig
-from opdcl.data.conversations import encode_asked
 from opdcl.data.formats import Row
+from opdcl.data.prompts import encode_asked
 from opdcl.data.suites import mean_score
 from opdcl.errors import OpdclError, UsageError
 from opdcl.measure.ask import (

@@ -11,10 +11,9 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.shipped import ROW_FILES
 from opdcl.errors import UsageError, nearest_path
 from opdcl.hub import HUB_IDS, Repository, holds, parse, snapshot
-from opdcl.model.check_adapter import checked_settings
+from opdcl.model.check_adapter import check_adapter, checked_settings
+from opdcl.model.check_model import SAVE_AGAIN
 from opdcl.model.consent import base_of_run, stored_model
-from opdcl.model.rules import LOW_RANK, SERVED, WEIGHTS, AdapterFiles, refuse_broken
-from opdcl.model.tensors import headers
 from opdcl.rundir.files import read_json
 from opdcl.rundir.hashes import ADAPTER
 from opdcl.rundir.layout import TEMPLATE, RunDir
@@ -78,8 +77,7 @@ def start_files(start: str, may_be_model: bool = True) -> list[Path]:
     repository = _on_hub(start)
     folder = snapshot(Repository("model", repository.id, repository.revision)) if repository else Path(start)
     if not (weights := sorted(folder.glob("*.safetensors"))):
-        hint = "load it with transformers and save it again: save_pretrained writes safetensors"
-        raise UsageError(f"model {start} holds no safetensors; a pickle can run code", hint)
+        raise UsageError(f"model {start} holds no safetensors; a pickle can run code", SAVE_AGAIN)
     return [folder / "config.json", *weights]
 
 
@@ -110,22 +108,13 @@ def _not_found(place: str, path: Path) -> UsageError:
     return UsageError(f"{place} holds no adapter" if path.exists() else f"{place} does not exist", hint)
 
 
-def check_adapter(folder: Path) -> None:
-    """Refuse an adapter that has learned more than low-rank changes of linear layers and experts.
-
-    Raises:
-        UsageError: The adapter is of another kind, or damaged.
-    """
-    from safetensors.torch import load_file
-
-    adapter = AdapterFiles(folder, checked_settings(folder), list(headers([folder / ADAPTER])))
-    refuse_broken(LOW_RANK, adapter, f"adapter {folder} cannot be recovered: ")
-    refuse_broken(WEIGHTS, load_file(folder / ADAPTER), f"adapter {folder} cannot be used: ")
-
-
-def refuse_unserved(config: dict[str, Any]) -> None:
-    """Refuse an adapter that vLLM does not load, or loads wrongly."""
-    refuse_broken(SERVED, config, "vLLM cannot load ")
+def refuse_unserved(settings: dict[str, Any]) -> None:
+    """Refuse an adapter that vLLM does not load, or loads wrongly (its pull requests 41384 and 52198)."""
+    unserved = {"use_dora": "DoRA adapters", "target_parameters": "adapters of stacked experts"}
+    for key, kind in unserved.items():
+        if settings.get(key):
+            hint = "leave the server out; opdcl export RUN -o MODEL writes a merged model, which vLLM serves"
+            raise UsageError(f"vLLM cannot load {kind}", hint)
 
 
 def adapter_scale(config: dict[str, Any]) -> float:
@@ -151,9 +140,15 @@ def template_beside(folder: Path, base: ModelConfig) -> str | None:
 
     Trainers save a template with its tokenizer, and that is mostly base's. Alone, it is another one.
     """
+    from opdcl.model.load import has_template
+
     template = own_template(folder)
-    alone = not (folder / "tokenizer_config.json").is_file()
-    return template if template and (alone or _lacks_template(base)) else None
+    if template and (folder / "tokenizer_config.json").is_file():
+        try:
+            return None if has_template(base) else template
+        except UsageError:  # base is not here, which those who need it say
+            return None
+    return template
 
 
 def own_template(folder: Path) -> str | None:
@@ -175,15 +170,6 @@ def new_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     added = settings.get("added_tokens") if isinstance(settings, dict) else None
     known = tokenizer.get_vocab()
     return [token["content"] for token in added or [] if token["content"] not in known]
-
-
-def _lacks_template(base: ModelConfig) -> bool:
-    from opdcl.model.load import has_template
-
-    try:
-        return not has_template(base)
-    except UsageError:  # it is not here, which those who need it say
-        return False
 
 
 def find_states(

@@ -17,9 +17,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from opdcl import parallel
 from opdcl.config.lora import LoraSection
 from opdcl.errors import OpdclError
-from opdcl.model.adapter_door import put_adapter
 from opdcl.model.architecture import eos_ids
-from opdcl.model.lora import adapter_weights, base_weight, fuse, lora_config, merged_weight, scale
+from opdcl.model.lora import (
+    adapter_weights,
+    base_weight,
+    fuse,
+    lora_config,
+    merged_weight,
+    scale,
+    stored_config,
+)
 from opdcl.model.quantized import is_quantized, quantized_layers
 
 # `base`, `tuned`, `student`, or the name of a teacher that has an adapter of its own; `bare` is without any.
@@ -80,7 +87,7 @@ class Backbone:
         return self.peft
 
     def load_adapter(self, folder: Path, state: State, trainable: bool = False) -> PeftModel:
-        """Attach an adapter from disk as `state`, which this program has made or accepted (`accept`).
+        """Attach an adapter from disk as `state`, which this program has made or accepted (`load_backbone`).
 
         Raises:
             OpdclError: Some of its weights have no place, or another shape; PEFT would leave them out.
@@ -91,8 +98,22 @@ class Backbone:
         return self.peft
 
     def attach(self, folder: Path, state: State, trainable: bool = False) -> Any:
-        """Attach what fits of an adapter as `state`; return PEFT's report of what does not."""
-        self.peft, found = put_adapter(self.peft or self.causal_lm, folder, state, trainable)
+        """Attach what fits of an adapter as `state`; return PEFT's report of what does not.
+
+        For weights that it calls missing or unexpected, PEFT keeps an untrained adapter.
+        """
+        config = stored_config(folder)
+        options: dict[str, Any] = {"is_trainable": trainable, "ignore_mismatched_sizes": True}
+        if self.peft is None:
+            model = self.causal_lm
+            self.peft = PeftModel.from_pretrained(model, str(folder), state, config=config, **options)
+        elif state not in self.peft.peft_config:
+            config.inference_mode = not trainable
+            self.peft.add_adapter(state, config)
+            if trainable:
+                self.peft.set_requires_grad(state)
+        # Only this returns the names that do not match.
+        found = self.peft.load_adapter(str(folder), state, **options)
         fuse(self.causal_lm)
         return found
 

@@ -1,10 +1,15 @@
-"""Read what an adapter's folder holds: checked settings, and its weights' names and shapes."""
+"""Check an adapter that somebody else has made: alone, and beside the base that it is put on.
+
+Recovery switches between base and adapters on one set of base weights, so all that an adapter has learned
+must be in its low-rank matrices.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,24 +18,23 @@ from pydantic import BaseModel, Field, ValidationError
 from opdcl.config.model import ModelConfig
 from opdcl.errors import OpdclError, UsageError
 from opdcl.hub import HUB_IDS
-from opdcl.model.adapter_door import SETTINGS, read_adapter_settings
-from opdcl.model.load import model_source, pick_dtype, skeleton
-from opdcl.model.rules import (
-    COPY_AGAIN,
-    MERGE_FIRST,
-    ON_BASE,
-    OTHER_BASE,
-    OTHER_SETTINGS,
-    copied_weights,
-    refuse_broken,
-)
-from opdcl.model.tensors import Found, headers, weight_files
+from opdcl.model.check_model import Faults, Found, headers, refuse_first, shown_shape, weight_files
+from opdcl.model.load import SETTINGS, model_source, skeleton
 from opdcl.rundir.hashes import ADAPTER, hash_files
 from opdcl.rundir.layout import adapter_config
 
 if TYPE_CHECKING:
     import torch
     from peft import LoraConfig
+
+OTHER_SETTINGS = "train it without that; docs/repair.md lists what an adapter may have"
+MERGE_FIRST = (
+    "merge it with PEFT first, as docs/repair.md shows; "
+    "then opdcl recover MODEL --base BASE, with both models in memory"
+)
+TRAIN_AGAIN = "train it again, or copy the right file"
+COPY_AGAIN = "copy it again from where the adapter was trained"
+OTHER_BASE = "use the base model that the adapter was trained on"
 
 HIGHEST_RANK = 2**16
 # A name for an adapter that is not PEFT's own: `default` in the names of a file would go unnoticed.
@@ -86,11 +90,117 @@ def checked_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-@contextlib.contextmanager
-def peft_faults(folder: Path, problem: str = "", hint: str = OTHER_BASE) -> Iterator[None]:
-    """Translate what PEFT raises on an adapter's folder; without a `problem`, name the cause.
+OFF: tuple[Any, ...] = (None, False, 0, "", "none", [], {})
+# Settings that have to be off -> what the adapter changes otherwise.
+MORE_THAN_LOW_RANK = {
+    "bias": "it changes the biases of its base",
+    "lora_bias": "its low-rank matrices have biases",
+    "layer_replication": "it repeats layers of its base",
+    "alora_invocation_tokens": "it is an activated LoRA, which acts on a part of each text only",
+    "arrow_config": "it routes between adapters",
+    "use_qalora": "it is a QALoRA adapter, which needs its quantized base",
+    "use_bdlora": "its matrices are block-diagonal",
+    "kasa_config": "it changes the weights of its base",
+    "monteclora_config": "its matrices are random",
+}
+# A merged model has all that adapters with these have learned.
+MERGED = {
+    "modules_to_save": "it replaces whole modules of its base",
+    "trainable_token_indices": "it changes the embeddings of some tokens",
+}
+# Settings that are checked by what they say, or may have any value. PEFT ignores what it does not know, with
+# a warning only.
+KNOWN = {
+    *(*_Settings.model_fields, *MORE_THAN_LOW_RANK, *MERGED),
+    *("peft_type", "task_type", "init_lora_weights", "peft_version", "auto_mapping", "inference_mode"),
+    *("megatron_core", "qalora_group_size", "runtime_config"),
+    # Settings of a start, which `init_lora_weights` switches on.
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+    # It concerns embeddings and heads, which are merged only.
+    "ensure_weight_tying",
+}
+# These ways to initialise an adapter do not change the base; all others subtract their start from it.
+PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 
-    PEFT raises a `ValueError` where its layers have no support for a setting of the adapter.
+EMBEDDINGS = re.compile("embed|wte|lm_head")
+COPIES = re.compile(r"(embed_tokens|embed_in|word_embeddings|wte|lm_head|embed_out)\.weight$")
+
+
+def check_adapter(folder: Path) -> None:
+    """Refuse an adapter that has learned more than low-rank changes of linear layers and experts.
+
+    Raises:
+        UsageError: The adapter is of another kind, or damaged.
+    """
+    from safetensors.torch import load_file
+
+    settings, names = checked_settings(folder), list(headers([folder / ADAPTER]))
+    refuse_first(faults_of_kind(settings, names), f"adapter {folder} cannot be recovered: ")
+    refuse_first(faults_of_weights(load_file(folder / ADAPTER)), f"adapter {folder} cannot be used: ")
+
+
+def faults_of_kind(settings: Mapping[str, Any], names: Sequence[str]) -> Faults:
+    """Yield why an adapter with these settings, and weights of these `names`, has learned more."""
+    used = {key: value for key, value in settings.items() if value not in OFF}
+    kind, task, start = (settings.get(key) for key in ("peft_type", "task_type", "init_lora_weights"))
+    if kind != "LORA":
+        yield f"it is of type {kind}, not LORA", OTHER_SETTINGS
+    if task not in (None, "", "CAUSAL_LM"):
+        hint = "name a chat model's adapter; a reward model's has learned scores, not answers"
+        yield f"it is for a model of another task (task_type: {task})", hint
+    for key, why in MORE_THAN_LOW_RANK.items():
+        if key in used:
+            yield f"{why} ({key}: {used[key]})", OTHER_SETTINGS
+    for key, value in used.items():
+        if key not in KNOWN:
+            does = f"opdcl does not know what {key} does, which it sets to {str(value)[:60]}"
+            yield does, OTHER_SETTINGS
+    if start not in PLAIN_STARTS:
+        yield f"its start was subtracted from its base (init_lora_weights: {start})", OTHER_SETTINGS
+    for name in names:
+        if not ("lora_" in name or EMBEDDINGS.search(name) or "modules_to_save" in used):
+            reason = f"it changes more than linear layers and experts, or not by low rank ({name})"
+            yield reason, OTHER_SETTINGS
+    for key, why in MERGED.items():
+        if key in used:
+            yield f"{why} ({key}: {used[key]})", MERGE_FIRST
+    copies = copied_weights(names)  # these are compared with the base when it is known
+    for name in names:
+        if EMBEDDINGS.search(name) and name not in copies:
+            yield f"it changes embeddings or the head ({name})", MERGE_FIRST
+
+
+def copied_weights(names: Iterable[str]) -> list[str]:
+    """Return which of an adapter's weights are a base's embeddings or head.
+
+    PEFT saves them with an adapter whenever the vocabulary was resized, trained or not.
+    """
+    return [name for name in names if "lora_" not in name and COPIES.search(name)]
+
+
+def faults_of_weights(weights: Mapping[str, torch.Tensor]) -> Faults:
+    """Yield what is wrong with the numbers of an adapter's weights."""
+    if not weights:
+        yield "it has no weights", TRAIN_AGAIN
+    layers: dict[str, bool] = {}
+    for name, weight in weights.items():
+        if not weight.is_floating_point():
+            kind = str(weight.dtype).removeprefix("torch.")
+            yield f"{name} holds numbers of type {kind}, which is none for weights", TRAIN_AGAIN
+        elif not weight.float().isfinite().all():  # which types of eight bits do not have
+            yield f"{name} holds NaN or infinity", TRAIN_AGAIN
+        # The change of a layer is the product of its matrices, so one that is zero is enough.
+        layer = re.sub(r"lora_(embedding_)?[AB]", "lora", name)
+        layers[layer] = layers.get(layer, False) or not weight.float().any()
+    if layers and all(layers.values()):
+        yield "it changes nothing: in each layer one of its matrices is zero", TRAIN_AGAIN
+
+
+@contextlib.contextmanager
+def peft_faults(folder: Path) -> Iterator[None]:
+    """Translate what PEFT raises on an adapter's folder.
+
+    It raises a `ValueError` where its layers have no support for a setting of the adapter.
     """
     from peft.utils.error import NoMatchingPeftModuleError
 
@@ -103,11 +213,11 @@ def peft_faults(folder: Path, problem: str = "", hint: str = OTHER_BASE) -> Iter
     except Exception as fault:
         if is_out_of_memory(fault):
             raise
+        problem, hint = f"adapter {folder} does not fit the base model", OTHER_BASE
+        if isinstance(fault, ValueError) and not isinstance(fault, NoMatchingPeftModuleError):
+            problem, hint = f"PEFT cannot put adapter {folder} onto the base model", OTHER_SETTINGS
         lines = str(fault).strip().splitlines()
         reason = lines[0][:300] if lines else type(fault).__name__
-        if not problem and isinstance(fault, ValueError) and not isinstance(fault, NoMatchingPeftModuleError):
-            problem, hint = f"PEFT cannot put adapter {folder} onto the base model", OTHER_SETTINGS
-        problem = problem or f"adapter {folder} does not fit the base model"
         raise UsageError(f"{problem}: {reason}", hint) from fault
 
 
@@ -117,9 +227,11 @@ def read_lora_config(folder: Path) -> LoraConfig:
     Raises:
         UsageError: The configuration is malformed.
     """
+    from opdcl.model.lora import stored_config
+
     checked_settings(folder)
-    with peft_faults(folder, f"{folder / SETTINGS} cannot be read", COPY_AGAIN):
-        return read_adapter_settings(folder)
+    with peft_faults(folder):
+        return stored_config(folder)
 
 
 def check_on_base(folder: Path, base: ModelConfig) -> list[str]:
@@ -177,17 +289,37 @@ def refuse_misfit(
         return
     held, needed = headers([folder / ADAPTER]), adapted.state_dict()
     in_file = {name.replace(f".{state}.", ".").removesuffix(f".{state}"): name for name in missing}
-    found = Found(
-        missing=[stored for stored in in_file if stored not in held],
-        unexpected=[*unexpected],
-        mismatched=[
-            (stored, held[stored].shape, needed[name].shape)
-            for stored, name in in_file.items()
-            if stored in held
-        ],
-        total=len(held),
-    )
-    refuse_broken(ON_BASE, found, f"adapter {folder} does not fit the base model: ")
+    lacking = [stored for stored in in_file if stored not in held]
+    shapes = [(one, held[one].shape, needed[name].shape) for one, name in in_file.items() if one in held]
+    found = Found(lacking, [*unexpected], shapes, len(held))
+    refuse_first(faults_on_base(found), f"adapter {folder} does not fit the base model: ")
+
+
+# What a name in an adapter's file holds that it should not -> what left it there, and what to do.
+TRACES_IN_ADAPTERS = {
+    "base_model.model.base_model.model.": "PEFT's wrapper was saved twice: take one `base_model.model.` out "
+    "of the names in the file",
+    "pretrained_model.": "TRL's wrapper with a value head was saved too: take `pretrained_model.` out of the "
+    "names in the file",
+    "_orig_mod.": "torch.compile's wrapper was saved too: take `_orig_mod.` out of the names in the file",
+    "_fsdp_wrapped_module.": "FSDP's wrapper was saved too: save the adapter's full state dict",
+    ".default.": "PEFT's name of the adapter was saved too: save it with save_pretrained, or take `.default` "
+    "out of the names in the file",
+    "language_model.": "it was trained on a model with a vision tower: name that one with --base, or take "
+    "`language_model.` out of the names in the file",
+}
+
+
+def faults_on_base(found: Found) -> Faults:
+    """Yield why the weights of an adapter do not fit a base."""
+    if found.unexpected:
+        count = f"{len(found.unexpected)} of its {found.total} weights have no counterpart there"
+        yield f"{count}, such as {found.unexpected[0]}", found.hint(TRACES_IN_ADAPTERS, OTHER_BASE)
+    for name, here, there in found.mismatched[:1]:
+        yield f"{name} is {shown_shape(here)}, and would have to be {shown_shape(there)}", OTHER_BASE
+    if found.missing:
+        count = f"its file lacks {len(found.missing)} of the weights that its settings ask for"
+        yield f"{count}, such as {found.missing[0]}", COPY_AGAIN
 
 
 def _that_change_something(folder: Path, names: Sequence[str]) -> list[str]:
@@ -208,6 +340,8 @@ def stored_weights(base: ModelConfig, names: Sequence[str]) -> dict[str, torch.T
     """
     import torch
     from safetensors import safe_open
+
+    from opdcl.model.hardware import pick_dtype
 
     source, options = model_source(base)
     if not os.path.isdir(source) or "gguf_file" in options:

@@ -221,37 +221,33 @@ class LlamaStep:
         return torch.cat([norm.weight.detach().expand(heads, -1) for norm, heads in norms])
 
     def __call__(self, token_B, position_B, key_BS, cache) -> torch.Tensor:
-        body = self.body
+        body, shape = self.body, self.shape
         h_BH = body.embed_tokens(token_B)
         rotation = body.rotary_emb(h_BH, position_B[:, None])
         bias_BS = torch.zeros_like(key_BS, dtype=h_BH.dtype)
         bias_BS.masked_fill_(key_BS > position_B[:, None], -torch.inf)
         bias_B11S = bias_BS[:, None, None]
         for layer, weight_ND, slots in zip(body.layers, self.head_weights, cache.layers, strict=True):
-            x_BH = rms_norm(h_BH, layer.input_layernorm)
-            self._attend(layer.self_attn, weight_ND, x_BH, h_BH, rotation, bias_B11S, slots)
+            attention, x_BH = layer.self_attn, rms_norm(h_BH, layer.input_layernorm)
+            heads = _products(x_BH, attention.q_proj, attention.k_proj, attention.v_proj)
+            joined = heads[0] if len(heads) == 1 else torch.cat(heads, -1)
+            heads_BND = joined.unflatten(-1, (-1, shape.head_dim))
+            turning_BND, value_BKD = heads_BND.split([shape.heads + shape.kv_heads, shape.kv_heads], 1)
+            if weight_ND is not None:
+                turning_BND = rms_norm(turning_BND, attention.q_norm, weighted=False).mul_(weight_ND)
+            query_BHD, key_BKD = rotated(turning_BND, *rotation).split([shape.heads, shape.kv_heads], 1)
+            keys, values = slots.update(key_BKD[:, :, None], value_BKD[:, :, None])
+            # Query heads that share a key head become its queries, so keys are read once and never repeated.
+            query_BKGD = query_BHD.unflatten(1, (shape.kv_heads, -1))
+            out_BKGD = functional.scaled_dot_product_attention(
+                query_BKGD, keys, values, bias_B11S, scale=attention.scaling
+            )
+            _add_product(h_BH, out_BKGD.flatten(1), attention.o_proj)
             mlp, x_BH = layer.mlp, rms_norm(h_BH, layer.post_attention_layernorm)
             parts = _products(x_BH, mlp.gate_proj, mlp.up_proj)
             gate_BI, up_BI = parts if len(parts) > 1 else parts[0].chunk(2, -1)
             _add_product(h_BH, silu(gate_BI, inplace=True).mul_(up_BI), mlp.down_proj)
         return _products(rms_norm(h_BH, body.norm), self.head)[0]
-
-    def _attend(self, attention, weight_ND, x_BH, h_BH, rotation, bias_B11S, slots) -> None:
-        shape = self.shape
-        heads = _products(x_BH, attention.q_proj, attention.k_proj, attention.v_proj)
-        joined = heads[0] if len(heads) == 1 else torch.cat(heads, -1)
-        heads_BND = joined.unflatten(-1, (-1, shape.head_dim))
-        turning_BND, value_BKD = heads_BND.split([shape.heads + shape.kv_heads, shape.kv_heads], 1)
-        if weight_ND is not None:
-            turning_BND = rms_norm(turning_BND, attention.q_norm, weighted=False).mul_(weight_ND)
-        query_BHD, key_BKD = rotated(turning_BND, *rotation).split([shape.heads, shape.kv_heads], 1)
-        keys, values = slots.update(key_BKD[:, :, None], value_BKD[:, :, None])
-        # Query heads that share a key head become its queries, so keys are read once and never repeated.
-        query_BKGD = query_BHD.unflatten(1, (shape.kv_heads, -1))
-        out_BKGD = functional.scaled_dot_product_attention(
-            query_BKGD, keys, values, bias_B11S, scale=attention.scaling
-        )
-        _add_product(h_BH, out_BKGD.flatten(1), attention.o_proj)
 
 
 def _products(x_BK, *layers) -> list[torch.Tensor]:

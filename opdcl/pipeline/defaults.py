@@ -103,7 +103,8 @@ def resolve_for_machine(workflow: Workflow) -> tuple[Workflow, dict[str, str]]:
     _, open_keys = resolve(workflow, HIDDEN, ALPHA_OVER_R, "cpu")
     if not open_keys and all(model.dtype != "auto" for model in workflow.models()):
         return workflow, {}
-    from opdcl.model.load import EMBEDDED, pick_device, pick_dtype
+    from opdcl.model.hardware import pick_device, pick_dtype
+    from opdcl.model.load import EMBEDDED
 
     device = pick_device()
     # Which precision is faster is measured: each worker for itself could find another one.

@@ -128,8 +128,8 @@ def _check(
 
 def _load(job: Job, manifest: dict[str, Any], output: Output) -> Backbone:
     """Return the model, check that it is the one that the run began with, and add it to the manifest."""
-    from opdcl.model.accept import load_backbone, refuse_changed_copies
-    from opdcl.model.load import pick_device, pick_dtype
+    from opdcl.model.hardware import pick_device, pick_dtype
+    from opdcl.model.load_backbone import load_backbone, refuse_changed_copies
 
     started, config, tuned = time.perf_counter(), job.workflow.model, job.tuned
     models = f"{short_name(tuned.id)} beside {short_name(config.id)}" if tuned else short_name(config.id)

@@ -24,8 +24,8 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.measure.ask import SAMPLING_BATCH, partial_file
 from opdcl.measure.evaluate import LOGIT_BYTES, max_answer_tokens
 from opdcl.model.architecture import architecture
+from opdcl.model.hardware import pick_device, pick_dtype
 from opdcl.model.llama import FAMILY, WIDE, attends_within_rows
-from opdcl.model.load import pick_device, pick_dtype
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Measure, Task, Train

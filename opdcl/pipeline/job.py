@@ -15,8 +15,8 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.shipped import shipped_suites
 from opdcl.config.workflow import Workflow
 from opdcl.data import scoring
-from opdcl.data.conversations import encode_asked
 from opdcl.data.examples import Examples, read_examples
+from opdcl.data.prompts import encode_asked
 from opdcl.data.rows import Row, check_prompts
 from opdcl.pipeline.defaults import named_after, resolve_for_machine, text_config, with_steps
 from opdcl.pipeline.inputs import Inputs
@@ -118,7 +118,7 @@ class Job:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The base model's tokenizer, or that of a tuned model with more tokens."""
-        from opdcl.model.accept import shared_tokenizer
+        from opdcl.model.load_backbone import shared_tokenizer
 
         return shared_tokenizer(self.workflow.model, self.tuned, self.inputs.tokenizer)
 

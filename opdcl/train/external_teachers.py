@@ -20,7 +20,7 @@ from opdcl.config.teacher import TeacherSection
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.architecture import architecture, eos_ids
 from opdcl.model.backbone import Backbone
-from opdcl.model.compatibility import OTHER_FAMILY, PROBES, check_same_tokenizer
+from opdcl.model.check_model import OTHER_FAMILY, PROBES, check_same_tokenizer
 from opdcl.model.distributions import Served, TeacherDistribution, join
 from opdcl.model.forward import answer_states
 from opdcl.model.load import load_base, load_tokenizer

@@ -187,7 +187,7 @@ def serving(backbone, port=0):
 def serving_model(folder):
     """Serve the model in a folder, and return the address."""
     from opdcl.config.model import ModelConfig
-    from opdcl.model.accept import load_backbone
+    from opdcl.model.load_backbone import load_backbone
 
     with serving(load_backbone(ModelConfig(id=str(folder), dtype="float32"))) as server:
         yield server.url

@@ -26,7 +26,7 @@ import os
 import torch
 from opdcl import parallel
 from opdcl.config.workflow import Workflow
-from opdcl.model.load import pick_dtype
+from opdcl.model.hardware import pick_dtype
 from opdcl.pipeline.defaults import resolve_for_machine
 
 is_first = os.environ["RANK"] == "0"

@@ -23,7 +23,7 @@ CLOSURES = {"opdcl.train.recover": (36, 4_621), "opdcl.train.finetune": (31, 3_5
 # Public names of several classes or functions. Target: none.
 SEVERAL_MEANINGS = {
     **dict.fromkeys(("compare", "evaluate", "export", "finetune"), 2),
-    **dict.fromkeys(("join", "read_config", "recover", "to_user_error", "verify"), 2),
+    **dict.fromkeys(("join", "read_config", "recover", "verify"), 2),
 }
 
 # How often one recovery of a fine-tuned run may do what it needs once, or once before and once after it takes

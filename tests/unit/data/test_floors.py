@@ -5,7 +5,7 @@ import json
 import pytest
 
 from opdcl.config.evaluate import EvalConfig
-from opdcl.data.floors import CONSTANT_ANSWER, content_free
+from opdcl.data.own_words import CONSTANT_ANSWER, content_free
 from opdcl.data.suites import load_suite
 
 

@@ -15,7 +15,7 @@ from opdcl.config.shipped import package_folder
 from opdcl.data.similarity import similarity
 from opdcl.data.suites import PER_CONSTRAINT, constraints_of, load_suite
 from opdcl.measure import relevance
-from opdcl.model.accept import load_backbone
+from opdcl.model.load_backbone import load_backbone
 
 ROOT = Path(__file__).parents[3]
 SUITE = package_folder("evals") / "instructions"

@@ -13,9 +13,9 @@ from tokenizers import AddedToken
 from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.model import ModelConfig
 from opdcl.data.chat import check_template, encode_prompt, render, text_ids, with_variables
-from opdcl.data.conversations import encode_turns
 from opdcl.data.examples import read_examples, with_answers
 from opdcl.data.formats import check_row
+from opdcl.data.prompts import encode_turns
 from opdcl.errors import UsageError
 from opdcl.model.load import load_tokenizer
 
@@ -247,12 +247,6 @@ def test_the_thought_of_an_earlier_answer_cannot_be_learned_with_thinking_off():
     (encoded,) = read.encoded
     assert sum(encoded.learned) == len([*"Bob.", "<|im_end|>"])
     assert "1 row has answers that are not learned (first: rows.jsonl:1)" in read.notes[0]
-
-
-def test_the_thought_of_an_earlier_answer_is_refused_where_the_template_leaves_it_out(tokenizer):
-    first = answered("Ada.", reasoning_content="Think.")["messages"]
-    with pytest.raises(UsageError, match=r"rows.jsonl:1: the chat template leaves out the thought"):
-        examples([{"messages": [*first, *answered("Bob.")["messages"]]}], tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from helpers.command import ROOT, opdcl
 from helpers.tiny import make_project
 
 from opdcl.config.evaluate import EvalConfig
-from opdcl.config.load import load
-from opdcl.data.rows import source_files
+from opdcl.config.load import load, validate
+from opdcl.data.sources import source_files
 from opdcl.data.suites import load_suite
 from opdcl.errors import UsageError
 from opdcl.rundir.files import read_json
@@ -214,3 +215,74 @@ def test_the_example_on_the_page_is_measured(folder):
     suite = load_suite(config.retention[0], config, trusted=True)
     scores = suite.scores(suite.documents(None), ["blue", "green", "", "", "", "it is green and blue"])
     assert [*suite.means(scores).values()] == [round(3 / 6, 6)]
+
+
+# Without consent nothing of a task of somebody else's runs, whatever it is made of, and every reader ends.
+
+EVIL = {
+    "task": "evil",
+    "dataset_path": "json",
+    "dataset_kwargs": {"data_files": {"test": "rows.json"}},
+    "test_split": "test",
+    "output_type": "generate_until",
+    "doc_to_text": "{{q}}",
+    "doc_to_target": "{{a}}",
+    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+}
+# Leaves a file behind in the folder in which the test runs.
+SPOILING = "open('RAN', 'w').close()\ndef f(*given): return given\nclass T: pass\n"
+BREAK_OUT = "{{ cycler.__init__.__globals__.os.system('touch RAN') }}"
+
+
+@pytest.fixture
+def spoilt(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "utils.py").write_text(SPOILING)
+    (tmp_path / "rows.json").write_text(json.dumps([{"q": f"Q{i}", "a": "A"} for i in range(3)]))
+    return tmp_path
+
+
+def write(file, text="", **changes):
+    """Write a task; a text that stands in `text` after it is YAML that no value can be written as."""
+    file.write_text(yaml.safe_dump({**EVIL, **changes}) + text)
+    return file
+
+
+WAYS = {
+    "a function": {"text": "process_docs: !function utils.f\n"},
+    "an object of Python": {"text": "metadata: !!python/object/apply:os.mkdir [RAN]\n"},
+    "a name of Python": {"text": "metadata: {a: [1, !!python/name:utils.f ]}\n"},
+    "a function that is included": {"include": "inc.yaml"},
+    "a class as text": {"class": "utils.T"},
+    "a metric of another library": {"metric_list": [{"metric": "./utils.py"}]},
+    "a script as data": {"dataset_path": "./utils.py", "dataset_kwargs": {"trust_remote_code": True}},
+    "a template of the question": {"doc_to_text": BREAK_OUT},
+    "a template of the description": {"description": BREAK_OUT},
+    "nothing": {},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_without_consent_nothing_runs(spoilt, way):
+    (spoilt / "inc.yaml").write_text("process_docs: !function utils.f\n")
+    file = write(spoilt / "task.yaml", **WAYS[way])
+    for place in ([f"{spoilt}/task.yaml"], ["task"]):  # named by the user, and as a run has stored it
+        config = validate({"eval": {"domain": place, "data": {"task": str(file)}}}).eval
+        assert spoilt / "utils.py" in source_files(str(file))  # what plans are made from
+        with pytest.raises(UsageError, match="and a task is code") as caught:
+            load_suite("task", config)
+        assert "--set model.trust_remote_code=true" in caught.value.hint
+    assert not (spoilt / "RAN").exists()
+
+
+def test_without_consent_no_file_of_a_task_is_opened(spoilt):
+    """Names of files are all that a plan needs, so what is in them cannot hold it up."""
+    (spoilt / "task.yaml").write_text("include: [pipe, /dev/zero, task.yaml]\n- " + "[" * 5_000)
+    (spoilt / "huge.yaml").write_text("a: &a [1, 1]\n" * 1_000)
+    os.mkfifo(spoilt / "pipe.yaml")
+    (spoilt / "zero.jsonl").symlink_to("/dev/zero")
+    (spoilt / "circle.yaml").symlink_to("circle.yaml")
+    (spoilt / "linked").symlink_to(spoilt)
+    assert validate({"eval": {"domain": ["task.yaml"]}}).eval.data == {"task": "task.yaml"}
+    names = [file.name for file in source_files(str(spoilt / "task.yaml"))]
+    assert names == ["huge.yaml", "rows.json", "task.yaml", "utils.py"]

@@ -9,7 +9,7 @@ import pytest
 from helpers.command import opdcl
 
 from opdcl.config.evaluate import EvalConfig
-from opdcl.data.floors import CONSTANT_ANSWER
+from opdcl.data.own_words import CONSTANT_ANSWER
 from opdcl.data.stock_tasks import stock_file, stock_names, stock_settings
 from opdcl.data.suites import load_suite
 from opdcl.errors import UsageError
@@ -68,12 +68,6 @@ def test_shuffled_answers_reach_another_prompt_and_another_cluster(tmp_path):
 def test_the_handbooks_three_wordings_of_a_fact_are_one_cluster():
     clusters = [doc["cluster"] for doc in load_suite("handbook").documents(None)]
     assert (len(clusters), {clusters.count(fact) for fact in clusters}) == (504, {3})
-
-
-def test_a_question_without_an_answer_is_no_suite(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"question": "Colour?"}\n')
-    with pytest.raises(UsageError, match=r"rows\.jsonl:1 has no question and answer"):
-        load_suite("own", EvalConfig(data={"own": str(tmp_path / "rows.jsonl")}))
 
 
 def load_file(folder, name, rows, ending="jsonl"):

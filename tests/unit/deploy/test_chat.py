@@ -17,18 +17,19 @@ from opdcl.rundir.layout import RunDir
 
 @pytest.fixture(scope="module")
 def states(tiny_model):
-    return Chat(ModelConfig(id=str(tiny_model), dtype="float32"), {})
+    return Chat(ModelConfig(id=str(tiny_model), dtype="float32"), {}, max_new_tokens=8)
 
 
-def ask(states: Chat, prompt: str, system: str | None = None, temperature: float = 0.0) -> str:
-    return states.answers(prompt, 8, system, temperature, lambda state, text: None)[0]["base"]
+def ask(states: Chat, prompt: str, system: str | None = None) -> str:
+    return states.answers(prompt, system, lambda state, text: None)[0]["base"]
 
 
-def test_a_system_prompt_and_a_temperature_change_the_answer(states):
+def test_a_system_prompt_and_a_temperature_change_the_answer(states, monkeypatch):
     plain = ask(states, "Hello")
     assert ask(states, "Hello") == plain
     assert ask(states, "Hello", system="Answer in French, as a pirate would.") != plain
-    assert ask(states, "Hello", temperature=5.0) != plain
+    monkeypatch.setattr(states, "temperature", 5.0)
+    assert ask(states, "Hello") != plain
 
 
 def test_a_prompt_does_not_see_the_one_before(states):
@@ -38,15 +39,15 @@ def test_a_prompt_does_not_see_the_one_before(states):
 
 
 def test_an_answer_that_reaches_the_limit_is_named_as_cut(states, monkeypatch):
-    text, cut = states.answers("Hello", 8, None, 0.0, lambda state, text: None)
+    text, cut = states.answers("Hello", None, lambda state, text: None)
     assert cut == ["base"]
     ids = states.backbone.tokenizer(text["base"], add_special_tokens=False)["input_ids"]
     monkeypatch.setattr(states.backbone, "eos_ids", [ids[-1]])
-    assert states.answers("Hello", 8, None, 0.0, lambda state, text: None)[1] == []
+    assert states.answers("Hello", None, lambda state, text: None)[1] == []
 
 
 def test_an_answer_can_be_watched_while_it_grows(tuned, tiny_model):
-    both = Chat(ModelConfig(id=str(tiny_model), dtype="float32"), {"adapter": tuned / "tuned"})
+    both = Chat(ModelConfig(id=str(tiny_model), dtype="float32"), {"adapter": tuned / "tuned"}, None, 6)
     current: dict[str, Callable[[], str]] = {}
     seen: list[tuple[str, str]] = []
 
@@ -55,7 +56,7 @@ def test_an_answer_can_be_watched_while_it_grows(tuned, tiny_model):
         seen.append((state, text()))
 
     hook = both.backbone.causal_lm.get_input_embeddings().register_forward_hook(look)
-    answers, _ = both.answers("Hello", 6, None, 0.0, current.__setitem__)
+    answers, _ = both.answers("Hello", None, current.__setitem__)
     hook.remove()
     for state, text in answers.items():
         parts = [part for of_state, part in seen if of_state == state]

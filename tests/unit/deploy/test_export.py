@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import opdcl
 from opdcl.config.model import ModelConfig
 from opdcl.data.chat import render
-from opdcl.deploy.export import copy_adapter, export, write_readme
+from opdcl.deploy.export import Export, copy_adapter, export, write_readme
 from opdcl.deploy.gguf import PROGRAM, SCRIPT, find_converter, modelfile, own_system_prompt
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
 from opdcl.model.load import load_model
@@ -44,9 +44,8 @@ class Report:
 
 def export_of(folder: Path, **given) -> dict:
     """Export the adapter `tuned` of a folder to `out`, merged unless told otherwise."""
-    what = {"source": str(folder / "tuned"), "state": None, "target": folder / "out", "format": "merged"}
-    how = {"outtype": "f16", "converter": None, "check": True, "report": Report()}
-    return export(**what | how | given)
+    what = {"source": str(folder / "tuned"), "target": folder / "out"}
+    return export(Export(**what | given), Report())
 
 
 @pytest.fixture
@@ -232,7 +231,7 @@ def test_an_exported_model_names_no_code_that_was_not_allowed(tuned, tiny_model,
         settings = json.loads((base / name).read_text())
         classes = ["theirs/model--code.C", None] if kind == "AutoTokenizer" else "theirs/model--code.C"
         (base / name).write_text(json.dumps(settings | {"auto_map": {kind: classes}}))
-    export_of(tuned, base_name=str(base))
+    export_of(tuned, base=str(base))
     written = [file.read_text() for file in (tuned / "out").glob("*.json")]
     assert len(written) >= 3
     assert not [text for text in written if "theirs" in text]
@@ -240,7 +239,7 @@ def test_an_exported_model_names_no_code_that_was_not_allowed(tuned, tiny_model,
 
 def test_a_model_folder_is_not_exported_again(tiny_model, tmp_path):
     with pytest.raises(UsageError, match="is a model folder: it holds no adapter") as caught:
-        export(str(tiny_model), None, tmp_path / "out", "merged", "f16", None, True, Report())
+        export(Export(str(tiny_model), tmp_path / "out"), Report())
     assert "--base BASE" in caught.value.hint
     assert not (tmp_path / "out").exists()
 

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from opdcl.config.evaluate import EvalConfig
 from opdcl.data.chat import encode_prompt
-from opdcl.data.conversations import encode_turns
 from opdcl.data.formats import check_row
+from opdcl.data.prompts import encode_turns
 from opdcl.errors import OpdclError, UsageError
 from opdcl.measure import ask as asking
 from opdcl.measure import distance

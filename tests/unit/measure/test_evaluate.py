@@ -7,7 +7,7 @@ from helpers.recovering import Counting, Silent, forget_texts, write_tuned
 from lm_eval.api.instance import Instance
 
 from opdcl.config.evaluate import EvalConfig
-from opdcl.data.floors import CONSTANT_ANSWER
+from opdcl.data.own_words import CONSTANT_ANSWER
 from opdcl.data.suites import load_suite
 from opdcl.errors import UsageError
 from opdcl.measure import relevance

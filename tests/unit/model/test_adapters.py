@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from opdcl.config.model import ModelConfig
 from opdcl.errors import OpdclError, UsageError
-from opdcl.model.accept import accept_adapter
 from opdcl.model.adapters import base_of, find_adapter
-from opdcl.model.check_adapter import check_on_base
+from opdcl.model.check_adapter import check_adapter, check_on_base
+from opdcl.model.check_model import INDEX, weight_files
+from opdcl.model.load_backbone import accept_adapter
 from opdcl.rundir.files import read_json
 
 
@@ -86,9 +87,8 @@ def test_an_adapter_that_changes_more_is_refused_with_the_reason(settings, reaso
         find_adapter(str(adapter))
 
 
-def edit(adapter, change):
-    weights = change(load_file(adapter / "adapter_model.safetensors"))
-    save_file(weights, adapter / "adapter_model.safetensors")
+def edit(folder, change, name="adapter_model.safetensors"):
+    save_file(change(load_file(folder / name)), folder / name, metadata={"format": "pt"})
 
 
 EMBEDDINGS = "base_model.model.model.embed_tokens.weight"
@@ -309,3 +309,73 @@ def test_the_base_is_the_one_that_the_adapter_names(made, tiny_model):
     with pytest.raises(UsageError, match="does not name its base") as refused:
         base_of("mine", adapter)
     assert "--base" in refused.value.hint
+
+
+# Between an adapter, its own base, and the one that it is put on.
+
+
+@pytest.fixture
+def adapter(made, tiny_model, tmp_path):
+    """An adapter of a copy of the tiny model, `base`."""
+    shutil.copytree(tiny_model, tmp_path / "base")
+    folder = made(r=3, target_modules=["q_proj", "up_proj"])
+    return setting(folder, base_model_name_or_path=str(tmp_path / "base"))
+
+
+def test_a_base_is_compared_by_its_contents_where_both_are_here(adapter, tiny_model, tmp_path):
+    base = ModelConfig(id=str(tiny_model), dtype="float32")
+    assert check_on_base(adapter, base) == [], "a copy under another name"
+    edit(tmp_path / "base", lambda t: t | {"model.norm.weight": torch.zeros(48)}, "model.safetensors")
+    (note,) = check_on_base(adapter, base)
+    assert f"was trained on {tmp_path / 'base'}, whose weights are not those of {tiny_model}" in note
+    setting(adapter, base_model_name_or_path="acme/tiny-bnb-4bit")
+    assert check_on_base(adapter, base) == [
+        f"adapter {adapter} names acme/tiny-bnb-4bit as its base, and is put on {tiny_model}"
+    ]
+
+
+@pytest.mark.parametrize("task", ["SEQ_CLS", "TOKEN_CLS", "FEATURE_EXTRACTION", "SEQ_2_SEQ_LM"])
+def test_an_adapter_of_another_task_is_refused_with_and_without_its_head(adapter, task):
+    setting(adapter, task_type=task)
+    for head in ({}, {"base_model.model.score.weight": torch.zeros(1, 48)}):
+        edit(adapter, lambda t, head=head: t | head)
+        with pytest.raises(UsageError, match=f"another task .task_type: {task}"):
+            check_adapter(adapter)
+        setting(adapter, modules_to_save=["score"])
+
+
+@pytest.mark.parametrize(
+    ("prefix", "wrapper"),
+    [("base_model.model.", "PEFT's wrapper was saved twice"), ("pretrained_model.", "TRL's wrapper")],
+)
+def test_a_wrapper_in_the_names_is_named(adapter, tiny_model, prefix, wrapper):
+    edit(adapter, lambda tensors: {prefix + name: t for name, t in tensors.items()})
+    with pytest.raises(UsageError) as refused:
+        check_on_base(adapter, ModelConfig(id=str(tiny_model), dtype="float32"))
+    assert refused.value.hint.startswith(wrapper)
+
+
+def test_biases_of_mergekit_are_left_out_where_they_are_zero(adapter, tiny_model):
+    base = ModelConfig(id=str(tiny_model), dtype="float32")
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias"
+    edit(adapter, lambda tensors: tensors | {name: torch.zeros(48)})
+    check_adapter(adapter)
+    assert check_on_base(adapter, base) == []
+    edit(adapter, lambda tensors: tensors | {name: torch.ones(48)})
+    with pytest.raises(UsageError, match="1 of its 9 weights have no counterpart there"):
+        check_on_base(adapter, base)
+
+
+def test_two_sets_of_weights_are_refused(tiny_model, tmp_path):
+    folder = shutil.copytree(tiny_model, tmp_path / "stale")
+    one, shard = folder / "model.safetensors", folder / "model-00001-of-00001.safetensors"
+    index = {"weight_map": {"lm_head.weight": one.name}}
+    (folder / INDEX).write_text(json.dumps(index))
+    assert weight_files(folder, "stale") == [one]
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": shard.name}}))
+    assert weight_files(folder, "stale") == [one], "the index of files that are not here"
+    shutil.copy(one, shard)
+    with pytest.raises(UsageError, match="holds two sets of weights"):
+        weight_files(folder, "stale")
+    one.unlink()
+    assert weight_files(folder, "stale") == [shard]

@@ -10,9 +10,9 @@ from peft import LoraConfig, PeftModel
 
 from opdcl.config.lora import LoraSection
 from opdcl.config.model import ModelConfig
-from opdcl.model.accept import load_backbone
-from opdcl.model.adapters import adapter_scale, check_adapter, find_adapter
-from opdcl.model.check_adapter import check_on_base
+from opdcl.model.adapters import adapter_scale, find_adapter
+from opdcl.model.check_adapter import check_adapter, check_on_base
+from opdcl.model.load_backbone import load_backbone
 from opdcl.model.lora import adapter_weights, lora_config
 from opdcl.rundir.files import read_json
 from opdcl.train.stage import save_adapter

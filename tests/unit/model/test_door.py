@@ -4,7 +4,6 @@ import ast
 import json
 import shutil
 import socket
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,14 +14,11 @@ from huggingface_hub import close_session, constants
 from opdcl import hub
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
-from opdcl.model import adapter_door
 from opdcl.model.load import load_model, load_tokenizer, read_config, skeleton
 
 # What reads a model or an adapter from a folder or from the Hub, in transformers and PEFT.
 READERS = {"from_pretrained", "from_config", "load_peft_weights", "pipeline"}
-DOORS = {"opdcl/model/door.py", "opdcl/model/adapter_door.py"}
-# A model without weights, made of a configuration that the door has read.
-OTHER_PLACES = {("opdcl/model/load.py", "from_config")}
+DOORS = {"opdcl/model/load.py", "opdcl/model/backbone.py", "opdcl/model/lora.py"}
 
 
 def calls(source: str) -> list[ast.Call]:
@@ -50,7 +46,7 @@ def test_nothing_is_read_beside_the_door_and_code_is_allowed_or_not_in_words():
         place = file.relative_to(ROOT).as_posix()
         for call in calls(file.read_text()):
             seen += 1
-            if place not in DOORS and (place, name_of(call)) not in OTHER_PLACES:
+            if place not in DOORS:
                 elsewhere.append(f"{place}:{call.lineno}")
             is_auto = ast.unparse(call.func).startswith("Auto")
             if is_auto and "trust_remote_code" not in {word.arg for word in call.keywords}:
@@ -104,18 +100,15 @@ def test_a_hub_model_with_an_adapter_is_refused(both, tmp_path, monkeypatch):
     assert "hf download owner/both --exclude 'adapter_*' --local-dir FOLDER" in refused.value.hint
 
 
-def test_an_adapter_put_onto_a_model_has_no_dropout_as_first_and_as_second(loaded, both):
+def test_an_adapter_put_onto_a_model_has_no_dropout_as_first_and_as_second(backbone, both):
     settings = json.loads((both / "adapter_config.json").read_text()) | {"lora_dropout": 0.5}
     (both / "adapter_config.json").write_text(json.dumps(settings))
-    model, _ = adapter_door.put_adapter(loaded.causal_lm, Path(both), "student", trainable=True)
-    model, _ = adapter_door.put_adapter(model, Path(both), "second", trainable=True)
-    try:
-        ids = torch.arange(40, 60)[None]
-        assert torch.equal(model.train()(ids).logits, model.eval()(ids).logits)
-        learned = [name for name, weight in model.named_parameters() if weight.requires_grad]
-        assert {name.split(".")[-2] for name in learned} == {"student", "second"}
-    finally:
-        model.unload()
+    for state in ("student", "second"):
+        model = backbone.load_adapter(both, state, trainable=True)
+    ids = torch.arange(40, 60)[None]
+    assert torch.equal(model.train()(ids).logits, model.eval()(ids).logits)
+    learned = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert {name.split(".")[-2] for name in learned} == {"student", "second"}
 
 
 def test_a_tokenizer_beside_an_adapter_is_read(both):

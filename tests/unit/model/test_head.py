@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
-from opdcl.model.head import refuse_unsupported
+from opdcl.model.check_model import refuse_unsupported
 from opdcl.model.load import check_model
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}

@@ -11,13 +11,14 @@ import torch
 
 from opdcl.config.model import ModelConfig
 from opdcl.errors import EnvironmentFault
-from opdcl.model import precision
-from opdcl.model.load import EMBEDDED, embedded_folder, load_tokenizer, pick_dtype, stored_dtype
+from opdcl.model import hardware
+from opdcl.model.hardware import pick_dtype
+from opdcl.model.load import EMBEDDED, embedded_folder, load_tokenizer, stored_dtype
 from opdcl.rundir.hashes import damage, seal
 
 
 @pytest.mark.parametrize(
-    ("capability", "hardware", "seconds", "dtype"),
+    ("capability", "units", "seconds", "dtype"),
     [
         ("AVX512", True, 0.5, "bfloat16"),
         ("AVX512", True, 0.95, "float32"),  # not clearly faster
@@ -28,22 +29,22 @@ from opdcl.rundir.hashes import damage, seal
     ],
 )
 def test_a_processor_computes_in_bfloat16_only_if_torch_uses_its_units_and_they_are_faster(
-    monkeypatch, capability, hardware, seconds, dtype
+    monkeypatch, capability, units, seconds, dtype
 ):
     """`seconds` are those of a pass in bfloat16, where one in float32 takes a second."""
-    precision.trains_faster_in_bfloat16.cache_clear()
-    monkeypatch.setattr(precision, "_seconds_of_a_pass", {torch.float32: 1.0, torch.bfloat16: seconds}.get)
+    hardware.trains_faster_in_bfloat16.cache_clear()
+    monkeypatch.setattr(hardware, "_seconds_of_a_pass", {torch.float32: 1.0, torch.bfloat16: seconds}.get)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: hardware)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: units)
     assert pick_dtype("auto") == dtype
     assert pick_dtype("bfloat16") == "bfloat16"
-    precision.trains_faster_in_bfloat16.cache_clear()
+    hardware.trains_faster_in_bfloat16.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_pass_is_timed_with_its_backward_half(dtype):
-    assert 0 < precision._seconds_of_a_pass(dtype) < 10
+    assert 0 < hardware._seconds_of_a_pass(dtype) < 10
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from opdcl.config.model import ModelConfig
 from opdcl.deploy.serve import serve_command
 from opdcl.errors import EnvironmentFault, UsageError
 from opdcl.model import quantized
-from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
 from opdcl.model.forward import answer_states
 from opdcl.model.llama import decodes_as_llama
+from opdcl.model.load_backbone import load_backbone
 from opdcl.pipeline.forecast import forecast
 from opdcl.pipeline.job import Job
 from opdcl.rundir.files import read_json, write_json

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from opdcl.config.lora import LoraSection
 from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError
-from opdcl.model.accept import load_backbone
 from opdcl.model.adapters import start_files, tuned_model
+from opdcl.model.load_backbone import load_backbone
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.sampling.sample import sample
 from opdcl.train.stage import save_adapter

@@ -19,8 +19,8 @@ from opdcl.config.teacher import TeacherSection
 from opdcl.data.suites import load_suite
 from opdcl.errors import OpdclError, UsageError
 from opdcl.measure.evaluate import Asking, write_answers
-from opdcl.model.accept import load_backbone
 from opdcl.model.distributions import HiddenStates, TopTokens, join
+from opdcl.model.load_backbone import load_backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.sampling.server import KEY, _key_of, check_access
 from opdcl.train.external_teachers import (

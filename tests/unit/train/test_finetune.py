@@ -19,7 +19,7 @@ from opdcl.data.chat import encode_prompt
 from opdcl.data.examples import read_examples, with_answers
 from opdcl.data.rows import Row, load_rows
 from opdcl.errors import OpdclError
-from opdcl.model.accept import load_backbone
+from opdcl.model.load_backbone import load_backbone
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import StageDir
 from opdcl.train.finetune import finetune, planned_steps

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import TeacherSection
 from opdcl.errors import UsageError
-from opdcl.model.compatibility import check_same_tokenizer, differences
+from opdcl.model.check_model import check_same_tokenizer, differences
 from opdcl.model.distributions import HiddenStates
 from opdcl.model.lora import adapter_weights
 from opdcl.rundir.files import read_jsonl

@@ -1,10 +1,14 @@
-"""What a folder of rows or documents holds: the files to read, the parts of a data set, and what is left out.
+"""Where rows come from: a shipped set, a file, a folder of files of one kind, or a Hub dataset.
 
-A part is what `datasets` calls a split: the rows to train on, for validation, or to test with.
+A folder may hold parts of a data set, which `datasets` calls splits: the rows to train on, for validation, or
+to test with.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import json
 import os
 import re
 import tempfile
@@ -12,9 +16,23 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from opdcl.config.shipped import split_part
-from opdcl.data.files import DOCUMENTS, READERS, format_ending, is_regular, read_document
-from opdcl.errors import UsageError, listed
+from opdcl.config.own_tasks import is_task_file
+from opdcl.config.shipped import SHIPPED_DATA, package_folder, split_part
+from opdcl.data.files import (
+    BATCH,
+    DOCUMENTS,
+    READERS,
+    PlacedRows,
+    format_ending,
+    is_regular,
+    read_document,
+    read_file,
+    rows_of,
+)
+from opdcl.data.formats import Row
+from opdcl.data.stock_tasks import task_files
+from opdcl.errors import UsageError, listed, nearest, nearest_path
+from opdcl.hub import Repository, parse, snapshot
 
 # Words in the names of files and folders -> the part of a data set that they name.
 PART_OF = {
@@ -28,6 +46,119 @@ ABOUT_ROWS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "s
 FOREIGN = ("node_modules", "_build", "__pycache__", "site-packages")
 
 
+def read_source(source: str, split: str) -> PlacedRows:
+    """Yield the rows of a source as they are written, each with its place; `split` is a part of a set.
+
+    Raises:
+        UsageError: There is no such source, or it cannot be read.
+    """
+    if repository := on_hub(source):
+        yield from _hub(source, repository, split)
+    elif not _is_here(source):
+        hint = f"a file, a folder, a Hub id as owner/name@revision, or one of: {', '.join(SHIPPED_DATA)}"
+        if near := nearest_path(source) or nearest(source, SHIPPED_DATA, 0.8):
+            hint = f"did you mean {near}?"
+        raise UsageError(f"data {source!r} does not exist", hint)
+    elif source in SHIPPED_DATA:
+        yield from _shipped(source, split)
+    else:
+        folder = list_folder(source)
+        for file in folder.files if folder else [Path(source)]:
+            yield from read_file(file)
+
+
+def _shipped(source: str, split: str) -> PlacedRows:
+    files = _shipped_files(source)
+    rows = itertools.chain.from_iterable(map(read_file, files))
+    if source == "everyday":
+        for row, where in rows:
+            if row["split"] == split:
+                yield row, where
+    elif source.startswith("requests"):
+        # Every beginning of the file has all groups of prompts.
+        yield from itertools.islice(rows, 40 if source == "requests_quick" else None)
+    else:
+        documents = None
+        if "/" in source:
+            parts = json.loads(files[0].with_name("parts.json").read_text(encoding="utf-8"))
+            documents = parts[source.partition("/")[2]]
+        for fact, where in rows:
+            if documents is None or fact["document"] in documents:
+                for question in fact["train"]:
+                    yield {"question": question, "answer": fact["answer"]}, where
+
+
+def _hub(source: str, repository: Repository, split: str) -> PlacedRows:
+    from datasets import disable_progress_bars, load_dataset
+
+    disable_progress_bars()
+    folder = snapshot(repository)
+    try:
+        # From the cached files, not by id: offline, `datasets` would take the version it has seen last.
+        dataset = load_dataset(str(folder), repository.subset, split=split)
+    except Exception as fault:  # datasets raises a dozen kinds; each means that its files are unusable
+        hint = f"owner/name:subset names a subset; check that it has a split {split!r}"
+        raise UsageError(f"dataset {source!r} cannot be read: {str(fault)[:200]}", hint) from fault
+    tables = dataset.with_format("arrow").iter(BATCH)
+    rows = (row for table in tables for row in rows_of(table))
+    for number, row in enumerate(rows, 1):
+        yield row, f"{source} row {number}"
+
+
+def is_shipped(row: Row) -> bool:
+    """Return whether a row is one of the shipped everyday prompts or requests."""
+    files = [*_shipped_files("everyday"), *_shipped_files("requests")]
+    return row.where.startswith(tuple(f"{file}:" for file in files))
+
+
+@functools.cache
+def _shipped_files(source: str) -> list[Path]:
+    name, evals = source.partition("/")[0], package_folder("evals")
+    requests = [evals / "closeness" / file for file in ("prompts.jsonl", "conversations.jsonl")]
+    files = {
+        "handbook": [evals / "handbook" / "facts.jsonl"],
+        "contradictions": [evals / "contradictions" / "facts.json"],
+        "requests": requests,
+        "requests_quick": requests[:1],
+    }
+    return files.get(name) or [package_folder("workflows") / "data" / f"{name}.jsonl"]
+
+
+def source_files(source: str) -> list[Path]:
+    """Return the local files behind a source; none for a Hub set."""
+    if source in SHIPPED_DATA:
+        return _shipped_files(source)
+    if is_task_file(source) and os.path.isfile(source):
+        return task_files(Path(source))
+    if folder := list_folder(source):
+        return folder.files
+    return [Path(source)] if os.path.isfile(source) else []
+
+
+def left_out(source: str) -> str:
+    """Name what a folder of rows or documents holds and is not read; "" if nothing."""
+    folder = list_folder(source)
+    if not (folder and folder.left_out):
+        return ""
+    return f"{source}: {len(folder.left_out)} left out: {listed(folder.left_out)}"
+
+
+def pinned(source: str) -> str:
+    """Return a source as it is recorded: a Hub set with the commit that is read, any other by its name."""
+    dataset = on_hub(source)
+    return f"{source.partition('@')[0]}@{snapshot(dataset).name}" if dataset else source
+
+
+def on_hub(source: str) -> Repository | None:
+    """Return the Hub dataset that a source names. A name with a file ending is one only with a revision."""
+    is_file_name = Path(source).suffix and "@" not in source
+    return None if _is_here(source) or is_file_name else parse("dataset", source)
+
+
+def _is_here(source: str) -> bool:
+    return source in SHIPPED_DATA or os.path.exists(split_part(source)[0])
+
+
 @dataclass(frozen=True)
 class Folder:
     """The files of a folder that are read, in order, and the names of everything else in it."""
@@ -36,8 +167,10 @@ class Folder:
     left_out: list[str]
 
 
-def list_folder(source: str) -> Folder:
+def list_folder(source: str) -> Folder | None:
     """Return the files to read of a folder, or of `FOLDER@PART`: documents, or files of rows of one format.
+
+    None is returned for a source that is no folder.
 
     Hidden files and folders are left out, and so are files with other endings, pipes and devices. If a README
     names the parts of a folder, as on the Hub, the part `train` is read unless another one is named.
@@ -47,6 +180,8 @@ def list_folder(source: str) -> Folder:
     """
     name, part = split_part(source)
     folder = Path(name)
+    if source in SHIPPED_DATA or not os.path.isdir(folder):
+        return None
     files, left_out = _walk(folder)
     parts = _parts_of_card(folder, files)
     if parts:
