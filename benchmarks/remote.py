@@ -49,14 +49,14 @@ from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
 from opdcl.results.intervals import mean
 from opdcl.rundir.files import read_json, read_jsonl
-from opdcl.rundir.layout import RunDir, StageDir
+from opdcl.rundir.layout import RunDir
 from opdcl.sampling.sample import sample
 from opdcl.sampling.server import Server
 from opdcl.train.external_teachers import ServedStudent, reach_server
+from opdcl.train.loop import StageReport
 from opdcl.train.losses import GradedTokens, token_losses
 from opdcl.train.provide import provided
 from opdcl.train.recover import recover
-from opdcl.train.stage import StageReport
 from opdcl.train.teachers import Teacher
 from opdcl.words import Loss, Rollout
 
@@ -188,7 +188,7 @@ def compare_teachers(served: Served, options: argparse.Namespace, folder: Path) 
             **{"max_new_tokens": 48, "domain_max_new_tokens": 12, "micro_batch_tokens": 2048},
             **{"validate_every": options.steps, "validation_prompts": 4, "keep": "last", "health": False},
         )
-        began, out = time.monotonic(), StageDir(folder / told.name.replace(" ", "-"))
+        began, out = time.monotonic(), RunDir(folder / told.name.replace(" ", "-")).stage(1, "recover")
         source = read_recovery_source(config)
         prompts = encode_prompts(config, source, backbone.tokenizer, backbone.context_length)
         with provided(config, source, prompts, backbone, out, told.note) as more:

@@ -314,7 +314,7 @@ class OwnLoop:
     def __init__(self, config: RecoverConfig, backbone: Backbone, queue: RolloutQueue, learner: Learner):
         self.model, self.queue, self.learner = backbone.peft, queue, learner
         self.recovery = SimpleNamespace(queue=queue, learner=learner)
-        self.optimizer = StudentOptimizer(backbone, config)
+        self.optimizer = StudentOptimizer(backbone, config.steps, float(config.learning_rate))
 
     def add_callback(self, callback: Any) -> None:
         self.callback = callback

@@ -20,12 +20,11 @@ from opdcl.data.chat import answer_text
 from opdcl.model.backbone import Backbone
 from opdcl.model.forward import answer_states
 from opdcl.rundir.files import read_jsonl, write_atomic, write_json
-from opdcl.rundir.hashes import adapter_hash
-from opdcl.rundir.identity import Identity
+from opdcl.rundir.hashes import Identity, adapter_hash
 from opdcl.rundir.layout import RunDir
 from opdcl.train.cost import peak_memory
 from opdcl.train.learner import micro_batches
-from opdcl.train.stage import StageReport, counter
+from opdcl.train.loop import StageReport, counter
 from opdcl.words import Example, Prompt, Rollout
 
 # The number of prompts whose answers are drawn together, in the order of the questions. A sample depends on a

@@ -52,8 +52,8 @@ from opdcl.rundir.files import RESTORE, read_jsonl
 from opdcl.rundir.layout import RunDir
 from opdcl.train.answer_cache import CompletionCache
 from opdcl.train.cost import reset_peak_memory
+from opdcl.train.loop import StageReport, counted
 from opdcl.train.losses import chunks, forward_kl, reverse_kl
-from opdcl.train.stage import StageReport, counted
 from opdcl.train.teachers import Teacher
 from opdcl.words import Example, Rollout
 

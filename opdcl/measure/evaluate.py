@@ -39,12 +39,12 @@ from opdcl.measure.ask import (
     store,
 )
 from opdcl.model.backbone import Backbone, State
-from opdcl.rundir.identity import Identity
+from opdcl.rundir.hashes import Identity
 from opdcl.rundir.layout import RunDir
 from opdcl.train.answer_cache import CompletionCache
 from opdcl.train.cost import reset_peak_memory
 from opdcl.train.external_teachers import reach_own_model
-from opdcl.train.stage import StageReport, counter
+from opdcl.train.loop import StageReport, counter
 from opdcl.train.teachers import Teacher
 from opdcl.words import Prompt, Rollout
 

@@ -37,13 +37,11 @@ from opdcl.pipeline.stage_record import (
 from opdcl.pipeline.trackers import Tracking, scores
 from opdcl.results.origins import SET_ASIDE
 from opdcl.rundir import seals
-from opdcl.rundir.environment import machine_of, versions
 from opdcl.rundir.files import now, write_atomic, write_json
 from opdcl.rundir.hashes import adapter_hash
-from opdcl.rundir.identity import weights_of_base
-from opdcl.rundir.layout import STATE_OF, RunDir, StageDir
+from opdcl.rundir.layout import STATE_OF, RunDir, machine_of, versions, weights_of_base
 from opdcl.rundir.lock import locked
-from opdcl.rundir.records import StageRecord, read_metrics
+from opdcl.rundir.stage import StageDir, StageRecord, read_metrics
 from opdcl.sanitize import redact
 from opdcl.signals import as_interrupts
 from opdcl.version import __version__

@@ -25,8 +25,8 @@ from opdcl.model.distributions import Served, TeacherDistribution, join
 from opdcl.model.forward import answer_states
 from opdcl.model.load import load_base, load_tokenizer
 from opdcl.sampling.server import Server
+from opdcl.train.checkpoints import save_adapter
 from opdcl.train.losses import token_logprobs
-from opdcl.train.stage import save_adapter
 from opdcl.train.teachers import Teacher
 from opdcl.words import Prompt, Rollout
 

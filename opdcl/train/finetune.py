@@ -22,22 +22,17 @@ from opdcl.config.section import LARGEST
 from opdcl.errors import UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.model.lora import describe_adapter
-from opdcl.rundir.layout import StageDir
-from opdcl.rundir.records import read_metrics
-from opdcl.train.learner import Learner, mean_loss
-from opdcl.train.replay import finetune_streams, interleave, lay_out, let_base_write, read_by_base
-from opdcl.train.stage import (
+from opdcl.rundir.stage import StageDir, read_metrics
+from opdcl.train.checkpoints import (
     CHECKPOINTS,
-    LONGEST_GRADIENT,
-    Interruption,
-    Schedule,
-    StageLog,
-    StageReport,
     last_checkpoint,
     refuse_changed_base,
     save_adapter,
     seal_with_records,
 )
+from opdcl.train.learner import Learner, mean_loss
+from opdcl.train.loop import LONGEST_GRADIENT, Interruption, Schedule, StageLog, StageReport
+from opdcl.train.replay import finetune_streams, interleave, lay_out, let_base_write, read_by_base
 from opdcl.train.teachers import SAMPLED, Completions, Teacher
 from opdcl.words import Batch, Example, Rollout
 

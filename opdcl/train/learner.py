@@ -23,8 +23,8 @@ from opdcl.model.distributions import HiddenStates, TeacherDistribution, join
 from opdcl.model.forward import Pass, answer_ids, answer_states, pick_pass
 from opdcl.model.hardware import is_out_of_memory, release
 from opdcl.sampling.sample import MISMATCH_RATIO
+from opdcl.train.loop import Clock, is_finite
 from opdcl.train.losses import GradedTokens, TokenLosses, imitation_losses, missed_ends, token_losses
-from opdcl.train.stage import Clock, is_finite
 from opdcl.train.teachers import Teacher, Teachers, by_teacher
 from opdcl.words import Batch, Example, Loss, Rollout, StreamName, Weighting
 

@@ -10,7 +10,7 @@ from opdcl.data.chat import check_turn_end
 from opdcl.data.prompts import RecoverySource
 from opdcl.model.adapters import find_adapter
 from opdcl.model.backbone import Backbone
-from opdcl.rundir.layout import StageDir
+from opdcl.rundir.stage import StageDir
 from opdcl.train.answer_cache import CompletionCache
 from opdcl.train.external_teachers import ServedStudent, make_teacher, reach_own_model
 from opdcl.train.reward import Reward

@@ -24,14 +24,13 @@ from opdcl.model.lora import describe_adapter
 from opdcl.repetition import repetition
 from opdcl.rundir.files import folder_appears_whole, write_atomic, write_json
 from opdcl.rundir.hashes import SEAL, damage, seal
-from opdcl.rundir.layout import StageDir
-from opdcl.rundir.records import read_metrics
+from opdcl.rundir.stage import StageDir, read_metrics
 from opdcl.sampling.sample import pick_engine
-from opdcl.train.checkpoints import Checkpoints, StudentOptimizer
+from opdcl.train.checkpoints import Checkpoints, StudentOptimizer, last_checkpoint, save_adapter, step_of
 from opdcl.train.learner import Learner, Sums, kl_by_teacher, mean_loss
+from opdcl.train.loop import Interruption, StageLog, StageReport
 from opdcl.train.rollouts import RolloutQueue
 from opdcl.train.schedule import plan_steps
-from opdcl.train.stage import Interruption, StageLog, StageReport, last_checkpoint, save_adapter, step_of
 from opdcl.train.start import Start, put_at_start
 from opdcl.train.teachers import EmaTeacher, Provided, Teacher, Teachers, teacher_here
 from opdcl.train.validation import (
@@ -120,7 +119,7 @@ def learn(recovery: Recovery) -> None:
     """
     config, queue, learner, log = recovery.config, recovery.queue, recovery.learner, recovery.log
     clock = learner.clock
-    optimizer = StudentOptimizer(learner.backbone, config)
+    optimizer = StudentOptimizer(learner.backbone, config.steps, float(config.learning_rate))
     moving = [t.state for t in learner.all_teachers if isinstance(t, EmaTeacher)]
     states, parts = ["student", *moving], (optimizer, queue, learner)
     checkpoints = Checkpoints(learner.backbone, states, parts, log.out)

@@ -16,7 +16,7 @@ from opdcl.model.backbone import Backbone
 from opdcl.model.hardware import is_out_of_memory, release
 from opdcl.rundir.files import read_jsonl, write_atomic
 from opdcl.train.learner import Learner
-from opdcl.train.stage import StageReport, counted, endless
+from opdcl.train.loop import StageReport, counted, endless
 from opdcl.train.teachers import SAMPLED, Completions, Teacher
 from opdcl.words import Batch, Example, Loss, Prompt, Rollout, Stream, StreamName
 

@@ -15,8 +15,8 @@ from opdcl import parallel
 from opdcl.config.recover import PROMPTS_OF_START, RecoverConfig
 from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
+from opdcl.train.loop import StageReport, counted
 from opdcl.train.schedule import prompt_order, sampled_together
-from opdcl.train.stage import StageReport, counted
 from opdcl.train.teachers import IN_WORDS, OnFinished, Provided, Teachers, by_teacher
 from opdcl.words import STREAMS, Author, Batch, Example, Prompt, Rollout, Step, StreamName
 

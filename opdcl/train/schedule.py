@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from opdcl.config.recover import RecoverConfig
-from opdcl.train.stage import endless
+from opdcl.train.loop import endless
 from opdcl.words import STREAMS, Step, StreamName
 
 # A batch of this many sequences leaves little of the hardware idle; the student's go stale as it learns.

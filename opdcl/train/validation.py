@@ -6,7 +6,7 @@ student's own, because drift shows there first.
 Signs that a recovery goes wrong while its loss looks fine: a held-out KL that has risen far above the start's
 halts the run. The student's own answers are compared with base's and tuned's: when they first go wrong, the
 learning rate is halved, the next time the run halts. The best adapter is kept either way. A step that is not
-finite is another sign, which `opdcl.train.stage` reacts to.
+finite is another sign, which `opdcl.train.loop` reacts to.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from opdcl.config.recover import NO_WORSE, RecoverConfig
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import State
 from opdcl.repetition import distinct, repetition
-from opdcl.rundir.records import read_metrics
+from opdcl.rundir.stage import read_metrics
 from opdcl.train.checkpoints import StudentOptimizer
 from opdcl.train.learner import Graded, Learner, kl_by_teacher
+from opdcl.train.loop import StageLog, StageReport, counted
 from opdcl.train.rollouts import RolloutQueue, converse, teacher_name, turns_of
-from opdcl.train.stage import StageLog, StageReport, counted
 from opdcl.train.start import KL_NOISE
 from opdcl.train.teachers import IN_WORDS, Teacher, Teachers
 from opdcl.words import STREAMS, Prompts, Rollout, StreamName

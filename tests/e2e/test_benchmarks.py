@@ -124,7 +124,7 @@ def test_engines_agree_on_greedy_answers(script, call):
 def test_the_tail_counts_short_and_far_answers_of_base_and_of_an_adapter(script, call, tmp_path):
     from opdcl.config.finetune import LoraSection
     from opdcl.config.model import ModelConfig
-    from opdcl.train.stage import save_adapter
+    from opdcl.train.checkpoints import save_adapter
 
     tail = script("tail")
     backbone = tail.load_backbone(ModelConfig())

@@ -10,14 +10,15 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.data.prompts import encode_prompts, read_recovery_source
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
-from opdcl.rundir.layout import StageDir
+from opdcl.rundir.stage import StageDir
 from opdcl.train.answer_cache import texts_folder
+from opdcl.train.checkpoints import save_adapter
 from opdcl.train.learner import Learner
+from opdcl.train.loop import StageReport
 from opdcl.train.provide import provided
 from opdcl.train.recover import recover
 from opdcl.train.rollouts import RolloutQueue
 from opdcl.train.schedule import plan_steps
-from opdcl.train.stage import StageReport, save_adapter
 from opdcl.train.teachers import Provided, Teacher
 from opdcl.words import Batch, Prompt
 

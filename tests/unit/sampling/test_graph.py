@@ -16,7 +16,7 @@ from opdcl.model.architecture import architecture
 from opdcl.sampling import decode
 from opdcl.sampling.decoder import COLUMNS, STEPS, Decoder, Layout, bucket, draw
 from opdcl.sampling.sample import default_rows, graphs_agree, pick_engine, sample
-from opdcl.train.stage import save_adapter
+from opdcl.train.checkpoints import save_adapter
 from opdcl.words import Prompt
 
 # What each family adds to the plain decoder: windows, norms of queries and keys, soft caps, biases, sinks.

@@ -12,7 +12,7 @@ from helpers.scripts import load_script
 
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
-from opdcl.rundir.layout import StageDir
+from opdcl.rundir.stage import StageDir
 from opdcl.train import answer_cache
 from opdcl.train.answer_cache import CompletionCache, texts_folder
 from opdcl.train.external_teachers import SecondModel

@@ -8,9 +8,9 @@ from helpers.recovering import PROMPT, Notes, make_trainer, recover_rows, short_
 
 from opdcl.config.lora import LoraSection
 from opdcl.model.backbone import Backbone
-from opdcl.rundir.layout import StageDir
+from opdcl.rundir.stage import StageDir
+from opdcl.train.checkpoints import save_adapter
 from opdcl.train.rollouts import RolloutQueue
-from opdcl.train.stage import save_adapter
 from opdcl.train.teachers import Provided
 from opdcl.words import Prompt, Step
 

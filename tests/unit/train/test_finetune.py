@@ -21,7 +21,7 @@ from opdcl.data.rows import Row, load_rows
 from opdcl.errors import OpdclError
 from opdcl.model.accept import load_backbone
 from opdcl.rundir.files import read_jsonl
-from opdcl.rundir.layout import StageDir
+from opdcl.rundir.stage import StageDir
 from opdcl.train.finetune import finetune, planned_steps
 from opdcl.train.learner import Learner, mean_loss
 from opdcl.train.replay import finetune_streams, interleave, lay_out

@@ -11,8 +11,8 @@ from opdcl.data.chat import check_turn_end
 from opdcl.errors import OpdclError, UsageError
 from opdcl.repetition import distinct, repetition
 from opdcl.rundir.files import read_jsonl
-from opdcl.rundir.layout import StageDir
-from opdcl.train.stage import StageLog
+from opdcl.rundir.stage import StageDir
+from opdcl.train.loop import StageLog
 from opdcl.train.validation import ResponseStats, check_kl, check_responses, response_sign
 from opdcl.words import Prompt, Rollout
 

@@ -12,7 +12,7 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.data.prompts import read_recovery_source
 from opdcl.data.rows import load_rows
 from opdcl.rundir.files import read_jsonl
-from opdcl.rundir.layout import StageDir
+from opdcl.rundir.stage import StageDir
 from opdcl.train.start import SCALES, WEIGHTS_OF_GENERAL, distance_left
 from opdcl.train.validation import NO_WORSE, Measurement, Milestones
 

@@ -6,7 +6,7 @@ import pytest
 from helpers.recovering import PROMPT, make_trainer
 
 from opdcl.config.lora import LoraSection
-from opdcl.train.stage import save_adapter
+from opdcl.train.checkpoints import save_adapter
 from opdcl.train.teachers import Teacher
 from opdcl.words import Prompt
 

@@ -13,9 +13,9 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import TeacherSection
 from opdcl.errors import UsageError
 from opdcl.rundir.files import read_jsonl
-from opdcl.rundir.layout import StageDir
+from opdcl.rundir.stage import StageDir
+from opdcl.train.checkpoints import save_adapter
 from opdcl.train.external_teachers import make_teacher
-from opdcl.train.stage import save_adapter
 from opdcl.train.teachers import Teacher
 
 

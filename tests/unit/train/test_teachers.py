@@ -16,7 +16,7 @@ from opdcl.model.compatibility import check_same_tokenizer, differences
 from opdcl.model.distributions import HiddenStates
 from opdcl.model.lora import adapter_weights
 from opdcl.rundir.files import read_jsonl
-from opdcl.rundir.layout import StageDir
+from opdcl.rundir.stage import StageDir
 from opdcl.train.external_teachers import make_teacher
 from opdcl.train.losses import GradedTokens, token_losses
 from opdcl.train.teachers import EmaTeacher, Teacher, teacher_here
