@@ -565,7 +565,7 @@ class Step:
             uniform_NT = torch.full((len(ahead), max(lengths)), 0.5)
             for row, length in enumerate(ahead):
                 uniform_NT[row, length - 1 :] = 0.0
-            with mock.patch("opdcl.sampling.decode.torch.rand", return_value=uniform_NT):
+            with mock.patch("opdcl.sampling.sample.torch.rand", return_value=uniform_NT):
                 return plain(prompts, **options)
 
         with mock.patch.object(queue.student, "complete", complete):

@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opdcl.config.lora import LoraSection
 from opdcl.model.architecture import architecture
-from opdcl.sampling import decode
 from opdcl.sampling.decoder import COLUMNS, STEPS, Decoder, Layout, bucket, draw
-from opdcl.sampling.sample import default_rows, graphs_agree, pick_engine, sample
+from opdcl.sampling.sample import _KEPT, default_rows, graphs_agree, pick_engine, sample
 from opdcl.train.checkpoints import save_adapter
 from opdcl.words import Prompt
 
@@ -106,13 +105,13 @@ def test_buffers_serve_later_calls_until_the_weights_move(backbone):
     options = {"max_new_tokens": 6, "eos_ids": [2], "temperature": 0}
     with backbone.merged("base") as model:
         base = ids(sample(model, PROMPTS, engine="graph", **options))
-        first = decode._KEPT[model]
+        first = _KEPT[model]
         assert ids(sample(model, PROMPTS[:4], engine="graph", **options)) == base[:4]
-        assert decode._KEPT[model] is first
+        assert _KEPT[model] is first
     with backbone.merged("student") as model:
         tuned = ids(sample(model, PROMPTS, engine="graph", **options))
         assert tuned == ids(sample(model, PROMPTS, engine="slab", **options)) != base
-        assert decode._KEPT[model] is not first
+        assert _KEPT[model] is not first
 
 
 def test_an_adapter_that_is_switched_on_is_not_left_out(backbone):
@@ -135,7 +134,7 @@ def test_kept_sums_stay_where_a_graph_expects_them(backbone):
             layer.lora_B["student"].weight.data.normal_()
         with backbone.merged(state) as model:
             kept = sample(model, PROMPTS, max_new_tokens=6, eos_ids=[2], temperature=0, engine="graph")
-            places.append(decode._KEPT[model])
+            places.append(_KEPT[model])
         backbone.merged_weights, sums = None, backbone.merged_weights
         with backbone.merged(state) as model:
             fresh = sample(model, PROMPTS, max_new_tokens=6, eos_ids=[2], temperature=0, engine="slab")
@@ -211,7 +210,7 @@ def test_a_broken_batch_leaves_nothing_to_the_next(backbone):
     model = backbone.causal_lm
     options = {"max_new_tokens": 6, "eos_ids": [2], "seed": 1}
     sound = ids(sample(model, PROMPTS, engine="graph", **options))
-    for layer in decode._KEPT[model].cache.layers:
+    for layer in _KEPT[model].cache.layers:
         layer.keys.fill_(torch.nan)
     assert ids(sample(model, PROMPTS, engine="graph", **options)) == sound
 
@@ -375,7 +374,7 @@ def test_out_of_memory_halves_the_rows_and_changes_no_token(backbone, monkeypatc
     assert ids(found) == ids(expected)
     assert "out of memory while sampling: 4 sequences at once instead of 9" in caplog.text
     if engine == "graph":  # buffers for nine are not kept
-        assert decode._KEPT[backbone.causal_lm].rows < 9
+        assert _KEPT[backbone.causal_lm].rows < 9
 
 
 def test_one_sequence_that_does_not_fit_is_a_fault(backbone, monkeypatch):
