@@ -30,8 +30,8 @@ from opdcl.data.examples import encode_row
 from opdcl.data.rows import load_rows
 from opdcl.model.accept import load_backbone
 from opdcl.model.lora import adaptable
+from opdcl.train.finetune import lay_out
 from opdcl.train.loop import LONGEST_GRADIENT, Schedule
-from opdcl.train.replay import lay_out
 from opdcl.words import Example
 
 EPOCHS, BATCH, WARM_UP = 4, 16, 0.05

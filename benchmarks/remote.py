@@ -52,10 +52,9 @@ from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import RunDir
 from opdcl.sampling.sample import sample
 from opdcl.sampling.server import Server
-from opdcl.train.external_teachers import ServedStudent, reach_server
+from opdcl.train.external_teachers import ServedStudent, provided, reach_server
 from opdcl.train.loop import StageReport
 from opdcl.train.losses import GradedTokens, token_losses
-from opdcl.train.provide import provided
 from opdcl.train.recover import recover
 from opdcl.train.teachers import Teacher
 from opdcl.words import Loss, Rollout

@@ -162,7 +162,7 @@ class Rollout:
         return self.prompt.ids
 
     @property
-    def said(self) -> list[int]:
+    def message(self) -> list[int]:
         """The completion without the id that ends it, as it stands before a later turn."""
         return self.completion_ids[: -1 if self.finished else None]
 

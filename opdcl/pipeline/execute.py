@@ -313,8 +313,8 @@ class Session:
     def _learn(self, name: str, stage: StageDir, line: StageLine) -> None:
         """Recover or fine-tune, and write the adapter into the stage's folder."""
         from opdcl.train.answer_cache import CompletionCache
+        from opdcl.train.external_teachers import provided
         from opdcl.train.finetune import finetune
-        from opdcl.train.provide import provided
         from opdcl.train.recover import recover
 
         job, workflow, backbone = self.job, self.job.workflow, self.backbone

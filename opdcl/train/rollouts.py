@@ -27,19 +27,19 @@ TURN_SEED = 7_000_003
 Talk = list[Rollout]
 
 
-def converse(prompts: Sequence[Prompt], write: Callable[..., list[Rollout]], seed: int) -> list[Talk]:
+def converse(prompts: Sequence[Prompt], complete: Callable[..., list[Rollout]], seed: int) -> list[Talk]:
     """Return the answers to each prompt, turn by turn; one that does not end is the last of its conversation.
 
-    `write` answers prompts, given the seed of the turn.
+    `complete` answers prompts, given the seed of the turn.
     """
     talks: list[Talk] = [[] for _ in prompts]
     asked = dict(enumerate(prompts))
     while asked:
-        for i, rollout in zip(asked, write([*asked.values()], seed=seed), strict=True):
+        for i, rollout in zip(asked, complete([*asked.values()], seed=seed), strict=True):
             talks[i].append(rollout)
         seed += TURN_SEED
         going_on = [i for i in asked if talks[i][-1].finished and len(talks[i]) < prompts[i].turns]
-        asked = {i: prompts[i].after([rollout.said for rollout in talks[i]]) for i in going_on}
+        asked = {i: prompts[i].after([rollout.message for rollout in talks[i]]) for i in going_on}
     return talks
 
 
@@ -67,7 +67,7 @@ class RolloutQueue:
         self.student, self.reward, self.completions = provided.student, provided.reward, provided.completions
         self.teachers, self.report = teachers, report
         self.drawn: dict[StreamName, dict[int, Talk]] = {s: {} for s in STREAMS if not self._is_dynamic(s)}
-        """What frozen teachers wrote and steps will learn from, by stream and number of the prompt."""
+        """Frozen teachers' answers that steps will learn from, by stream and number of the prompt."""
         self.unasked = 0
         """How many turns were not asked, because an answer before them did not end."""
         self._ahead: dict[int, list[Rollout]] = {}
@@ -91,19 +91,19 @@ class RolloutQueue:
         return any(teacher.is_dynamic for teacher in self.teachers[stream].values())
 
     def first_domain_texts(self) -> list[Rollout]:
-        """Return what the domain's frozen teacher writes to the prompts of the first domain steps."""
+        """Return the frozen teacher's answers to the prompts of the first domain steps."""
         size = len(self.prompts["domain"])
         order = prompt_order(self.config, "domain", size)
         numbers = list(islice(order, min(PROMPTS_OF_START["domain"], size)))
-        return self._write_once("domain", numbers, 0, self.config.seed + 9)
+        return self._sample_once("domain", numbers, 0, self.config.seed + 9)
 
     def _draw_once(self, index: int) -> list[Example]:
-        """Return the texts of step `index`; those not written yet are written first."""
+        """Return the frozen teacher's answers for step `index`; those not there yet are sampled first."""
         step = self.steps[index]
         if any(number not in self.drawn[step.stream] for number in step.prompts):
             batch = sampled_together(self.config, self.steps, index, dynamic=False)
             asked = [number for i in batch for number in self.steps[i].prompts]
-            self._write_once(step.stream, asked, index, self._seed(index))
+            self._sample_once(step.stream, asked, index, self._seed(index))
         drawn = self.drawn[step.stream]
         examples = []
         for number in step.prompts:
@@ -112,19 +112,19 @@ class RolloutQueue:
                 examples.append(rollout.to_example(f"{step.stream}/{number}/{turn}" if recurs else ""))
         return examples
 
-    def _write_once(self, stream: StreamName, numbers: list[int], index: int, seed: int) -> list[Rollout]:
-        """Return the texts of these prompts; before step `index`, those not written yet are written."""
+    def _sample_once(self, stream: StreamName, numbers: list[int], index: int, seed: int) -> list[Rollout]:
+        """Return the answers to these prompts; before step `index`, those not there yet are sampled."""
         drawn = self.drawn[stream]
         missing = [number for number in dict.fromkeys(numbers) if number not in drawn]
         if missing:
-            texts = self._write_by_teacher(stream, [self.prompts[stream][n] for n in missing], seed)
+            prompts = [self.prompts[stream][number] for number in missing]
             left = [s for s in self.steps[index:] if s.stream == stream and not s.on_policy]
             times = Counter(number for s in left for number in s.prompts)
-            drawn |= zip(missing, texts, strict=True)
-            for number in missing:
-                for text in drawn[number]:
-                    text.recurs = times[number] > 1
-        return [text for number in numbers for text in drawn[number]]
+            for number, talk in zip(missing, self._generate(stream, prompts, seed, False), strict=True):
+                drawn[number] = talk
+                for rollout in talk:
+                    rollout.recurs = times[number] > 1
+        return [rollout for number in numbers for rollout in drawn[number]]
 
     def _seed(self, index: int) -> int:
         return self.config.seed * 1_000_003 + index
@@ -133,38 +133,18 @@ class RolloutQueue:
         """Sample step `index` and the next ones of its kind; return whether its completions are fresh."""
         step = self.steps[index]
         batch = sampled_together(self.config, self.steps, index, self._is_dynamic(step.stream))
-        write = self._write_by_student if step.on_policy else self._write_by_teacher
-        rest = iter(write(step.stream, self._prompts(batch), self._seed(index)))
+        prompts = [self.prompts[step.stream][number] for i in batch for number in self.steps[i].prompts]
+        rest = iter(self._generate(step.stream, prompts, self._seed(index), step.on_policy))
         for i in batch:
             self._ahead[i] = [*chain(*islice(rest, len(self.steps[i].prompts)))]
             if self._is_rewarded(step.stream):
                 self.reward.judge(self._ahead[i])
         return step.on_policy and self.config.on_policy.temperature == 1
 
-    def _write_by_teacher(self, stream: StreamName, prompts: list[Prompt], seed: int) -> list[Talk]:
-        finished = self._when_finished(teacher_name(self.config, stream), stream, turns_of(prompts))
-        talks = self.write(prompts, stream, seed, self.teachers[stream], finished)
-        self.unasked += turns_of(prompts) - len([*chain(*talks)])
-        return talks
-
-    def _write_by_student(self, stream: StreamName, prompts: list[Prompt], seed: int) -> list[Talk]:
-        finished = self._when_finished(IN_WORDS["student"], stream, turns_of(prompts))
-        limit, temperature = self.config.limit(stream), self.config.on_policy.temperature
-        write = partial(self.student.complete, max_new_tokens=limit, temperature=temperature)
-        talks = converse(prompts, partial(write, on_finished=finished), seed)
-        self.unasked += turns_of(prompts) - len([*chain(*talks)])
-        return talks
-
-    def _prompts(self, batch: list[int]) -> list[Prompt]:
-        steps = [self.steps[i] for i in batch]
-        return [self.prompts[step.stream][number] for step in steps for number in step.prompts]
-
-    def _is_rewarded(self, stream: StreamName) -> bool:
-        return self.reward is not None and stream == "general"
-
-    def _when_finished(self, name: str, stream: StreamName, total: int) -> OnFinished:
-        """Return what takes the completions that have ended: it counts them, and has them graded ahead."""
-        count = counted(self.report, f"{name} answers", total)
+    def _generate(self, stream: StreamName, prompts: list[Prompt], seed: int, on_policy: bool) -> list[Talk]:
+        """Let the student complete prompts if `on_policy`, else their teachers; have answers graded ahead."""
+        name = IN_WORDS["student"] if on_policy else teacher_name(self.config, stream)
+        count = counted(self.report, f"{name} answers", turns_of(prompts))
 
         def finished(rollouts: list[Rollout]) -> None:
             count(rollouts)
@@ -174,9 +154,19 @@ class RolloutQueue:
             for name, positions in by_teacher(r.prompt.teacher for r in rollouts).items():
                 self.teachers[stream][name].prefetch([rollouts[i] for i in positions])
 
-        return finished
+        if on_policy:
+            limit, temperature = self.config.limit(stream), self.config.on_policy.temperature
+            answer = partial(self.student.complete, max_new_tokens=limit, temperature=temperature)
+            talks = converse(prompts, partial(answer, on_finished=finished), seed)
+        else:
+            talks = self.teachers_answers(prompts, stream, seed, self.teachers[stream], finished)
+        self.unasked += turns_of(prompts) - len([*chain(*talks)])
+        return talks
 
-    def write(
+    def _is_rewarded(self, stream: StreamName) -> bool:
+        return self.reward is not None and stream == "general"
+
+    def teachers_answers(
         self,
         prompts: Sequence[Prompt],
         stream: StreamName,
@@ -186,11 +176,17 @@ class RolloutQueue:
     ) -> list[Talk]:
         """Let each prompt's own teacher complete it, in its context and at temperature 1.
 
-        An answer that is given with the prompt takes the place of the teacher's.
+        An answer that is given with the prompt, cut at the maximum length, takes the place of the teacher's.
         """
         limit = self.config.limit(stream)
         if prompts and prompts[0].answer is not None:
-            return [[rollout] for rollout in self._given(prompts, limit, on_finished)]
+            rollouts = []
+            for prompt in prompts:
+                given = (prompt.answer or [])[:limit]
+                rollouts.append(Rollout(prompt, given, finished=given[-1] in self.student.backbone.eos_ids))
+            if on_finished:
+                on_finished(list(parallel.my_share(rollouts)))
+            return [[rollout] for rollout in rollouts]
         options = {"max_new_tokens": limit, "on_finished": on_finished}
 
         def complete(asked: list[Prompt], seed: int) -> list[Rollout]:
@@ -204,16 +200,6 @@ class RolloutQueue:
             return rollouts
 
         return converse(prompts, complete, seed)
-
-    def _given(self, prompts: Sequence[Prompt], limit: int, on_finished: OnFinished | None) -> list[Rollout]:
-        """Return the answers that are given with the prompts, cut at the maximum length."""
-        rollouts = []
-        for prompt in prompts:
-            answer = (prompt.answer or [])[:limit]
-            rollouts.append(Rollout(prompt, answer, finished=answer[-1] in self.student.backbone.eos_ids))
-        if on_finished:
-            on_finished(list(parallel.my_share(rollouts)))
-        return rollouts
 
     def save(self, folder: Path) -> None:
         """Write into a checkpoint the completions that are still needed."""

@@ -203,7 +203,7 @@ class HeldOut:
                 continue
             teachers, name = self._frozen_teachers(stream), teacher_name(self.config, stream)
             count = counted(self.report, f"{name} answers", turns_of(prompts))
-            talks = self.queue.write(prompts, stream, self.config.seed + 7, teachers, count)
+            talks = self.queue.teachers_answers(prompts, stream, self.config.seed + 7, teachers, count)
             rollouts = [*itertools.chain(*talks)]
             grades = counted(self.report, f"{name} reads answers", len(rollouts))
             loss = self.queue.streams[stream].loss
@@ -262,8 +262,8 @@ class HeldOut:
         # As a teacher does: at temperature 1, and up to the length of base's answers.
         limit, seed = self.config.limit("general"), self.config.seed + 8
         count = counted(self.report, f"{name} answers", turns_of(prompts))
-        write = partial(self.queue.student.complete, max_new_tokens=limit, on_finished=count)
-        rollouts = [*itertools.chain(*converse(prompts, write, seed))]
+        complete = partial(self.queue.student.complete, max_new_tokens=limit, on_finished=count)
+        rollouts = [*itertools.chain(*converse(prompts, complete, seed))]
         reader = teacher_name(self.config, "general")
         grades = counted(self.report, f"{reader} reads answers", len(rollouts))
         loss, teachers = self.queue.streams["general"].loss, self._frozen_teachers("general")
@@ -278,9 +278,9 @@ class HeldOut:
         number, question = next(self.questions)
         backbone, texts = self.learner.backbone, {"prompt": question}
         for state, words in IN_WORDS.items():
-            writer = self.queue.student if state == "student" else Teacher(backbone, state)
+            model = self.queue.student if state == "student" else Teacher(backbone, state)
             greedy = {"max_new_tokens": SHOWN_TOKENS, "seed": 0, "temperature": 0.0}
-            (rollout,) = writer.complete([self.asked[number]], **greedy)
+            (rollout,) = model.complete([self.asked[number]], **greedy)
             name = words.removeprefix("the ")
             texts[name] = backbone.tokenizer.decode(rollout.completion_ids, skip_special_tokens=True)
         self.report.texts(texts)
@@ -325,15 +325,14 @@ class Sign:
 def response_sign(own: ResponseStats, teachers: Sequence[ResponseStats]) -> Sign | None:
     """Return what is wrong with the student's answers, given how base and tuned write; None if nothing is."""
     looped = max(teacher.repetition for teacher in teachers) + REPETITION_EXCESS
-    if own.repetition > looped:
-        return Sign("repetition", own.repetition, looped, LOWER_RATE)
     longest = LENGTH_GROWTH * max(teacher.length for teacher in teachers)
-    if own.length > longest:
-        return Sign("answer length", own.length, longest, CHECK_ENDS)
-    truncated, most = 1 - own.ended, 1 - min(teacher.ended for teacher in teachers) + TRUNCATED_EXCESS
-    if truncated > most:
-        return Sign("share of truncated answers", truncated, most, CHECK_ENDS)
-    return None
+    cut_off = 1 - min(teacher.ended for teacher in teachers) + TRUNCATED_EXCESS
+    signs = (
+        Sign("repetition", own.repetition, looped, LOWER_RATE),
+        Sign("answer length", own.length, longest, CHECK_ENDS),
+        Sign("share of truncated answers", 1 - own.ended, cut_off, CHECK_ENDS),
+    )
+    return next((sign for sign in signs if sign.value > sign.bound), None)
 
 
 def check_kl(log: StageLog, step: int, before: float, after: float) -> None:
@@ -348,31 +347,22 @@ def check_kl(log: StageLog, step: int, before: float, after: float) -> None:
         raise _halt(log, step, reason, LOWER_RATE)
 
 
-def check_responses(
-    log: StageLog,
-    step: int,
-    own: ResponseStats,
-    teachers: Sequence[ResponseStats],
-    optimizer: StudentOptimizer,
-) -> None:
-    """Judge how the student writes, and halve the learning rate for the first bad sign of the run.
+def check_responses(log: StageLog, step: int, sign: Sign | None, optimizer: StudentOptimizer) -> None:
+    """Halve the learning rate for the first bad sign of the run in how the student writes.
 
     An interrupted run remembers by its metrics what it had seen.
 
     Raises:
         OpdclError: There is a bad sign, and the rate has been halved before.
     """
-    sign = response_sign(own, teachers)
     if sign is None:
         return
-    was_halved = any(
-        row.get("health", {}).get("action") == RATE_HALVED for row in read_metrics(log.out.metrics)
-    )
-    action = "halted" if was_halved else RATE_HALVED
+    seen = [row["health"]["action"] for row in read_metrics(log.out.metrics) if "health" in row]
+    action = "halted" if RATE_HALVED in seen else RATE_HALVED
     health = {"sign": sign.name, "value": sign.value, "bound": sign.bound, "action": action}
     log.write({"step": step, "health": health})
     log.report.note(f"step {step}: {sign}: {action}")
-    if was_halved:
+    if action == "halted":
         raise _halt(log, step, str(sign), sign.hint)
     optimizer.halve_rate()
 

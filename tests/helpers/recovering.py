@@ -13,9 +13,9 @@ from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.stage import StageDir
 from opdcl.train.answer_cache import texts_folder
 from opdcl.train.checkpoints import save_adapter
+from opdcl.train.external_teachers import provided
 from opdcl.train.learner import Learner
 from opdcl.train.loop import StageReport
-from opdcl.train.provide import provided
 from opdcl.train.recover import recover
 from opdcl.train.rollouts import RolloutQueue
 from opdcl.train.schedule import plan_steps

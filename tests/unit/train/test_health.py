@@ -72,7 +72,8 @@ def watch(tmp_path, answers):
     out, optimizer = StageDir(tmp_path / "stage"), Rate()
     out.path.mkdir(parents=True, exist_ok=True)
     for step, own in enumerate(answers, 1):
-        check_responses(StageLog(Silent(), out, 9), step, own, [BASE, TUNED], optimizer)
+        sign = response_sign(own, [BASE, TUNED])
+        check_responses(StageLog(Silent(), out, 9), step, sign, optimizer)
     return optimizer.rate, [row for row in read_jsonl(out.metrics) if "health" in row]
 
 
