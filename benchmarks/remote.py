@@ -44,7 +44,7 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
 from opdcl.data.prompts import encode_prompts, encode_stream, read_recovery_source
 from opdcl.data.suites import load_suite
-from opdcl.measure.evaluate import evaluate
+from opdcl.measure.evaluate import Asking, evaluate
 from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
 from opdcl.results.intervals import mean
@@ -289,8 +289,8 @@ def answers(
     config = workflow.eval.model_copy(update={"server": ServerSection(url=place), "limit": limit})
     record = {"role": "control", "model": {"id": workflow.model.id}}
     began, out, adapter = time.monotonic(), RunDir(folder / "run"), run.adapters().get(state)
-    report = Told(f"{suite} {state}")
-    evaluate(config, load_suite(suite, config), backbone, state, out, record, report, adapter)
+    asking = Asking(config, backbone, out, state, suite, Told(f"{suite} {state}"), adapter, record)
+    evaluate(asking, load_suite(suite, config))
     seconds = round(time.monotonic() - began, 1)
     rows = {r["doc_id"]: r for r in read_jsonl(out.eval_samples(state, suite))}
     stored = {r["doc_id"]: r for r in read_jsonl(run.eval_samples(state, suite)) if r["doc_id"] in rows}

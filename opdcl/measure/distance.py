@@ -22,34 +22,21 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from opdcl import parallel
-from opdcl.config.evaluate import CLOSENESS, EvalConfig
+from opdcl.config.evaluate import CLOSENESS
 from opdcl.data.conversations import encode_asked
 from opdcl.data.formats import Row
 from opdcl.data.suites import mean_score
 from opdcl.errors import OpdclError, UsageError
-from opdcl.measure.ask import (
-    SEED,
-    AnswerStates,
-    Question,
-    Stored,
-    ask,
-    partial_file,
-    provenance,
-    read_states,
-    said,
-    store,
-)
+from opdcl.measure.ask import SEED, AnswerStates, Asking, Question, Stored, ask, message, read_states, store
 from opdcl.model.backbone import Backbone, State
 from opdcl.model.distributions import HiddenStates, rows_at_once, shared_rows
 from opdcl.rundir.files import RESTORE, read_jsonl
-from opdcl.rundir.layout import RunDir
 from opdcl.train.answer_cache import CompletionCache
 from opdcl.train.cost import reset_peak_memory
 from opdcl.train.loop import StageReport, counted
@@ -62,22 +49,14 @@ from opdcl.words import Example, Rollout
 BASE_HIDDEN_STATES = WeakKeyDictionary[Backbone, dict[int, tuple[list[Example], AnswerStates]]]()
 
 
-def measure_closeness(
-    config: EvalConfig,
-    asked: Sequence[Row],
-    backbone: Backbone,
-    state: str,
-    run: RunDir,
-    record: Stored,
-    report: StageReport,
-    adapter: Path | None = None,
-) -> Stored:
-    """Measure one state's distance from base; write samples and result, and return the result.
+def measure_closeness(asking: Asking, asked: Sequence[Row]) -> Stored:
+    """Measure a state's distance from base; write samples and result, and return the result.
 
-    Base is measured first: the other states need its answers. The arguments are those of `evaluate`.
+    Base is measured first: the other states need its answers.
     """
     started = time.perf_counter()
     reset_peak_memory()
+    config, backbone, run, report = asking.config, asking.backbone, asking.run, asking.report
     limit = config.closeness_tokens
     room = backbone.context_length - limit
     encoded = encode_asked(asked, backbone.tokenizer, room, limit)
@@ -88,36 +67,34 @@ def measure_closeness(
     # All first turns, then all second ones: an answer's draws depend on its place.
     turns = sorted((turn, i) for i, prompt in enumerate(prompts) for turn in range(prompt.turns))
     of_base: list[Example] = []
-    if adapter:
+    if asking.adapter:
         base_file = run.eval_samples("base", CLOSENESS)
         answers = read_jsonl(base_file)
         if len(answers) != len(turns):
             raise UsageError(f"{base_file} lacks answers of base", RESTORE)
         known = dict(zip(turns, answers, strict=True))
         for turn, i in turns:
-            prompt = prompts[i].after([said(known[earlier, i]) for earlier in range(turn)])
+            prompt = prompts[i].after([message(known[earlier, i]) for earlier in range(turn)])
             of_base.append(Example.of(prompt.ids, known[turn, i]["completion_ids"]))
         read = partial(_state_rows, backbone, report, of_base)
     else:
         others = [prompts[paired_prompt(i, len(prompts))].ids for _, i in turns]
         read = partial(_base_rows, backbone, report, others)
 
-    texts = CompletionCache(backbone)
-    writer = Teacher(backbone, "student" if adapter else "base")
-    decode = partial(texts.complete, writer, batch_size=int(config.batch_size))
+    model = Teacher(backbone, asking.state)
+    decode = partial(CompletionCache(backbone).complete, model, batch_size=int(config.batch_size))
     texts_read = [example.ids for example in of_base]
-    origin = provenance(backbone, adapter, [config.batch_size, limit, [*map(vars, prompts)], texts_read])
+    origin = asking.provenance([config.batch_size, limit, [*map(vars, prompts)], texts_read])
     # By number: a prompt that comes twice has two answers.
     questions = []
     for turn, i in turns:
         *before, key = (f"{origin} {i} {number}" for number in range(turn + 1))
         questions.append(Question(prompts[i], limit, key, tuple(before)))
-    partial_rows = partial_file(run, state, CLOSENESS)
-    rows = ask(questions, backbone, decode, partial_rows, report, batch_size=None, seed=SEED, read=read)
-    samples = _samples(asked, turns, rows, is_base=not adapter)
+    rows = ask(asking, questions, decode, batch_size=None, seed=SEED, read=read)
+    samples = _samples(asked, turns, rows, is_base=not asking.adapter)
     scores = [sample["scores"] for sample in samples]
     metrics = {name: mean_score([one[name] for one in scores]) for name in scores[0]}
-    return store(run, record, state, CLOSENESS, samples, metrics, floor={}, started=started)
+    return store(asking, samples, metrics, floor={}, started=started)
 
 
 def _base_rows(

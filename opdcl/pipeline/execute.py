@@ -329,6 +329,7 @@ class Session:
 
     def _measure(self, task: Measure) -> None:
         """Measure one state on one suite, or its closeness to base."""
+        from opdcl.measure.ask import Asking
         from opdcl.measure.distance import measure_closeness
         from opdcl.measure.evaluate import evaluate
 
@@ -343,14 +344,14 @@ class Session:
         model = {"id": job.workflow.model.id, "adapter_sha256": digest}
         record = {"role": task.role, "model": model, "fingerprint": task.fingerprint}
         with self.times.timed(task.label), self.output.stage(task.label, self.times.progress) as line:
+            asking = Asking(config, backbone, run, state, task.suite, line, adapter, record)
             if task.suite == CLOSENESS:
-                asked = job.closeness
-                result = measure_closeness(config, asked, backbone, state, run, record, line, adapter)
+                result = measure_closeness(asking, job.closeness)
             else:
                 suite = job.suite(task.suite)
                 if config.server and suite.generative:
                     model["decoded"] = "on a server"
-                result = evaluate(config, suite, backbone, state, run, record, line, adapter)
+                result = evaluate(asking, suite)
             metric = result["metric"]
             line.note(f"{metric} {result['metrics'][metric]:.3f} (n = {result['n']})")
 

@@ -37,7 +37,8 @@ class StopAt(Silent):
 
 
 def measure(backbone, run, state="base", adapter=None, config=CONFIG, asked=ASKED, report=None):
-    result = measure_closeness(config, asked, backbone, state, run, {}, report or Silent(), adapter)
+    place = asking.Asking(config, backbone, run, state, "closeness", report or Silent(), adapter)
+    result = measure_closeness(place, asked)
     return result, read_jsonl(run.eval_samples(state, "closeness"))
 
 

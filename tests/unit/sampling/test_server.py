@@ -21,7 +21,8 @@ from opdcl.errors import OpdclError, UsageError
 from opdcl.measure.evaluate import Asking, write_answers
 from opdcl.model.accept import load_backbone
 from opdcl.model.distributions import HiddenStates, TopTokens, join
-from opdcl.rundir.files import read_jsonl
+from opdcl.rundir.files import read_jsonl, write_atomic
+from opdcl.rundir.layout import RunDir
 from opdcl.sampling.server import KEY, _key_of, check_access
 from opdcl.train.external_teachers import (
     RemoteTeacher,
@@ -533,8 +534,8 @@ def test_an_evaluation_on_a_server_gives_the_local_answers(backbone, tuned, else
     with serving(elsewhere) as server:
         for place in (None, {"url": server.url}):
             config = EvalConfig(max_new_tokens=8, server=place, batch_size=320)
-            partial = tuned / f"partial-{place is None}"
-            asking = Asking(backbone, tuned / "tuned" if adapted else None, config, partial, Silent())
+            run, adapter = RunDir(tuned / f"run-{place is None}"), tuned / "tuned" if adapted else None
+            asking = Asking(config, backbone, run, "state", "suite", Silent(), adapter)
             answers.append([answer["response"] for answer in write_answers(asking, requests)])
     assert answers[0] == answers[1]
     assert len(set(answers[0])) > 1
@@ -546,19 +547,17 @@ def test_a_sampled_evaluation_on_a_server_draws_the_same_again_also_after_an_int
 ):
     monkeypatch.setattr("opdcl.measure.ask.SAMPLING_BATCH", 2)
     drawn, greedy = (load_suite(name) for name in ("instructions_sampled", "instructions"))
-    answers = []
 
-    def written(suite, file):
-        asking = Asking(backbone, None, config, file, Silent())
+    def written(suite, name, kept=0):
+        asking = Asking(config, backbone, RunDir(tuned), "base", name, Silent())
+        lines = asking.file.read_text().splitlines(keepends=True)[:kept] if kept else []
+        write_atomic(asking.file, "".join(lines))
         found = write_answers(asking, suite.requests(5, backbone.tokenizer))
         return [answer["response"] for answer in found]
 
     with serving(elsewhere) as server:
         config = EvalConfig(max_new_tokens=8, server={"url": server.url}, batch_size=320)
-        for partial, kept in (("a", 0), ("b", 0), ("a", 3)):
-            lines = (tuned / partial).read_text().splitlines(keepends=True)[:kept] if kept else []
-            (tuned / partial).write_text("".join(lines))
-            answers.append(written(drawn, tuned / partial))
-        assert written(greedy, tuned / "c") != answers[0]
+        answers = [written(drawn, *kept) for kept in (("a", 0), ("b", 0), ("a", 3))]
+        assert written(greedy, "c") != answers[0]
     assert answers[0] == answers[1] == answers[2]
     assert len(set(answers[0])) > 1
