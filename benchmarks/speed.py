@@ -54,7 +54,6 @@ from opdcl.train.cost import peak_memory, reset_peak_memory
 from opdcl.train.learner import Learner, micro_batches
 from opdcl.train.recover import KEPT_ROOM, take_step
 from opdcl.train.rollouts import RolloutQueue
-from opdcl.train.schedule import plan_steps
 from opdcl.train.teachers import Provided, Teacher
 from opdcl.words import Loss, Prompt
 
@@ -160,10 +159,9 @@ def queue_of(backbone: Backbone, config: RecoverConfig, ids: list[list[int]]) ->
     """Return what samples and what grades in a recovery towards base."""
     teachers = {"general": {"": Teacher(backbone, "base")}}
     learner = Learner(backbone, teachers, "recover.max_new_tokens", config.micro_batch_tokens, KEPT_ROOM)
-    student, plan = Teacher(backbone, "student"), plan_steps(config, len(ids), 0)
     given = {"general": [*map(Prompt, ids)], "domain": []}
-    report = Output("quiet").stage("recover")
-    return RolloutQueue(config, plan, given, teachers, Provided(student=student), report), learner
+    student, report = Provided(student=Teacher(backbone, "student")), Output("quiet").stage("recover")
+    return RolloutQueue(config, given, teachers, student, report), learner
 
 
 def machine_rates(shape: str | None = None, dtype: str = "auto") -> dict[str, Any]:

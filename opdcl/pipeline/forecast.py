@@ -37,7 +37,7 @@ from opdcl.train.checkpoints import step_of
 from opdcl.train.finetune import planned_steps
 from opdcl.train.loop import endless
 from opdcl.train.losses import CHUNK, CUDA_CHUNK
-from opdcl.train.schedule import FULL_BATCH, plan_steps
+from opdcl.train.rollouts import FULL_BATCH, plan_steps
 from opdcl.words import STREAMS, Prompts, StreamName
 
 # Bytes that the libraries take on a CPU.

@@ -30,7 +30,6 @@ from opdcl.train.checkpoints import Checkpoints, StudentOptimizer, last_checkpoi
 from opdcl.train.learner import Learner, Sums, kl_by_teacher, mean_loss
 from opdcl.train.loop import Interruption, StageLog, StageReport
 from opdcl.train.rollouts import RolloutQueue
-from opdcl.train.schedule import plan_steps
 from opdcl.train.start import Ends, Start, put_at_start
 from opdcl.train.teachers import EmaTeacher, Provided, Teacher, Teachers, teacher_here
 from opdcl.train.validation import (
@@ -80,8 +79,7 @@ def recover(
     provided = replace(provided, student=provided.student or student_here(backbone, report))
     if config.method == "general":
         train["domain"] = []
-    steps = plan_steps(config, len(train["general"]), len(train["domain"]))
-    queue = RolloutQueue(config, steps, train, teachers, provided, report)
+    queue = RolloutQueue(config, train, teachers, provided, report)
     tokens = int(config.micro_batch_tokens)
     learner = Learner(backbone, teachers, "recover.max_new_tokens", tokens, KEPT_ROOM)
     held_out = HeldOut(config, learner, queue, prompts, report)

@@ -1,10 +1,18 @@
-"""Sample completions ahead of the steps that learn from them, and hand them out."""
+"""The schedule: what each step learns from, and its completions, which are sampled ahead and handed out.
+
+General and domain steps alternate, each stream in seeded order, epoch after epoch. In the first general steps
+base answers, in the last ones the student; in domain steps tuned does. A student near base answers briefly at
+first, and truncated answers teach little: base shows the way before the student meets its own mistakes (arXiv
+2604.13016, 2608.06802). The two streams never share a batch, in which their gradients counteract (CaMOPD,
+arXiv 2605.27115), but the weights change by both together.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
@@ -15,10 +23,12 @@ from opdcl import parallel
 from opdcl.config.recover import PROMPTS_OF_START, RecoverConfig
 from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
-from opdcl.train.loop import StageReport, counted
-from opdcl.train.schedule import prompt_order, sampled_together
+from opdcl.train.loop import StageReport, counted, endless
 from opdcl.train.teachers import IN_WORDS, OnFinished, Provided, Teachers, by_teacher
 from opdcl.words import STREAMS, Author, Batch, Example, Prompt, Rollout, Step, StreamName
+
+# A batch of this many sequences leaves little of the hardware idle; the student's go stale as it learns.
+FULL_BATCH, STUDENT_BATCH = 96, 64
 
 # The seeds of a conversation's turns are this far apart.
 TURN_SEED = 7_000_003
@@ -55,7 +65,6 @@ class RolloutQueue:
     def __init__(
         self,
         config: RecoverConfig,
-        steps: list[Step],
         prompts: dict[StreamName, list[Prompt]],
         teachers: Mapping[StreamName, Teachers],
         provided: Provided,
@@ -63,6 +72,7 @@ class RolloutQueue:
     ):
         """Take the sampler of the student, the reward and the cache of answers from what is `provided`."""
         self.config, self.prompts, self.streams = config, prompts, config.streams()
+        steps = plan_steps(config, len(prompts["general"]), len(prompts["domain"]))
         self.steps = _dealt(steps, prompts)
         self.student, self.reward, self.completions = provided.student, provided.reward, provided.completions
         self.teachers, self.report = teachers, report
@@ -220,6 +230,58 @@ class RolloutQueue:
         except (KeyError, TypeError) as fault:
             hint = "remove that folder: the run resumes from the checkpoint before it, or starts over"
             raise UsageError(f"another version of opdcl wrote {folder}", hint) from fault
+
+
+def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
+    """Return all steps of a recovery, given how many prompts each stream has."""
+    sizes: dict[StreamName, int] = {"general": general, "domain": domain}
+    draws = {stream: prompt_order(config, stream, size) for stream, size in sizes.items()}
+    period = config.general_per_domain + 1
+    streams: list[StreamName] = []
+    for index in range(config.steps):
+        is_domain = domain and index % period == period - 1
+        streams.append("domain" if is_domain else "general")
+    by_student = {s: iter(on_policy_steps(streams.count(s), config.on_policy_share(s))) for s in STREAMS}
+    steps: list[Step] = []
+    for index, stream in enumerate(streams):
+        size = config.completions(stream)
+        reward = config.reward if stream == "general" else None
+        group = reward.group if reward else 1
+        drawn = [next(draws[stream]) for _ in range(size // group)]
+        prompts = tuple(prompt for prompt in drawn for _ in range(group))
+        ends_period = not domain or stream == "domain" or index == config.steps - 1
+        steps.append(Step(stream, prompts, next(by_student[stream]), ends_period))
+    return steps
+
+
+def prompt_order(config: RecoverConfig, stream: StreamName, count: int) -> Iterator[int]:
+    """Yield the numbers of a stream's prompts without end, each epoch in an order of its own."""
+    return endless(count, config.seed + STREAMS.index(stream))
+
+
+def on_policy_steps(steps: int, share: float) -> list[bool]:
+    """Return for each of a stream's steps whether the student writes it: the last ones, a share of them.
+
+    Halves are rounded up, and a share above 0 is at least one of two or more steps.
+    """
+    count = math.floor(share * steps + 0.5)
+    if share and steps > 1:
+        count = max(count, 1)
+    return [step >= steps - count for step in range(steps)]
+
+
+def sampled_together(config: RecoverConfig, steps: Sequence[Step], index: int, dynamic: bool) -> list[int]:
+    """Return the steps whose completions are sampled with those of step `index`: the next of its kind.
+
+    `dynamic` says whether their teacher changes as the student learns.
+    """
+    step = steps[index]
+    is_stale = step.on_policy or dynamic
+    ahead = max((STUDENT_BATCH if is_stale else FULL_BATCH) // len(step.prompts), 1)
+    if is_stale and config.sample_ahead != "auto":
+        ahead = config.sample_ahead
+    kind = step.stream, step.on_policy
+    return [i for i in range(index, len(steps)) if (steps[i].stream, steps[i].on_policy) == kind][:ahead]
 
 
 def teacher_name(config: RecoverConfig, stream: StreamName) -> str:
