@@ -139,8 +139,7 @@ class Checkpoints:
             UsageError: Another version of opdcl wrote it, in another format.
         """
         if not (folder / "adapters.safetensors").exists():
-            hint = "remove that folder: the run resumes from the checkpoint before it, or starts over"
-            raise UsageError(f"another version of opdcl wrote {folder}", hint)
+            raise another_version(folder)
         saved = load_file(folder / "adapters.safetensors")
         with torch.no_grad():
             for name, weight in self._adapters().items():
@@ -156,6 +155,12 @@ class Checkpoints:
                 for part, weight in enumerate(adapter_weights(layer, state)):
                     tensors[f"{state}/{number}/{part}"] = weight.detach()
         return tensors
+
+
+def another_version(checkpoint: Path) -> UsageError:
+    """Return the error that refuses a checkpoint in another format."""
+    hint = "remove that folder: the run resumes from the checkpoint before it, or starts over"
+    return UsageError(f"another version of opdcl wrote {checkpoint}", hint)
 
 
 def last_checkpoint(out: StageDir, report: StageReport, steps: int) -> Path | None:
@@ -214,10 +219,9 @@ def _take_back_records(out: StageDir, checkpoint: Path | None) -> None:
     Raises:
         UsageError: Another version of opdcl wrote the checkpoint.
     """
+    if checkpoint and not (checkpoint / RECORDS).exists():
+        raise another_version(checkpoint)
     records = checkpoint / RECORDS if checkpoint else None
-    if records and not records.exists():
-        hint = "remove that folder: the run resumes from the checkpoint before it, or starts over"
-        raise UsageError(f"another version of opdcl wrote {checkpoint}", hint)
     out.metrics.unlink(missing_ok=True)
     if records and (records / out.metrics.name).exists():
         write_atomic(out.metrics, (records / out.metrics.name).read_bytes())

@@ -21,8 +21,8 @@ from typing import Any
 
 from opdcl import parallel
 from opdcl.config.recover import PROMPTS_OF_START, RecoverConfig
-from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
+from opdcl.train.checkpoints import another_version
 from opdcl.train.loop import StageReport, counted, endless
 from opdcl.train.teachers import IN_WORDS, OnFinished, Provided, Teachers, by_teacher
 from opdcl.words import STREAMS, Author, Batch, Example, Prompt, Rollout, Step, StreamName
@@ -228,8 +228,7 @@ class RolloutQueue:
             self.drawn = {stream: _restored(talks) for stream, talks in content["drawn"].items()}
             self.unasked = content["unasked"]
         except (KeyError, TypeError) as fault:
-            hint = "remove that folder: the run resumes from the checkpoint before it, or starts over"
-            raise UsageError(f"another version of opdcl wrote {folder}", hint) from fault
+            raise another_version(folder) from fault
 
 
 def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
