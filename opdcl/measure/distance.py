@@ -23,7 +23,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -43,10 +42,6 @@ from opdcl.train.loop import StageReport, counted
 from opdcl.train.losses import chunks, forward_kl, reverse_kl
 from opdcl.train.teachers import Teacher
 from opdcl.words import Example, Rollout
-
-# Base's answers that were drawn together, by their first prompt, with base's states of them: later states
-# need both.
-BASE_HIDDEN_STATES = WeakKeyDictionary[Backbone, dict[int, tuple[list[Example], AnswerStates]]]()
 
 
 def measure_closeness(asking: Asking, asked: Sequence[Row]) -> Stored:
@@ -109,7 +104,6 @@ def _base_rows(
         states_after_others = read_states(model, after_others, count)
         with _jitter(model):
             states_a_little_off = read_states(model, texts, count)
-    BASE_HIDDEN_STATES.setdefault(backbone, {})[numbers[0]] = texts, states
     noise = _divergences(backbone, "base", states, states_a_little_off)
     unrelated = _divergences(backbone, "base", states, states_after_others)
     rows = []
@@ -125,21 +119,13 @@ def _state_rows(
     numbers: list[int],
     own: list[Rollout],
 ) -> list[Stored]:
-    """Compare a state with base, on its answers and on base's.
-
-    Each set of texts is read by itself: so it makes no difference whether base's states are at hand.
-    """
-    texts = [rollout.to_example() for rollout in own]
-    of_base = [texts_of_base[i] for i in numbers]
-    known_texts, known_states = BASE_HIDDEN_STATES.get(backbone, {}).get(numbers[0], ([], {}))
-    is_known = known_texts == of_base
-    done = 4 * numbers[0] + (len(own) if is_known else 0)
-    count = counted(report, "both models read answers", 4 * len(texts_of_base), done)
+    """Compare a state with base, on its answers and on base's."""
+    texts = [[rollout.to_example() for rollout in own], [texts_of_base[i] for i in numbers]]
+    count = counted(report, "both models read answers", 4 * len(texts_of_base), 4 * numbers[0])
     with backbone.merged("student") as model:
-        states = [read_states(model, each, count) for each in (texts, of_base)]
+        states = [read_states(model, each, count) for each in texts]
     with backbone.merged("base") as model:
-        base_states = [read_states(model, texts, count)]
-        base_states.append(known_states if is_known else read_states(model, of_base, count))
+        base_states = [read_states(model, each, count) for each in texts]
     on_own, on_base = map(partial(_divergences, backbone, "student"), states, base_states)
     return [_row(*each) for each in zip(own, on_own, on_base, strict=True)]
 

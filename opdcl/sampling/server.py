@@ -274,24 +274,21 @@ class Server:
     def _request(self, path: str, body: Json | None, read: Callable[[Json], Any] | None = None) -> Any:
         """Retry a request until `read` accepts the answer, or raise why it never did."""
         url, closed = self.url, tenacity.stop_when_event_set(self._closed)
-        wait, sleep = (
-            tenacity.wait_exponential_jitter(multiplier=0.2, max=10),
-            tenacity.sleep_using_event(self._closed),
-        )
+        pauses: dict[str, Any] = {
+            "wait": tenacity.wait_exponential_jitter(multiplier=0.2, max=10),
+            "sleep": tenacity.sleep_using_event(self._closed),
+            "reraise": True,
+        }
         until_reached = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(_Unreachable),
             stop=tenacity.stop_after_delay(PATIENCE) | closed,
             before_sleep=self._notify_once,
-            wait=wait,
-            sleep=sleep,
-            reraise=True,
+            **pauses,
         )
         until_valid = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(_InvalidAnswer),
             stop=tenacity.stop_after_attempt(ATTEMPTS) | closed,
-            wait=wait,
-            sleep=sleep,
-            reraise=True,
+            **pauses,
         )
         try:
             return until_valid(until_reached, self._request_once, path, body, read)

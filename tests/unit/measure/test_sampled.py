@@ -71,8 +71,9 @@ def test_a_resumed_evaluation_draws_what_an_uninterrupted_one_does(ask, tmp_path
     assert len(ask(stop=4)) == 3
     assert ask() == clean
     # Half a batch on disk changes no draw either.
-    lines = (tmp_path / "clean").read_text().splitlines(keepends=True)
-    (tmp_path / "kept").write_text("".join(lines[:4]) + lines[4][:20])
+    folder = tmp_path / "evals" / "base"
+    lines = (folder / ".clean.partial.jsonl").read_text().splitlines(keepends=True)
+    (folder / ".kept.partial.jsonl").write_text("".join(lines[:4]) + lines[4][:20])
     assert ask() == clean
 
 
