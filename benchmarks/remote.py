@@ -54,7 +54,7 @@ from opdcl.sampling.sample import sample
 from opdcl.sampling.server import Server
 from opdcl.train.external_teachers import ServedStudent, provided, reach_server
 from opdcl.train.loop import StageReport
-from opdcl.train.losses import GradedTokens, token_losses
+from opdcl.train.losses import ScoredTokens, token_losses
 from opdcl.train.recover import recover
 from opdcl.train.teachers import Teacher
 from opdcl.words import Loss, Rollout
@@ -217,9 +217,9 @@ def throughput(backbone: Backbone, url: str, rollouts: list[Rollout], in_flight:
     vocabulary = backbone.causal_lm.config.vocab_size
     server = Server(url, vocabulary, in_flight=in_flight)
     try:
-        server.grade(rollouts[0].prompt_ids, rollouts[0].completion_ids[:1]).get()  # opens the connection
+        server.score(rollouts[0].prompt_ids, rollouts[0].completion_ids[:1]).get()  # opens the connection
         began = time.monotonic()
-        for request in [server.grade(r.prompt_ids, r.completion_ids) for r in rollouts]:
+        for request in [server.score(r.prompt_ids, r.completion_ids) for r in rollouts]:
             request.get()
         seconds = time.monotonic() - began
     finally:
@@ -233,7 +233,7 @@ def agreement(backbone: Backbone, url: str, rollouts: list[Rollout]) -> float:
     """Return the largest gap in nats between the server's and the local model's token log-probabilities."""
     server = Server(url, backbone.causal_lm.config.vocab_size)
     try:
-        theirs = [server.grade(r.prompt_ids, r.completion_ids).get().logprob_N for r in rollouts]
+        theirs = [server.score(r.prompt_ids, r.completion_ids).get().logprob_N for r in rollouts]
     finally:
         server.close()
     return float((told_by(Teacher(backbone, "base"), rollouts) - torch.cat(theirs)).abs().max())
@@ -248,7 +248,7 @@ def whole_kl(backbone: Backbone, adapter: Path, texts: list[Rollout]) -> np.ndar
     for text in texts:
         tokens = torch.tensor(text.completion_ids)
         sides = student.distribution([text]), base.distribution([text])
-        losses = token_losses(*sides, GradedTokens(tokens, *torch.zeros(2, len(tokens))), Loss())
+        losses = token_losses(*sides, ScoredTokens(tokens, *torch.zeros(2, len(tokens))), Loss())
         found.append(float(losses.kl.mean()))
     backbone.drop_adapters()
     return np.array(found)

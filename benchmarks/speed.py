@@ -424,7 +424,7 @@ def agreement(options: argparse.Namespace) -> None:
     queue, learner = trainer.queue, trainer.learner
     limit = queue.config.limit("general")
     rollouts = queue.student.complete(queue.prompts["general"], max_new_tokens=limit, seed=1)
-    graded, model = learner.grade(rollouts, Loss(), learner.teachers["general"]), learner.backbone.causal_lm
+    graded, model = learner.score(rollouts, Loss(), learner.teachers["general"]), learner.backbone.causal_lm
     ours = learner.measure(graded)["kl"]
     total, jsd, count = 0.0, 0.0, sum(len(r.completion_ids) for r in rollouts)
     weight = model.get_output_embeddings().weight

@@ -57,7 +57,7 @@ def measure(backbone: Backbone, prompts: list[Prompt], adapter: Path | None) -> 
     if adapter:
         learner = Learner(backbone, {}, "TOKENS", 2048)
         for i, rollout in enumerate(rollouts):
-            sums = learner.measure(learner.grade([rollout], Loss(), {"": base}))
+            sums = learner.measure(learner.score([rollout], Loss(), {"": base}))
             nats[i] = round(sums["kl"] / sums["tokens"], 4)
     lengths = [len(r.completion_ids) for r in rollouts]
     return {

@@ -139,7 +139,7 @@ class RemoteTeacher(Elsewhere):
             self._requests(rollouts)
 
     def _requests(self, rollouts: Sequence[Rollout]) -> list[AsyncResult[Served]]:
-        return [self.server.grade(r.prompt.shown, r.completion_ids) for r in rollouts]
+        return [self.server.score(r.prompt.shown, r.completion_ids) for r in rollouts]
 
     def close(self) -> None:
         self.server.close()
@@ -263,7 +263,7 @@ def _probe(server: Server, backbone: Backbone) -> tuple[torch.Tensor, torch.Tens
     probes = PROBES[:1] if server.is_whole else PROBES[:6]  # whole distributions are large
     ids = backbone.tokenizer(" ".join(probes), add_special_tokens=False)["input_ids"]
     prompt_ids, completion_ids = ids[:1], ids[1:]
-    served = server.grade(prompt_ids, completion_ids).get()
+    served = server.score(prompt_ids, completion_ids).get()
     base = Teacher(backbone, "base").distribution([Rollout(Prompt(prompt_ids), completion_ids)])
     token_N, rows = torch.tensor(completion_ids), len(backbone.head_VH)
     base_N = token_logprobs(base, token_N.to(backbone.device), rows).cpu()

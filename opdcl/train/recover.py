@@ -3,7 +3,7 @@
 opdcl recover runs/mine --prompts prompts.jsonl
 
 For each step of the schedule: take completions, which a teacher or the student wrote; let the step's teacher
-grade every token; learn from that; validate now and then, and keep the best adapter; save checkpoints.
+score every token; learn from that; validate now and then, and keep the best adapter; save checkpoints.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Recovery:
         return start, Milestones(tuned, base, held_out.measure_student())
 
     def take_step(self, step: int, optimizer: StudentOptimizer) -> tuple[dict[str, Any], int]:
-        """Grade a step's completions and change the student; return what to log, and the number of tokens.
+        """Score a step's completions and change the student; return what to log, and the number of tokens.
 
         There is nothing to log if the step was skipped.
         """

@@ -152,7 +152,7 @@ class RolloutQueue:
         return step.on_policy and self.config.on_policy.temperature == 1
 
     def _generate(self, stream: StreamName, prompts: list[Prompt], seed: int, on_policy: bool) -> list[Talk]:
-        """Let the student complete prompts if `on_policy`, else their teachers; have answers graded ahead."""
+        """Let the student complete prompts if `on_policy`, else their teachers; have answers scored ahead."""
         name = IN_WORDS["student"] if on_policy else teacher_name(self.config, stream)
         count = counted(self.report, f"{name} answers", turns_of(prompts))
 
@@ -160,7 +160,7 @@ class RolloutQueue:
             count(rollouts)
             if self._is_rewarded(stream):  # what its teacher sees is known only when all are scored
                 return
-            # A remote teacher grades them while others are being sampled.
+            # A remote teacher scores them while others are being sampled.
             for name, positions in by_teacher(r.prompt.teacher for r in rollouts).items():
                 self.teachers[stream][name].prefetch([rollouts[i] for i in positions])
 

@@ -159,7 +159,7 @@ def put_at_start(
 def lies_between(config: RecoverConfig, learner: Learner) -> bool:
     """Return whether the student's place lies between the two teachers, so that a start can be chosen.
 
-    It does if base grades the general stream and tuned the domain, no row names another teacher than these
+    It does if base scores the general stream and tuned the domain, no row names another teacher than these
     two, both streams have steps, there are no contexts and no reward, and the adapter stands on base itself.
     """
     if learner.backbone.base_lm is not None or config.reward or config.method == "general":

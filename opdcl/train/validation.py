@@ -25,7 +25,7 @@ from opdcl.model.backbone import State
 from opdcl.repetition import distinct, repetition
 from opdcl.rundir.stage import read_metrics
 from opdcl.train.checkpoints import StudentOptimizer
-from opdcl.train.learner import Graded, Learner, kl_by_teacher
+from opdcl.train.learner import Learner, Scored, kl_by_teacher
 from opdcl.train.loop import StageLog, StageReport, counted
 from opdcl.train.rollouts import RolloutQueue, converse, teacher_name, turns_of
 from opdcl.train.start import KL_NOISE
@@ -192,12 +192,12 @@ class HeldOut:
         self.questions = itertools.cycle(enumerate(prompts["general"].questions))
         self.asked = self.prompts["general"]
         """The prompts that each model answers itself."""
-        self.answers: dict[StreamName, Graded] = {}
+        self.answers: dict[StreamName, Scored] = {}
         self._of_teacher: list[Rollout] = []
         """The general teacher's answers."""
 
     def let_teachers_answer(self) -> None:
-        """Let the teachers answer the prompts, and grade the answers."""
+        """Let the teachers answer the prompts, and score the answers."""
         for stream, prompts in self.prompts.items():
             if not prompts:
                 continue
@@ -205,9 +205,9 @@ class HeldOut:
             count = counted(self.report, f"{name} answers", turns_of(prompts))
             talks = self.queue.teachers_answers(prompts, stream, self.config.seed + 7, teachers, count)
             rollouts = [*itertools.chain(*talks)]
-            grades = counted(self.report, f"{name} reads answers", len(rollouts))
+            count_scored = counted(self.report, f"{name} reads answers", len(rollouts))
             loss = self.queue.streams[stream].loss
-            self.answers[stream] = self.learner.grade(rollouts, loss, teachers, grades)
+            self.answers[stream] = self.learner.score(rollouts, loss, teachers, count_scored)
             if stream == "general":
                 self._of_teacher = rollouts
 
@@ -233,10 +233,10 @@ class HeldOut:
         kl = dict.fromkeys(self.answers, 0.0)
         by_teacher: dict[StreamName, dict[str, float]] = {}
         missed_ends = None
-        unknown = {s: graded for s, graded in self.answers.items() if not self._is_its_teacher(model, s)}
-        count = counted(self.report, doing, sum(len(graded.examples) for graded in unknown.values()))
-        for stream, graded in unknown.items():
-            sums = self.learner.measure(graded, endings and stream == "general", count)
+        unknown = {s: scored for s, scored in self.answers.items() if not self._is_its_teacher(model, s)}
+        count = counted(self.report, doing, sum(len(scored.examples) for scored in unknown.values()))
+        for stream, scored in unknown.items():
+            sums = self.learner.measure(scored, endings and stream == "general", count)
             if sums["ends"]:
                 missed_ends = sums["missed_ends"] / sums["ends"]
             kl[stream], by_teacher[stream] = sums["kl"] / sums["tokens"], kl_by_teacher(sums)
@@ -249,7 +249,7 @@ class HeldOut:
         return Measurement(kl, by_teacher, missed_ends)
 
     def _is_its_teacher(self, model: State, stream: StreamName) -> bool:
-        """Return whether a state grades a stream alone, and sees the prompts as they are asked."""
+        """Return whether a state scores a stream alone, and sees the prompts as they are asked."""
         shown = all(prompt.context is None for prompt in self.prompts[stream])
         return shown and {t.frozen_state for t in self._frozen_teachers(stream).values()} == {model}
 
@@ -265,9 +265,9 @@ class HeldOut:
         complete = partial(self.queue.student.complete, max_new_tokens=limit, on_finished=count)
         rollouts = [*itertools.chain(*converse(prompts, complete, seed))]
         reader = teacher_name(self.config, "general")
-        grades = counted(self.report, f"{reader} reads answers", len(rollouts))
+        count_scored = counted(self.report, f"{reader} reads answers", len(rollouts))
         loss, teachers = self.queue.streams["general"].loss, self._frozen_teachers("general")
-        sums = self.learner.measure(self.learner.grade(rollouts, loss, teachers, grades))
+        sums = self.learner.measure(self.learner.score(rollouts, loss, teachers, count_scored))
         by_token, by_answer = sums["kl"] / sums["tokens"], sums["answer_kl"] / len(rollouts)
         return replace(found, own_kl=by_token, own_distance=by_answer, own=ResponseStats.of(rollouts))
 

@@ -31,7 +31,7 @@ from opdcl.train.external_teachers import (
     reach_own_model,
     reach_server,
 )
-from opdcl.train.losses import GradedTokens, token_logprobs, token_losses
+from opdcl.train.losses import ScoredTokens, token_logprobs, token_losses
 from opdcl.train.teachers import Teacher
 from opdcl.words import WHOLE, Loss, Prompt, Rollout
 
@@ -96,7 +96,7 @@ def test_loss_and_gradient_equal_those_of_the_same_model_locally(backbone, elsew
         results = []
         for distribution in (local.distribution(ROLLOUTS), remote.distribution(ROLLOUTS)):
             states = student.clone().requires_grad_()
-            graded = GradedTokens(tokens, sampler, torch.zeros(len(tokens)))
+            graded = ScoredTokens(tokens, sampler, torch.zeros(len(tokens)))
             losses = token_losses(HiddenStates(states, head), distribution, graded, Loss(**loss))
             losses.loss.sum().backward()
             results.append((losses.loss.detach(), states.grad, losses.logprob))
@@ -161,7 +161,7 @@ def test_a_bad_answer_is_requested_again_and_a_server_that_gives_no_other_is_an_
         remote = teacher_of(server, backbone)
         if fault in FAULTS:
             good = remote.distribution(ROLLOUTS[:2])
-            remote.server._graded.cache_clear()
+            remote.server._scored.cache_clear()
             before, server.faults = len(server.seen), [fault]
             again = remote.distribution(ROLLOUTS[:2])
             assert len(server.seen) == before + 3  # one of two requests was sent twice
@@ -183,7 +183,7 @@ def test_an_unreachable_server_is_waited_for(backbone, elsewhere):
         client = reach_server(server.url, backbone, messages.append)
         remote = RemoteTeacher(backbone, client)
         good = remote.distribution(ROLLOUTS)
-        remote.server._graded.cache_clear()
+        remote.server._scored.cache_clear()
 
     def restart():
         time.sleep(1)
@@ -220,7 +220,7 @@ def test_a_process_exits_without_waiting_for_an_answer(elsewhere):
         "import sys, time\n"
         "from opdcl.sampling.server import Server\n"
         "server = Server(sys.argv[1], 49152, model='teacher')\n"
-        "server.grade([1, 2], [3])\ntime.sleep(1)\nserver.close()\nprint('closed', flush=True)\n"
+        "server.score([1, 2], [3])\ntime.sleep(1)\nserver.close()\nprint('closed', flush=True)\n"
     )
     with serving(elsewhere) as server:
         server.slow, server.faults = 60, ["slow"]
@@ -245,7 +245,7 @@ def test_close_ends_pending_requests(backbone, elsewhere, impatient):
     impatient(patience=600)
     with serving(elsewhere) as server:
         remote = teacher_of(server, backbone)
-    future = remote.server.grade([1, 2], [3])
+    future = remote.server.score([1, 2], [3])
     time.sleep(0.3)
     started = time.monotonic()
     remote.close()
@@ -370,7 +370,7 @@ def test_a_whole_distribution_that_is_none_is_requested_again(backbone, elsewher
         server.most_logprobs = -1
         remote = teacher_of(server, backbone, named=WHOLE_VOCABULARY)
         good = remote.distribution(ROLLOUTS[:1])
-        remote.server._graded.cache_clear()
+        remote.server._scored.cache_clear()
         server.faults = [fault]
         again = remote.distribution(ROLLOUTS[:1])
         assert server.faults == []
