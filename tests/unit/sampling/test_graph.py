@@ -57,6 +57,22 @@ def ids(rollouts) -> list[list[int]]:
     return [rollout.completion_ids for rollout in rollouts]
 
 
+def give_adapter(backbone, layers=None):
+    """Give the student an adapter that differs from base."""
+    backbone.new_adapter(layers or LoraSection(r=2), seed=0)
+    for layer in backbone.adapted_layers("student"):
+        layer.lora_B["student"].weight.data.normal_()
+
+
+def ready(model, columns):
+    """Return a decoder whose slabs are there, without a prompt."""
+    decoder, shape = Decoder(model, 4, columns, 0.9, in_buckets=True), architecture(model.config)
+    part = torch.empty(4, shape.kv_heads, 1, shape.head_dim, dtype=model.dtype, device=model.device)
+    for layer in decoder.cache.layers:
+        layer.lazy_initialization(part, part)
+    return decoder
+
+
 @EVERY_FAMILY
 def test_every_familys_draws_have_the_forward_passs_probabilities_with_and_without_buckets(family):
     model = build(family)
@@ -98,9 +114,7 @@ def test_rows_leave_columns_grow_and_long_prompts_stay_exact():
 
 
 def test_buffers_serve_later_calls_until_the_weights_move(backbone):
-    backbone.new_adapter(LoraSection(r=2), seed=0)
-    for layer in backbone.adapted_layers("student"):
-        layer.lora_B["student"].weight.data.normal_()
+    give_adapter(backbone)
     # Greedy: in float32 the rounding of two engines can move a draw to the next token.
     options = {"max_new_tokens": 6, "eos_ids": [2], "temperature": 0}
     with backbone.merged("base") as model:
@@ -115,9 +129,7 @@ def test_buffers_serve_later_calls_until_the_weights_move(backbone):
 
 
 def test_an_adapter_that_is_switched_on_is_not_left_out(backbone):
-    backbone.new_adapter(LoraSection(r=2), seed=0)
-    for layer in backbone.adapted_layers("student"):
-        layer.lora_B["student"].weight.data.normal_()
+    give_adapter(backbone)
     options = {"max_new_tokens": 6, "eos_ids": [2], "temperature": 0}
     with backbone.state("bare") as model:
         bare = ids(sample(model, PROMPTS, engine="graph", **options))
@@ -148,9 +160,7 @@ def test_kept_sums_serve_adapters_of_different_layers(backbone, tmp_path):
     narrow = LoraSection(r=2, target_modules=["v_proj", "up_proj"])
     for layers, folder in ((narrow, tmp_path / "narrow"), (LoraSection(r=2), tmp_path / "wide")):
         backbone.drop_adapters()
-        backbone.new_adapter(layers, seed=0)
-        for layer in backbone.adapted_layers("student"):
-            layer.lora_B["student"].weight.data.normal_()
+        give_adapter(backbone, layers)
         save_adapter(backbone, folder)
     backbone.load_adapter(tmp_path / "narrow", "teacher")
     ids_1T, found = torch.tensor([PROMPTS[5].ids]), {}
@@ -220,11 +230,7 @@ def test_a_step_neither_waits_for_the_device_nor_depends_on_a_value(family):
     with FakeTensorMode():
         # Under fake tensors there are no values: whatever asks for one, a shape or a branch, fails.
         model = build(family, torch.bfloat16)
-        decoder = Decoder(model, 4, 2 * COLUMNS, 0.9, in_buckets=True)
-        for layer in decoder.cache.layers:
-            shape = architecture(model.config)
-            part = torch.empty(4, shape.kv_heads, 1, shape.head_dim, dtype=model.dtype)
-            layer.lazy_initialization(part, part)
+        decoder = ready(model, 2 * COLUMNS)
         with torch.no_grad():
             decoder.step(model, 4, COLUMNS)
             decoder.step(model, 2, 2 * COLUMNS)
@@ -265,11 +271,7 @@ def test_a_layer_takes_few_kernels_on_a_gpu(monkeypatch, family, together):
                         weights, whole.split([m.weight.numel() for m in weights]), strict=True
                     ):
                         m.weight.data = part.view_as(m.weight)
-            decoder = Decoder(model, 4, COLUMNS, 0.9, in_buckets=True)
-            for layer in decoder.cache.layers:
-                shape = architecture(model.config)
-                part = torch.empty(4, shape.kv_heads, 1, shape.head_dim, dtype=model.dtype, device="meta")
-                layer.lazy_initialization(part, part)
+            decoder = ready(model, COLUMNS)
             with Kernels() as kernels:
                 for name in ("rms_norm", "scaled_dot_product_attention"):
                     function = getattr(torch.nn.functional, name)
