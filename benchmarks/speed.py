@@ -29,7 +29,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -52,7 +51,7 @@ from opdcl.sampling.sample import sample
 from opdcl.train.checkpoints import StudentOptimizer
 from opdcl.train.cost import peak_memory, reset_peak_memory
 from opdcl.train.learner import Learner, micro_batches
-from opdcl.train.recover import KEPT_ROOM, take_step
+from opdcl.train.recover import ROOM_IN_CHECKPOINTS, Recovery
 from opdcl.train.rollouts import RolloutQueue
 from opdcl.train.teachers import Provided, Teacher
 from opdcl.words import Loss, Prompt
@@ -158,7 +157,8 @@ def prompt_ids(count: int, tokenizer: Any) -> list[list[int]]:
 def queue_of(backbone: Backbone, config: RecoverConfig, ids: list[list[int]]) -> tuple[RolloutQueue, Learner]:
     """Return what samples and what grades in a recovery towards base."""
     teachers = {"general": {"": Teacher(backbone, "base")}}
-    learner = Learner(backbone, teachers, "recover.max_new_tokens", config.micro_batch_tokens, KEPT_ROOM)
+    tokens, room = config.micro_batch_tokens, ROOM_IN_CHECKPOINTS
+    learner = Learner(backbone, teachers, "recover.max_new_tokens", tokens, room)
     given = {"general": [*map(Prompt, ids)], "domain": []}
     student, report = Provided(student=Teacher(backbone, "student")), Output("quiet").stage("recover")
     return RolloutQueue(config, given, teachers, student, report), learner
@@ -311,7 +311,7 @@ class OwnLoop:
 
     def __init__(self, config: RecoverConfig, backbone: Backbone, queue: RolloutQueue, learner: Learner):
         self.model, self.queue, self.learner = backbone.peft, queue, learner
-        self.recovery = SimpleNamespace(queue=queue, learner=learner)
+        self.recovery = Recovery(config, queue, learner, None, None)
         self.optimizer = StudentOptimizer(backbone, config.steps, float(config.learning_rate))
 
     def add_callback(self, callback: Any) -> None:
@@ -320,7 +320,7 @@ class OwnLoop:
     def train(self) -> None:
         for step in range(1, self.queue.config.steps + 1):
             self.callback.on_step_begin()
-            take_step(self.recovery, self.optimizer, step)
+            self.recovery.take_step(step, self.optimizer)
             self.callback.on_step_end()
 
 

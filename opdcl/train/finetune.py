@@ -39,7 +39,7 @@ from opdcl.train.checkpoints import (
     save_adapter,
     seal_with_records,
 )
-from opdcl.train.learner import Learner, mean_loss
+from opdcl.train.learner import ROOM_IN_MEMORY, Learner, mean_loss
 from opdcl.train.loop import LONGEST_GRADIENT, Interruption, Schedule, StageLog, StageReport, counted, endless
 from opdcl.train.teachers import SAMPLED, Completions, Teacher
 from opdcl.words import Batch, Example, Loss, Prompt, Rollout, Stream, StreamName
@@ -49,9 +49,6 @@ RECENT_STEPS = 5
 
 # How many answers are sampled between two savings.
 REPLAYED_AT_ONCE = 512
-
-# Bytes of base's states at replayed answers that are kept: those of some ten thousand rows of a small model.
-KEPT_STATES = 2**30
 
 
 def finetune(
@@ -87,7 +84,7 @@ def finetune(
     streams, size = finetune_streams(config), int(config.batch_size)
     of_domain = lay_out(rows, size, domain_steps, config.seed)
     learner = Learner(
-        backbone, {"general": {"": Teacher(backbone, "base")}}, "finetune.max_length", room=KEPT_STATES
+        backbone, {"general": {"": Teacher(backbone, "base")}}, "finetune.max_length", room=ROOM_IN_MEMORY
     )
     examples = read_by_base(config, of_base, learner, report)
     replayed = lay_out(examples, size, replay_steps, config.seed)

@@ -33,6 +33,10 @@ logger = logging.getLogger(__name__)
 # The file of a checkpoint with the teachers' states over examples that come again.
 STATES = "states.safetensors"
 
+# Bytes of teachers' states that are kept: those of some ten thousand rows of a small model; fewer where each
+# checkpoint holds them.
+ROOM_IN_MEMORY, ROOM_IN_CHECKPOINTS = 2**30, 2**28
+
 # Sums by name over all learned tokens: `loss`, `kl`, `tokens`, ...; 0 where nothing was added.
 Sums = dict[str, float]
 

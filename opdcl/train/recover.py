@@ -27,7 +27,7 @@ from opdcl.rundir.hashes import SEAL, damage, seal
 from opdcl.rundir.stage import StageDir, read_metrics
 from opdcl.sampling.sample import pick_engine
 from opdcl.train.checkpoints import Checkpoints, StudentOptimizer, last_checkpoint, save_adapter, step_of
-from opdcl.train.learner import Learner, Sums, kl_by_teacher, mean_loss
+from opdcl.train.learner import ROOM_IN_CHECKPOINTS, Learner, Sums, kl_by_teacher, mean_loss
 from opdcl.train.loop import Interruption, StageLog, StageReport
 from opdcl.train.rollouts import RolloutQueue
 from opdcl.train.start import Ends, Start, put_at_start
@@ -43,9 +43,6 @@ from opdcl.train.validation import (
     response_sign,
 )
 from opdcl.words import Batch, Prompts, Stream, StreamName
-
-# Bytes of teachers' states that are kept. They are in every checkpoint, so they are few.
-KEPT_ROOM = 2**28
 
 
 def recover(
@@ -81,7 +78,7 @@ def recover(
         train["domain"] = []
     queue = RolloutQueue(config, train, teachers, provided, report)
     tokens = int(config.micro_batch_tokens)
-    learner = Learner(backbone, teachers, "recover.max_new_tokens", tokens, KEPT_ROOM)
+    learner = Learner(backbone, teachers, "recover.max_new_tokens", tokens, ROOM_IN_CHECKPOINTS)
     held_out = HeldOut(config, learner, queue, prompts, report)
     log = StageLog(report, out, config.steps, partial(describe_step, config))
     recovery = Recovery(config, queue, learner, held_out, log)

@@ -360,7 +360,7 @@ def test_dropout_of_the_base_makes_no_distance_to_it(backbone):
 
 def test_base_reads_each_replayed_row_once_and_the_loss_stays_the_same(learn, replay, tmp_path, monkeypatch):
     kept, steps = learn("kept", batch_size=4, epochs=3, replay=replay)
-    monkeypatch.setattr("opdcl.train.finetune.KEPT_STATES", 0)
+    monkeypatch.setattr("opdcl.train.finetune.ROOM_IN_MEMORY", 0)
     anew, steps_anew = learn("anew", batch_size=4, epochs=3, replay=replay)
     assert [loss for loss, _ in steps] == pytest.approx([loss for loss, _ in steps_anew], rel=1e-4, abs=1e-6)
     assert relative_error(flat(kept.values()), flat(anew[name] for name in kept)) < 10 * ROUNDING
