@@ -43,7 +43,15 @@ ARMS = {
         "projected": "the same, projected, no training",
         "off": "32 steps from there, base writes all general answers",
         "half": "**32 steps, base writes half of them, then the student**",
+        "quarter": "half as well, a quarter of reverse KL where the student writes",
         "on": "32 steps, the student writes all",
+        "on-greedy": "the student writes all, greedily",
+        "jsd": "the student writes all, JSD",
+        "reverse": "the student writes all, reverse KL",
+        "policy": "the student writes all, policy gradient at the sampled token",
+        "imitate": "base writes all, its texts are imitated",
+        "few-off": "base writes all, once, to 16 prompts",
+        "few-on": "the student writes all, anew, to the same 16",
         "replay-30": "a fine-tune with 30 % replay, no recovery",
     },
     "owner": {"tuned": "the adapter", "start": "its start, no training", "owner": "**repaired in 24 steps**"},
@@ -67,6 +75,14 @@ PAIRS = {
     "words": {
         "the student writes half - base writes all": ("half", "off"),
         "the student writes all - base writes all": ("on", "off"),
+        "a quarter of reverse KL - none, the student writes half": ("quarter", "half"),
+        "the student greedily - at temperature 1": ("on-greedy", "on"),
+        "JSD - forward KL, the student writes": ("jsd", "on"),
+        "reverse KL - forward KL, the student writes": ("reverse", "on"),
+        "policy gradient - forward KL, the student writes": ("policy", "on"),
+        "base's distribution - its texts imitated": ("off", "imitate"),
+        "16 prompts, base writes once - 128 prompts": ("few-off", "off"),
+        "16 prompts, the student writes anew - base once": ("few-on", "few-off"),
         "the student writes half - 30 % replay": ("half", "replay-30"),
     },
 }
@@ -94,19 +110,23 @@ def by_arm(record: str) -> str:
     else:
         places = {words: i for i, words in enumerate(["base", *names.values()])}
         table = [
-            [f"{words}; {len(measured)} seeds", *mean_cells(measured)]
+            [f"{words}; {len(measured)} seed{'s' * (len(measured) > 1)}", *mean_cells(measured)]
             for words, measured in sorted(shown.items(), key=lambda item: places[item[0]])
         ]
     domain = name_of(rows[0], "domain").removesuffix("_quick")
     columns = ["model", "general answers", "training", "distance, nats", "instructions, %", f"{domain}, %"]
-    return rows_of([*columns, "tokens", "answers that end, %"], unbroken(table, 1))
+    return rows_of([*columns, "tokens", "end, %", "greedy ones end, %"], unbroken(table, 1))
 
 
 def cells_of(row: dict[str, Any], state: str) -> list[str]:
     distance = interval(from_json(row["closeness"]["distance"][state]), NATS) if state != "base" else "0.00"
     scores = [interval(share(row, [name_of(row, role)], state), PERCENT) for role in ("retention", "domain")]
-    length, ends = written_by(row, state)
-    return [*spent_on([(row, state)]), distance, *scores, f"{length:.0f}", f"{ends:.0f}"]
+    return [
+        *spent_on([(row, state)]),
+        distance,
+        *scores,
+        *(f"{value:.0f}" for value in writing_of(row, state)),
+    ]
 
 
 def mean_cells(measured: list[tuple[dict[str, Any], str]]) -> list[str]:
@@ -116,8 +136,13 @@ def mean_cells(measured: list[tuple[dict[str, Any], str]]) -> list[str]:
         of_seeds([100 * row["suites"][name_of(row, role)][state] for row, state in measured], 0)
         for role in ("retention", "domain")
     ]
-    written = [fmean(of) for of in zip(*(written_by(*each) for each in measured), strict=True)]
+    written = [fmean(of) for of in zip(*(writing_of(*each) for each in measured), strict=True)]
     return [*spent_on(measured), of_seeds(distances, 2), *scores, *(f"{value:.0f}" for value in written)]
+
+
+def writing_of(row: dict[str, Any], state: str) -> tuple[float, float, float]:
+    """Return tokens and ends of a state's sampled answers, and ends of its greedy ones to instructions."""
+    return *written_by(row, state), 100 * fmean(row["prompts"][name_of(row, "retention")][state]["ended"])
 
 
 def spent_on(measured: list[tuple[dict[str, Any], str]]) -> list[str]:
@@ -146,10 +171,8 @@ def paired(record: str) -> str:
         for group in [seeds] if len(seeds) >= SEVERAL else [[seed] for seed in seeds]:
             pairs = [both[seed] for seed in group]
             cells = [differences(pairs, what) for what in ("distance", "retention", "domain")]
-            far = [
-                fmean(100 * (values(row, "distance") > 1).mean() for row in arm)
-                for arm in zip(*pairs, strict=True)
-            ]
+            arms = zip(*pairs, strict=True)
+            far = [fmean(100 * (values(row, "distance") > 1).mean() for row in arm) for arm in arms]
             label = str(group[0]) if len(group) == 1 else f"{len(group)} seeds"
             table.append([words, label, cells[0], " / ".join(f"{share:.0f}" for share in far), *cells[1:]])
     columns = ["first - second", "seed", "distance, nats", "requests above 1 nat, %"]

@@ -40,10 +40,12 @@ def unbroken(rows: list[list[str]], left: int) -> list[list[str]]:
 
 
 def of_seeds(values: list[float], digits: int) -> str:
-    """Return the mean of one value per seed, and its 95 % interval by Student's t."""
+    """Return the mean of one value per seed, and its 95 % interval (Student), or both values of two."""
     centre = fmean(values)
     if len({*values}) == 1:
         return f"{centre:.{digits}f}"
+    if len(values) == 2:  # their interval is twelve times as wide as they lie apart
+        return ", ".join(f"{value:.{digits}f}" for value in values)
     half = student(TWO_SIDED, len(values) - 1) * stdev(values) / len(values) ** 0.5
     return f"{centre:.{digits}f} [{centre - half:.{digits}f}, {centre + half:.{digits}f}]"
 

@@ -84,7 +84,7 @@ def sizes() -> str:
         f"{step['peak_bytes'] / 2**30:.0f} GiB",
         f"{step['step']:.1f} s a step of recovery on an {device}",
     )
-    rows.append(["Qwen3-8B's shape", "one GPU, 80 GB", memory, time, "steps on random weights, no whole run"])
+    rows.append(["Qwen3-8B's shape", "one H200, 141 GB", memory, time, "random weights, steps alone"])
     return rows_of(["model", "machine", "peak memory", "time", ""], rows, 5)
 
 

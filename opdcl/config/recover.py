@@ -34,7 +34,7 @@ class OnPolicySection(Section):
     domain: bool = False
     """The student also writes the domain steps from then on. When false, the domain's teacher writes them
     all: a student near base answers at length, and a teacher that ends early would teach it to end."""
-    reverse: Share = 0.25
+    reverse: Share = 0.0
     """Share of reverse KL in a loss that is forward KL otherwise. It penalizes what the student writes and
     base would not."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
@@ -142,11 +142,11 @@ class RecoverConfig(Section):
     prompts whose `teacher` field names it."""
     reward: RewardSection | None = None
     """Verifiable reward for general completions, in addition to the teacher."""
-    steps: Steps | Auto = 96
+    steps: Steps | Auto = 48
     """Steps, general and domain ones together; the weights change after each domain step. 0: the start alone
     is recovered, without training. `auto`: as many as learn from the tokens that the fine-tune's rows have
     over all epochs, if all answers reach their maximum length; at least 32, at most 512. Without a fine-tune,
-    96."""
+    48."""
     rollouts: BatchSize | Auto = "auto"
     """Completions per step. `auto`: 8 below hidden size 1536, 16 below 3072, 32 from there. For the
     same number of completions in all, many small steps recover more than few large ones."""
@@ -154,7 +154,7 @@ class RecoverConfig(Section):
     """Completions per domain step. Default: as many as give it the tokens of a general step, if all answers
     reach their maximum length; at least `rollouts` and at most six times as many."""
     general_per_domain: Count = 1
-    """General steps before each domain step; no step mixes the two. 0: domain steps only."""
+    """General steps before each domain step; both then change the weights together. 0: domain steps only."""
     lmbda: Share = 0.5
     """Share of the general steps, the last ones, in which the student writes the answers; at least one step,
     if it is above 0 and there are two. In those before, their teacher writes, as it does in domain steps.

@@ -17,7 +17,6 @@ from helpers.command import ROOT
 from helpers.serving import serving
 
 from opdcl.model.backbone import Backbone
-from opdcl.words import Example
 
 pytestmark = pytest.mark.nightly
 
@@ -79,22 +78,6 @@ def test_the_losses_agree(script, monkeypatch, capsys):
         assert found["opdcl"] == pytest.approx(found[other], rel=1e-3)
 
 
-def test_an_adapter_holds_what_osf_learned(script, backbone, tmp_path):
-    osf, ids = script("osf"), torch.arange(9, 29)[None]
-    layers = osf.adaptable(backbone.causal_lm)
-    model = osf.get_peft_model(copy.deepcopy(backbone.causal_lm), osf.OSFConfig(target_modules=layers))
-    learned = [weight for weight in model.parameters() if weight.requires_grad]
-    before = osf.loss_of(model, [Example(ids[0].tolist(), [True] * 20)])
-    before.backward()
-    torch.optim.SGD(learned, 1.0).step()
-    with torch.no_grad():
-        expected = model(input_ids=ids).logits
-        osf.save_as_lora(model, layers, tmp_path)
-        assert not torch.allclose(backbone.causal_lm(input_ids=ids).logits, expected, atol=1e-2)
-        backbone.load_adapter(tmp_path, "student")
-        assert torch.allclose(backbone.causal_lm(input_ids=ids).logits, expected, atol=1e-4)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")
 def test_the_gpu_script_says_that_it_needs_one(script, call):
     with pytest.raises(SystemExit, match="no CUDA device"):
@@ -119,22 +102,6 @@ def test_engines_agree_on_greedy_answers(script, call):
     assert record["machine"]["dtype"] == "torch.float32"
     assert {row["dtype"] for row in record["engines"].values()} == {"torch.float32"}
     assert [row["differing"] for row in record["engines"].values()] == [0, 0]
-
-
-def test_the_tail_counts_short_and_far_answers_of_base_and_of_an_adapter(script, call, tmp_path):
-    from opdcl.config.finetune import LoraSection
-    from opdcl.config.model import ModelConfig
-    from opdcl.train.checkpoints import save_adapter
-
-    tail = script("tail")
-    backbone = tail.load_backbone(ModelConfig())
-    backbone.new_adapter(LoraSection(), 0)
-    save_adapter(backbone, tmp_path / "adapter")
-    models = call(tail, tmp_path / "adapter", "--requests", 3)["models"]
-    assert [found["n"] for found in models.values()] == [3, 3]
-    base, same = models.values()
-    assert same["lengths"] == base["lengths"]  # a new adapter changes nothing
-    assert max(same["nats"]) < 1e-4
 
 
 def test_sabotage_is_refused_or_runs(script, call, finished, monkeypatch):

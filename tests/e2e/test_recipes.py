@@ -98,8 +98,6 @@ def test_two_specialists_into_one(folder):
     command(folder, "verify", "special/one-1")
     command(folder, "report", "special/one-1")
     command(folder, "chat", "special/one-1", "Hello", "--max-new-tokens", "4")
-    page = (folder / "special" / "one-1" / "report.md").read_text()
-    assert "Held-out KL to site on its domain prompts" in page
 
     # A changed starting adapter is noticed before anything is written; --force restarts from it.
     other = folder / "special/staff-1/stages/01-finetune/adapter/adapter_model.safetensors"
@@ -152,7 +150,6 @@ def test_a_stronger_model_teaches_a_weaker_one(folder, tiny_model):
         "seeds": "[]",
         "eval.retention": "[instructions]",
         "eval.data.domain": str(folder / "rows.jsonl"),
-        "recover.general_per_domain": "1",
     }
     overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     words, sizes = ("run", "strong-to-weak", "smoke.yaml", *overrides, "-o", "weak"), []

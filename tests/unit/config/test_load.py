@@ -36,7 +36,7 @@ def complaint(*args, **kwargs) -> UsageError:
 
 def test_an_unset_value_is_the_default(write):
     flow, origins = load([write("recover: {}\n")])
-    assert flow.recover.steps == 96
+    assert flow.recover.steps == 48
     assert "recover.steps" not in origins
 
 
@@ -47,7 +47,7 @@ def test_each_source_overrides_the_one_before_and_leaves_the_rest(write):
     flow, origins = load([first, second], overrides, {"recover.max_new_tokens": 4})
     recover = flow.recover
     assert (recover.steps, recover.rollouts, recover.seed, recover.max_new_tokens) == (1, 2, 3, 4)
-    assert recover.on_policy.reverse == 0.25
+    assert recover.on_policy.reverse == 0.0
     assert origins["recover.steps"] == f"{first}:2"
     assert origins["recover.rollouts"] == f"{second}:2"
     assert origins["recover.seed"] == "--set"

@@ -105,7 +105,7 @@ def test_rollouts_are_whole_groups_of_a_reward():
 @pytest.mark.parametrize(
     ("learned", "settings", "steps"),
     [
-        (None, {}, 96),
+        (None, {}, 48),
         (10, {}, 32),
         (10**9, {}, 512),
         # 8 answers of 100 tokens, and 48 of 10: 1,280 tokens in two steps

@@ -16,12 +16,12 @@ from opdcl.train.rollouts import plan_steps
 WRITTEN = {
     "quickstart": (12, 12, 24, 0),
     "handbook": (28, 28, 56, 0),
-    "own-data": (24, 24, 48, 0),
-    "repair": (24, 24, 48, 0),
-    "recover-thinking": (24, 24, 48, 0),
-    "qwen3-1.7b-24gb": (45, 45, 30, 0),
-    "qwen3-8b-80gb": (45, 45, 30, 0),
-    "strong-to-weak": (13, 77, 30, 0),
+    "own-data": (12, 12, 24, 0),
+    "repair": (12, 12, 24, 0),
+    "recover-thinking": (12, 12, 24, 0),
+    "qwen3-1.7b-24gb": (30, 30, 60, 0),
+    "qwen3-8b-80gb": (30, 30, 60, 0),
+    "strong-to-weak": (9, 51, 60, 0),
     "specialists-into-one one": (32, 32, 64, 0),
     "continual-two-domains staff": (16, 16, 32, 0),
     "continual-two-domains then-site": (16, 16, 32, 0),
@@ -49,7 +49,7 @@ def recipes(folder):
 
 def counted(config, general=50, domain=50):
     rollouts = 8 if config.rollouts == "auto" else config.rollouts
-    of_auto = 96 if config.steps == "auto" else config.steps
+    of_auto = 48 if config.steps == "auto" else config.steps
     config = config.model_copy(update={"rollouts": rollouts, "steps": of_auto})
     steps = plan_steps(config, general, 0 if config.method == "general" else domain)
     count = Counter((step.stream, step.on_policy) for step in steps)

@@ -164,7 +164,7 @@ def test_a_mean_over_twice_the_same_completions_is_the_same_step(trainer):
 
 @pytest.mark.parametrize(("author", "reverse"), [("student", 0.25), ("teacher", 0.0), ("rows", 0.0)])
 def test_reverse_kl_weighs_in_where_the_student_wrote_and_nowhere_else(trainer, author, reverse):
-    ours = trainer(weighting="tokens")
+    ours = trainer(weighting="tokens", on_policy={"reverse": 0.25})
     log_p, log_q = (log_distributions(ours, state) for state in ("student", "base"))
     forward = float((log_q.exp() * (log_q - log_p)).sum())
     backward = float((log_p.exp() * (log_p - log_q)).sum())

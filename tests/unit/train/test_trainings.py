@@ -27,7 +27,8 @@ def test_the_first_table_of_the_page_has_the_streams_of_every_training():
 
 @pytest.mark.parametrize("settings", [*SHARES, *WRITERS])
 def test_a_recoverys_streams_have_their_share_of_the_steps_and_their_authors(settings):
-    config = RecoverConfig(**{"domain": "rows.jsonl", "steps": 24, "rollouts": 4} | settings)
+    reverse = {"on_policy": settings.get("on_policy", {}) | {"reverse": 0.25}}
+    config = RecoverConfig(**{"domain": "rows.jsonl", "steps": 24, "rollouts": 4} | settings | reverse)
     steps = plan_steps(config, 9, 9 if config.domain and config.method != "general" else 0)
     for name, stream in config.streams().items():
         own = [step for step in steps if step.stream == name]
