@@ -264,9 +264,9 @@ def measure(options: argparse.Namespace, work: Path) -> dict:
 
 def state_of(run: RunDir, state: str, everything: tuple, adapter: Path | None = None) -> None:
     if not run.eval_result(state, "closeness").exists():
-        line = Output("quiet").stage("closeness")
-        config, rows, backbone = everything
-        distance.measure_closeness(config, rows, backbone, state, run, {}, line, adapter)
+        (config, rows, backbone), line = everything, Output("quiet").stage("closeness")
+        asking = distance.Asking(config, backbone, run, state, "closeness", line, adapter)
+        distance.measure_closeness(asking, rows)
 
 
 def copy_of_base(base: RunDir, run: RunDir) -> None:

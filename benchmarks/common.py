@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from opdcl.rundir.environment import machine
+from opdcl.rundir.layout import machine
 
 
 def parser_of(script: str, doc: str) -> argparse.ArgumentParser:

@@ -26,7 +26,7 @@ from datetime import date
 from pathlib import Path
 
 from opdcl import __version__
-from opdcl.rundir.environment import machine
+from opdcl.rundir.layout import machine
 
 ROOT = Path(__file__).parents[1]
 IMAGE = "opdcl"

@@ -30,7 +30,7 @@ import numpy as np
 from scipy.special import ndtr
 
 from opdcl.results import intervals, measurements, ratios
-from opdcl.rundir.environment import machine
+from opdcl.rundir.layout import machine
 
 NORMAL = NormalDist()
 

@@ -26,7 +26,7 @@ from opdcl.deploy.export import Export, export
 from opdcl.deploy.gguf import OUTTYPES, answer, log_probabilities
 from opdcl.model.architecture import eos_ids
 from opdcl.model.load import load_base
-from opdcl.rundir.environment import machine, versions
+from opdcl.rundir.layout import machine, versions
 
 EACH, LONGEST = 10, 64
 # Runs in the environment with llama.cpp, which needs no torch: tokens in, log-probabilities and answers out.

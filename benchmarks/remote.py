@@ -45,18 +45,19 @@ from opdcl.config.workflow import Workflow
 from opdcl.data.prompts import encode_prompts, encode_stream, read_recovery_source
 from opdcl.data.suites import load_suite
 from opdcl.measure.evaluate import evaluate
+from opdcl.measure.evaluate import Asking, evaluate
+from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
 from opdcl.model.load_backbone import load_backbone
 from opdcl.results.intervals import mean
 from opdcl.rundir.files import read_json, read_jsonl
-from opdcl.rundir.layout import RunDir, StageDir
+from opdcl.rundir.layout import RunDir
 from opdcl.sampling.sample import sample
 from opdcl.sampling.server import Server
-from opdcl.train.external_teachers import ServedStudent, reach_server
-from opdcl.train.losses import GradedTokens, token_losses
-from opdcl.train.provide import provided
+from opdcl.train.external_teachers import ServedStudent, provided, reach_server
+from opdcl.train.loop import StageReport
+from opdcl.train.losses import ScoredTokens, token_losses
 from opdcl.train.recover import recover
-from opdcl.train.stage import StageReport
 from opdcl.train.teachers import Teacher
 from opdcl.words import Loss, Rollout
 
@@ -188,7 +189,7 @@ def compare_teachers(served: Served, options: argparse.Namespace, folder: Path) 
             **{"max_new_tokens": 48, "domain_max_new_tokens": 12, "micro_batch_tokens": 2048},
             **{"validate_every": options.steps, "validation_prompts": 4, "keep": "last", "health": False},
         )
-        began, out = time.monotonic(), StageDir(folder / told.name.replace(" ", "-"))
+        began, out = time.monotonic(), RunDir(folder / told.name.replace(" ", "-")).stage(1, "recover")
         source = read_recovery_source(config)
         prompts = encode_prompts(config, source, backbone.tokenizer, backbone.context_length)
         with provided(config, source, prompts, backbone, out, told.note) as more:
@@ -218,9 +219,9 @@ def throughput(backbone: Backbone, url: str, rollouts: list[Rollout], in_flight:
     vocabulary = backbone.causal_lm.config.vocab_size
     server = Server(url, vocabulary, in_flight=in_flight)
     try:
-        server.grade(rollouts[0].prompt_ids, rollouts[0].completion_ids[:1]).get()  # opens the connection
+        server.score(rollouts[0].prompt_ids, rollouts[0].completion_ids[:1]).get()  # opens the connection
         began = time.monotonic()
-        for request in [server.grade(r.prompt_ids, r.completion_ids) for r in rollouts]:
+        for request in [server.score(r.prompt_ids, r.completion_ids) for r in rollouts]:
             request.get()
         seconds = time.monotonic() - began
     finally:
@@ -234,7 +235,7 @@ def agreement(backbone: Backbone, url: str, rollouts: list[Rollout]) -> float:
     """Return the largest gap in nats between the server's and the local model's token log-probabilities."""
     server = Server(url, backbone.causal_lm.config.vocab_size)
     try:
-        theirs = [server.grade(r.prompt_ids, r.completion_ids).get().logprob_N for r in rollouts]
+        theirs = [server.score(r.prompt_ids, r.completion_ids).get().logprob_N for r in rollouts]
     finally:
         server.close()
     return float((told_by(Teacher(backbone, "base"), rollouts) - torch.cat(theirs)).abs().max())
@@ -249,7 +250,7 @@ def whole_kl(backbone: Backbone, adapter: Path, texts: list[Rollout]) -> np.ndar
     for text in texts:
         tokens = torch.tensor(text.completion_ids)
         sides = student.distribution([text]), base.distribution([text])
-        losses = token_losses(*sides, GradedTokens(tokens, *torch.zeros(2, len(tokens))), Loss())
+        losses = token_losses(*sides, ScoredTokens(tokens, *torch.zeros(2, len(tokens))), Loss())
         found.append(float(losses.kl.mean()))
     backbone.drop_adapters()
     return np.array(found)
@@ -290,8 +291,8 @@ def answers(
     config = workflow.eval.model_copy(update={"server": ServerSection(url=place), "limit": limit})
     record = {"role": "control", "model": {"id": workflow.model.id}}
     began, out, adapter = time.monotonic(), RunDir(folder / "run"), run.adapters().get(state)
-    report = Told(f"{suite} {state}")
-    evaluate(config, load_suite(suite, config), backbone, state, out, record, report, adapter)
+    asking = Asking(config, backbone, out, state, suite, Told(f"{suite} {state}"), adapter, record)
+    evaluate(asking, load_suite(suite, config))
     seconds = round(time.monotonic() - began, 1)
     rows = {r["doc_id"]: r for r in read_jsonl(out.eval_samples(state, suite))}
     stored = {r["doc_id"]: r for r in read_jsonl(run.eval_samples(state, suite)) if r["doc_id"] in rows}

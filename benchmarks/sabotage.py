@@ -31,7 +31,7 @@ from opdcl.errors import OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.model.load_backbone import load_backbone
 from opdcl.rundir.files import read_json, read_jsonl
-from opdcl.rundir.layout import StageDir
+from opdcl.rundir.stage import StageDir
 from opdcl.train.losses import token_losses
 from opdcl.train.recover import Provided, recover
 

@@ -29,7 +29,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -53,9 +52,8 @@ from opdcl.sampling.sample import sample
 from opdcl.train.checkpoints import StudentOptimizer
 from opdcl.train.cost import peak_memory, reset_peak_memory
 from opdcl.train.learner import Learner, micro_batches
-from opdcl.train.recover import KEPT_ROOM, take_step
+from opdcl.train.recover import ROOM_IN_CHECKPOINTS, Recovery
 from opdcl.train.rollouts import RolloutQueue
-from opdcl.train.schedule import plan_steps
 from opdcl.train.teachers import Provided, Teacher
 from opdcl.words import Loss, Prompt
 
@@ -160,11 +158,11 @@ def prompt_ids(count: int, tokenizer: Any) -> list[list[int]]:
 def queue_of(backbone: Backbone, config: RecoverConfig, ids: list[list[int]]) -> tuple[RolloutQueue, Learner]:
     """Return what samples and what grades in a recovery towards base."""
     teachers = {"general": {"": Teacher(backbone, "base")}}
-    learner = Learner(backbone, teachers, "recover.max_new_tokens", config.micro_batch_tokens, KEPT_ROOM)
-    student, plan = Teacher(backbone, "student"), plan_steps(config, len(ids), 0)
+    tokens, room = config.micro_batch_tokens, ROOM_IN_CHECKPOINTS
+    learner = Learner(backbone, teachers, "recover.max_new_tokens", tokens, room)
     given = {"general": [*map(Prompt, ids)], "domain": []}
-    report = Output("quiet").stage("recover")
-    return RolloutQueue(config, plan, given, teachers, Provided(student=student), report), learner
+    student, report = Provided(student=Teacher(backbone, "student")), Output("quiet").stage("recover")
+    return RolloutQueue(config, given, teachers, student, report), learner
 
 
 def machine_rates(shape: str | None = None, dtype: str = "auto") -> dict[str, Any]:
@@ -314,8 +312,8 @@ class OwnLoop:
 
     def __init__(self, config: RecoverConfig, backbone: Backbone, queue: RolloutQueue, learner: Learner):
         self.model, self.queue, self.learner = backbone.peft, queue, learner
-        self.recovery = SimpleNamespace(queue=queue, learner=learner)
-        self.optimizer = StudentOptimizer(backbone, config)
+        self.recovery = Recovery(config, queue, learner, None, None)
+        self.optimizer = StudentOptimizer(backbone, config.steps, float(config.learning_rate))
 
     def add_callback(self, callback: Any) -> None:
         self.callback = callback
@@ -323,7 +321,7 @@ class OwnLoop:
     def train(self) -> None:
         for step in range(1, self.queue.config.steps + 1):
             self.callback.on_step_begin()
-            take_step(self.recovery, self.optimizer, step)
+            self.recovery.take_step(step, self.optimizer)
             self.callback.on_step_end()
 
 
@@ -427,7 +425,7 @@ def agreement(options: argparse.Namespace) -> None:
     queue, learner = trainer.queue, trainer.learner
     limit = queue.config.limit("general")
     rollouts = queue.student.complete(queue.prompts["general"], max_new_tokens=limit, seed=1)
-    graded, model = learner.grade(rollouts, Loss(), learner.teachers["general"]), learner.backbone.causal_lm
+    graded, model = learner.score(rollouts, Loss(), learner.teachers["general"]), learner.backbone.causal_lm
     ours = learner.measure(graded)["kl"]
     total, jsd, count = 0.0, 0.0, sum(len(r.completion_ids) for r in rollouts)
     weight = model.get_output_embeddings().weight
@@ -566,7 +564,7 @@ class Step:
             uniform_NT = torch.full((len(ahead), max(lengths)), 0.5)
             for row, length in enumerate(ahead):
                 uniform_NT[row, length - 1 :] = 0.0
-            with mock.patch("opdcl.sampling.decode.torch.rand", return_value=uniform_NT):
+            with mock.patch("opdcl.sampling.sample.torch.rand", return_value=uniform_NT):
                 return plain(prompts, **options)
 
         with mock.patch.object(queue.student, "complete", complete):

@@ -19,7 +19,7 @@ from common import head, parser_of, store
 
 from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
-from opdcl.rundir.records import read_metrics
+from opdcl.rundir.stage import read_metrics
 
 
 def main() -> None:

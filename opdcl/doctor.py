@@ -9,8 +9,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from opdcl.rundir.environment import machine, versions
 from opdcl.rundir.files import cache_home
+from opdcl.rundir.layout import machine, versions
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "lm_eval")
 

@@ -50,7 +50,7 @@ class Stream:
     author: str
     """Who writes the answers, at first and later."""
     teacher: str
-    """Who grades them, token by token; "" if the answers themselves are imitated."""
+    """Who scores them, token by token; "" if the answers themselves are imitated."""
     loss: Loss
     share: float
     """Share of the optimizer steps."""
@@ -58,7 +58,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Example:
-    """What a step learns from: token ids, and for each id whether it is learned or graded.
+    """What a step learns from: token ids, and for each id whether it is learned or scored.
 
     A row of a fine-tune has one or several. If a model wrote the answer, `rollout` says all else about it.
     One that comes again has a `place`, by which its teacher's states are kept.
@@ -76,7 +76,7 @@ class Example:
 
     @property
     def teacher(self) -> str:
-        """The name of the teacher that grades it, or "" for the stream's own."""
+        """The name of the teacher that scores it, or "" for the stream's own."""
         return self.rollout.prompt.teacher if self.rollout else ""
 
     @property
@@ -162,7 +162,7 @@ class Rollout:
         return self.prompt.ids
 
     @property
-    def said(self) -> list[int]:
+    def message(self) -> list[int]:
         """The completion without the id that ends it, as it stands before a later turn."""
         return self.completion_ids[: -1 if self.finished else None]
 

@@ -49,7 +49,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     """Write a record of the durations, with set-up, if the option asks for one."""
     if not (file := config.getoption("--record")):
         return
-    from opdcl.rundir.environment import machine
+    from opdcl.rundir.layout import machine
 
     seconds: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 import shutil
 
 from opdcl.rundir.files import RESTORE
-from opdcl.rundir.layout import StageDir, open_run
+from opdcl.rundir.layout import open_run
+from opdcl.rundir.stage import StageDir
 
 TEXT_BROWSERS = ("www-browser", "links", "elinks", "lynx", "w3m")
 

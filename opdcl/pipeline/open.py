@@ -16,8 +16,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.errors import UsageError, typed
 from opdcl.hub import HUB_IDS
 from opdcl.model.adapters import base_of, find_adapter, template_beside, tuned_model
-from opdcl.rundir.layout import RunDir
-from opdcl.rundir.records import read_config
+from opdcl.rundir.layout import RunDir, read_config
 
 
 def open_or_begin(

@@ -12,7 +12,7 @@ from opdcl.config.recover import split_share
 from opdcl.config.section import FINGERPRINT
 from opdcl.config.workflow import MACHINE, Workflow, meaningful_settings
 from opdcl.pipeline.stage_record import STAGE_NUMBERS, Records, StoredStage
-from opdcl.rundir.identity import Identity
+from opdcl.rundir.hashes import Identity
 from opdcl.rundir.layout import STAGE_OF
 
 Action = Literal["run", "resume", "skip", "stale", "take"]

@@ -16,10 +16,9 @@ from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Measure, Task, Train
 from opdcl.pipeline.stage_record import finish_stage, stage_folder
 from opdcl.rundir.files import folder_appears_whole, write_atomic
-from opdcl.rundir.identity import weights_of_base
-from opdcl.rundir.layout import RunDir, StageDir
-from opdcl.rundir.records import StageRecord, read_result
+from opdcl.rundir.layout import RunDir, read_result, weights_of_base
 from opdcl.rundir.seals import forget
+from opdcl.rundir.stage import StageDir, StageRecord
 
 if TYPE_CHECKING:
     from opdcl.model.backbone import Backbone
@@ -119,7 +118,7 @@ def take_start(job: Job, run: RunDir, task: Train, backbone: Backbone) -> None:
     with folder_appears_whole(stage_folder(run, task.name).path) as temporary:
         stage = StageDir(temporary)
         if job.tuned:
-            from opdcl.train.stage import save_adapter
+            from opdcl.train.checkpoints import save_adapter
 
             backbone.new_adapter(LoraSection(), seed=0)
             save_adapter(backbone, stage.adapter)

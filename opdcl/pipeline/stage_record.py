@@ -10,8 +10,8 @@ from opdcl.errors import UsageError
 from opdcl.results.origins import question_key
 from opdcl.rundir.files import RESTORE, now, write_json
 from opdcl.rundir.hashes import ADAPTER, adapter_hash, file_hash
-from opdcl.rundir.layout import RunDir, StageDir
-from opdcl.rundir.records import StageRecord, read_result
+from opdcl.rundir.layout import RunDir, read_result
+from opdcl.rundir.stage import StageDir, StageRecord
 
 STAGE_NUMBERS = {"finetune": 1, "recover": 2}
 

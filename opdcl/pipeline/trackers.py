@@ -19,7 +19,8 @@ from typing import Any
 from opdcl.errors import EnvironmentFault
 from opdcl.results.status import STATES
 from opdcl.rundir.files import read_json, write_json
-from opdcl.rundir.layout import RunDir, StageDir
+from opdcl.rundir.layout import RunDir
+from opdcl.rundir.stage import StageDir
 
 logger = logging.getLogger(__name__)
 

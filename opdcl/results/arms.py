@@ -33,7 +33,7 @@ from opdcl.results.ratios import (
 from opdcl.results.status import HEADLINE_ROLES, STATES
 from opdcl.results.summary import Results
 from opdcl.results.verdict import unlike_base
-from opdcl.rundir.identity import Identity
+from opdcl.rundir.hashes import Identity
 from opdcl.rundir.layout import RunDir
 
 # Settings of the evaluation that do not change how a suite is measured.

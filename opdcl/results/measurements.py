@@ -23,8 +23,7 @@ from opdcl.repetition import REPEATED_WORD, distinct, repetition
 from opdcl.results.intervals import Clusters
 from opdcl.results.origins import count_learned, learned_by, line_of
 from opdcl.results.status import HEADLINE_ROLES, ROLES, STATES
-from opdcl.rundir.layout import RunDir
-from opdcl.rundir.records import read_result, read_samples
+from opdcl.rundir.layout import RunDir, read_result, read_samples
 
 # What a suite measures, if its name does not read well in a sentence.
 PLAIN_WORDS = {

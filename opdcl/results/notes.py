@@ -14,8 +14,8 @@ from opdcl.results.measurements import MeasuredSuite, states_of
 from opdcl.results.ratios import headroom_fault
 from opdcl.results.status import HEADLINE_ROLES, NoRatio
 from opdcl.rundir.layout import RunDir
-from opdcl.rundir.records import read_metrics
 from opdcl.rundir.seals import changes
+from opdcl.rundir.stage import read_metrics
 
 # Share of the domain, by held-out KL, below which a recovery from a scaled start did not bring it back.
 DOMAIN_BACK = 0.85

@@ -17,10 +17,9 @@ from opdcl.config.load import flatten
 from opdcl.config.workflow import ADDED_LATER, WITHOUT_MEANING
 from opdcl.errors import UsageError
 from opdcl.rundir.files import read_json
-from opdcl.rundir.hashes import ADAPTER, hash_files, hash_value
-from opdcl.rundir.identity import Identity, recorded_contents, weights_of_base
-from opdcl.rundir.layout import RunDir, StageDir
-from opdcl.rundir.records import read_config
+from opdcl.rundir.hashes import ADAPTER, Identity, hash_files, hash_value
+from opdcl.rundir.layout import RunDir, read_config, weights_of_base
+from opdcl.rundir.stage import StageDir
 
 SEEDS = {"seed", "data_seed"}
 
@@ -95,7 +94,7 @@ def split_seeds(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
         # Each run has a copy of its own of rows that were given in memory, or set aside.
         if key.startswith("eval.data.") and Path(value).name in (f"{key}.jsonl", f"{SET_ASIDE}.jsonl"):
             settings[key] = Path(value).name
-    for key, value in recorded_contents(run).items():
+    for key, value in run.recorded_contents().items():
         if not is_adapter(key):
             settings[key] = f"{Path(str(settings.get(key, ''))).name} ({value[:12]})"
     if weights := weights_of_base(run.read_manifest()):
@@ -124,7 +123,7 @@ def origins_of(run: RunDir, below: tuple[Path, ...] = ()) -> dict[str, str]:
     if path in below:
         raise UsageError(f"{run.path} builds on itself", "name another run as its start or teacher")
     _, seeds = split_seeds(run)
-    contents = recorded_contents(run)
+    contents = run.recorded_contents()
     found = {}
     for key, place in places_of(run).items():
         found[key] = _origin(place, contents.get(key), seeds, (*below, path))

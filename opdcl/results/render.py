@@ -26,7 +26,7 @@ from opdcl.results.status import HEADLINE_ROLES, STATES
 from opdcl.results.summary import Results
 from opdcl.rundir.files import write_atomic
 from opdcl.rundir.layout import RunDir
-from opdcl.rundir.records import read_metrics
+from opdcl.rundir.stage import read_metrics
 from opdcl.sanitize import harmless
 
 if TYPE_CHECKING:

@@ -23,10 +23,10 @@ from opdcl.results.ratios import (
 )
 from opdcl.results.status import ALONE, FAULT, HEADLINE_ROLES, NO_RECOVERY, STATES, Retention
 from opdcl.rundir.files import RESTORE
-from opdcl.rundir.identity import Identity
+from opdcl.rundir.hashes import Identity
 from opdcl.rundir.layout import RunDir
-from opdcl.rundir.records import read_metrics
 from opdcl.rundir.seals import changes
+from opdcl.rundir.stage import read_metrics
 
 # Steps over whose losses a mean is shown: that of one step depends on its rows.
 LAST_STEPS = 5

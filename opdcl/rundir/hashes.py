@@ -1,4 +1,8 @@
-"""Hash files, adapters and plain data with SHA-256, and seal folders with the hashes of their files."""
+"""Hash files, adapters and plain data with SHA-256, and seal folders with the hashes of their files.
+
+The plan, reuse, shared reading, kept answers and arms compare identities to decide whether two things are the
+same. A part is a setting or a content hash. A name or a path is used only if the content cannot be read.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +118,26 @@ def check(file: Path, digest: str) -> str:
         return "" if file_hash(file) == digest else "has changed"
     except OSError as fault:
         return f"cannot be read: {fault.strerror}"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """All that something depends on, as plain data: equal parts make equal results."""
+
+    parts: Any
+
+    @property
+    def key(self) -> str:
+        """A hash of all parts, as 16 digits."""
+        return hash_value(self.parts)
+
+    def changed_since(self, earlier: Mapping[str, Any]) -> list[str]:
+        """Return the names of the parts that were others, or were not there; of numbers, both values too."""
+        changed = []
+        for key in sorted({*earlier, *self.parts}):
+            match earlier.get(key), self.parts.get(key):
+                case int() | float() as then, int() | float() as now if then != now:
+                    changed.append(f"{key} {then:g} -> {now:g}")
+                case then, now if then != now:
+                    changed.append(key)
+        return changed

@@ -1,16 +1,29 @@
-"""The paths of a run directory."""
+"""A run directory: its paths, its settings and results, and what it was made with."""
 
 from __future__ import annotations
 
 import os
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import AfterValidator, Field
 
 from opdcl.errors import UsageError, typed
 from opdcl.rundir.files import read_json
-from opdcl.rundir.hashes import ADAPTER, SEAL, check, damage, read_seal
-from opdcl.rundir.records import read_config, read_manifest, read_metrics, read_stage
+from opdcl.rundir.hashes import ADAPTER, SEAL, check, read_seal
+from opdcl.rundir.stage import Cost, Record, StageDir, read_as, read_rows_as
+
+if TYPE_CHECKING:
+    import torch
+
+# The packages whose versions affect results.
+PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "lm_eval", "accelerate")
 
 # The stage that makes the adapter of each state, and the other way round.
 STAGE_OF = {"tuned": "finetune", "recovered": "recover"}
@@ -23,51 +36,68 @@ TEMPLATE = "chat_template.jinja"
 OTHER_FOLDERS = {"config.json": "a model folder", "adapter_config.json": "an adapter folder"}
 
 
-@dataclass(unsafe_hash=True)
-class StageDir:
-    """The folder of one training stage."""
+class _Config(Record):
+    workflow: dict[str, Any]
+    origins: dict[str, str] = Field(default_factory=dict)
 
-    path: Path
 
-    def __post_init__(self) -> None:
-        self.record = self.path / "stage.json"
-        self.metrics = self.path / "metrics.jsonl"
-        self.replay = self.path / "replay.jsonl"  # general prompts with their answers
-        self.learned = self.path / "learned.json"  # which rows a fine-tune learns, by hashes
-        self.adapter = self.path / "adapter"
-        self.trainer = self.path / "trainer"  # holds checkpoint-N/
-        self.best = self.trainer / "best"  # the adapter that a recovery would end with now
+class _Weights(Record):
+    sha256: str
+    path: str = ""
 
-    def state(self) -> dict:
-        """Return the content of `stage.json`, or an empty dict before the stage has started."""
-        return read_stage(self.record) if self.record.exists() else {}
 
-    @property
-    def name(self) -> str:
-        """The name of the stage, without its number."""
-        return self.path.name.partition("-")[2]
+class _Base(Record):
+    fingerprint_before: str | None = None
+    fingerprint_after: str | None = None
+    id: str | None = None
+    revision: str | None = None
+    parameters: int | None = None
 
-    def progress(self) -> str:
-        """Say how many steps are done, of how many where that was fixed."""
-        steps = max((row["step"] for row in read_metrics(self.metrics)), default=0)
-        total = self.state().get("config", {}).get("steps")
-        return f"{steps} of {total} steps" if isinstance(total, int) else f"{steps} steps"
 
-    def is_done(self) -> bool:
-        return bool(self.state().get("status") == "done")
+class _Device(Record):
+    dtype: str | None = None
+    kind: str | None = None
+    name: str | None = None
+    cores: int | None = None
+    memory_bytes: int | None = None
 
-    def checkpoints(self) -> list[Path]:
-        """Return the folders of all trainer checkpoints, newest first, including damaged ones."""
-        steps = {
-            int(step): folder
-            for folder in self.trainer.glob("checkpoint-*")
-            if (step := folder.name.removeprefix("checkpoint-")).isdecimal()
-        }
-        return [steps[step] for step in sorted(steps, reverse=True)]
 
-    def last_checkpoint(self) -> Path | None:
-        """Return the newest undamaged checkpoint, or None."""
-        return next((folder for folder in self.checkpoints() if not damage(folder)), None)
+def _is_date(value: str) -> str:
+    datetime.fromisoformat(value.replace("Z", "+00:00"))
+    return value
+
+
+class _Manifest(Record):
+    base: _Base | None = None
+    device: _Device | None = None
+    adapters: dict[str, _Weights] | None = None
+    commands: list[str] = Field(default_factory=list)
+    command: str = ""  # of earlier versions
+    seconds: float = 0
+    created: Annotated[str, AfterValidator(_is_date)] | None = None
+    opdcl: str | None = None
+    versions: dict[str, str | None] | None = None
+
+
+class _Measured(Record):
+    adapter_sha256: str | None = None
+
+
+class _Result(Record):
+    metric: str
+    n: int
+    metrics: dict[str, Any]
+    role: str = ""
+    fingerprint: str | None = None
+    model: _Measured | None = None
+    floor: dict[str, dict[str, Any]] | None = None
+    cost: Cost = Field(default_factory=dict)
+
+
+class _Sample(Record):
+    doc_id: int | str
+    prompt: str
+    scores: dict[str, Any]
 
 
 @dataclass(unsafe_hash=True)
@@ -106,7 +136,7 @@ class RunDir:
 
     def read_manifest(self) -> dict[str, Any]:
         """Return the content of `manifest.json`, or an empty dict before the run has started."""
-        return read_manifest(self.manifest) if self.manifest.exists() else {}
+        return read_as(self.manifest, _Manifest) if self.manifest.exists() else {}
 
     def stage(self, index: int, name: str) -> StageDir:
         return StageDir(self.path / "stages" / f"{index:02d}-{name}")
@@ -122,6 +152,17 @@ class RunDir:
         """Return the record of the last stage with this name, or an empty dict before it has started."""
         stage = self.find_stage(name)
         return stage.state() if stage else {}
+
+    def recorded_contents(self) -> dict[str, str]:
+        """Return the hashes of what training stages read, by key, such as `finetune.data` or `start`."""
+        contents = {}
+        for stage in ("finetune", "recover"):
+            for name, value in (self.stage_record(stage).get("inputs") or {}).items():
+                if name.startswith("content of "):
+                    contents[f"{stage}.{name.removeprefix('content of ')}"] = str(value)
+                elif name == "start":
+                    contents[name] = str(value)
+        return contents
 
     def last_stage(self) -> StageDir | None:
         """Return the last training stage if it is done."""
@@ -204,3 +245,79 @@ def adapter_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UsageError(f"{file} holds no settings: it is no JSON object", hint)
     return config
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """Return the content of a run's `config.json`: its `workflow`, and the `origins` of its settings.
+
+    Rows that the run itself holds are named where they lie now: it may have been moved or copied.
+    """
+    config = read_as(file, _Config)
+    texts = [*_texts(config["workflow"])]
+    # The places are whole. Rows in memory are written into a file that is named as their setting.
+    earlier = {Path(section[name]).parent for section, name, key in texts if _is_own(section[name], key)}
+    for section, name, _ in texts:
+        place, here = Path(section[name]), file.parent / "data" / Path(section[name]).name
+        if place.parent in earlier and here.is_file():
+            section[name] = str(here.resolve())
+    return config
+
+
+def _texts(section: dict[str, Any], above: str = "") -> Iterator[tuple[dict[str, Any], str, str]]:
+    """Yield each text among settings: the section that holds it, its name there, and its whole key."""
+    for name, value in section.items():
+        if isinstance(value, dict):
+            yield from _texts(value, f"{above}{name}.")
+        elif isinstance(value, str):
+            yield section, name, f"{above}{name}"
+
+
+def _is_own(place: str, key: str) -> bool:
+    return Path(place).parts[-2:] == ("data", f"{key}.jsonl")
+
+
+def read_result(file: Path) -> dict[str, Any]:
+    """Return the content of a result: one state measured on one suite."""
+    return read_as(file, _Result)
+
+
+def read_samples(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of a result's samples."""
+    return read_rows_as(file, _Sample)
+
+
+def weights_of_base(manifest: Mapping[str, Any]) -> str:
+    """Return the hash of the weights of a run's base, by its manifest; "" if it recorded none."""
+    base = manifest.get("base") or {}
+    # With a whole tuned model the fingerprint covers both models, and `weights` the base alone.
+    return str(base.get("weights") or base.get("fingerprint_before") or "")
+
+
+def versions() -> dict[str, str]:
+    """Return the installed versions of the packages that affect results."""
+    installed = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            installed[name] = version(name)
+    return installed
+
+
+def machine() -> dict[str, Any]:
+    """Describe CPU and memory without identifying the host."""
+    name, memory = platform.machine(), 0
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    with suppress(OSError, ValueError):
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"name": name, "cores": os.cpu_count(), "memory_bytes": memory}
+
+
+def machine_of(device: torch.device) -> dict[str, Any]:
+    """Describe the machine that computes on a device: by the name of its GPU, if it is one."""
+    import torch
+
+    found = machine()
+    if device.type == "cuda":
+        found |= {"name": torch.cuda.get_device_name(device), "processor": found["name"]}
+    return found

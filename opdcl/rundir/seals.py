@@ -23,8 +23,8 @@ from opdcl.rundir.hashes import (
     read_seal,
     write_seal,
 )
-from opdcl.rundir.layout import STATE_OF, RunDir, StageDir
-from opdcl.rundir.records import read_config, read_result
+from opdcl.rundir.layout import STATE_OF, RunDir, read_config, read_result
+from opdcl.rundir.stage import StageDir
 
 
 def final_files(run: RunDir) -> list[Path]:

@@ -61,7 +61,7 @@ class Server:
     """A client that keeps many requests in flight over persistent connections.
 
     `vocabulary` is the number of token ids; `notify` is called with a message when the server is unreachable.
-    `named` is how many of the likeliest tokens are requested at each graded position, or `WHOLE_VOCABULARY`.
+    `named` is how many of the likeliest tokens are requested at each scored position, or `WHOLE_VOCABULARY`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Server:
         self._closed = threading.Event()
         # Identical requests share an answer.
         kept = WHOLE_CACHE_SIZE if self.is_whole else CACHE_SIZE
-        self._graded = functools.lru_cache(kept)(self._start_to_grade)
+        self._scored = functools.lru_cache(kept)(self._start_to_score)
         self._turns = threading.Semaphore(WHOLE_IN_FLIGHT if self.is_whole else in_flight)
         self._adapters: dict[str, str] = {}
         self._waiting = False
@@ -103,12 +103,12 @@ class Server:
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         return self._request("tokenize", body, lambda answer: list(map(int, answer["tokens"])))
 
-    def grade(self, prompt_ids: Ids, completion_ids: Ids) -> AsyncResult[Served]:
+    def score(self, prompt_ids: Ids, completion_ids: Ids) -> AsyncResult[Served]:
         """Request the distribution of a completion in the background."""
-        return self._graded(tuple(prompt_ids), tuple(completion_ids))
+        return self._scored(tuple(prompt_ids), tuple(completion_ids))
 
-    def _start_to_grade(self, prompt_ids: Ids, completion_ids: Ids) -> AsyncResult[Served]:
-        return self._pool.apply_async(self._grade, (prompt_ids, completion_ids))
+    def _start_to_score(self, prompt_ids: Ids, completion_ids: Ids) -> AsyncResult[Served]:
+        return self._pool.apply_async(self._score, (prompt_ids, completion_ids))
 
     def complete(
         self,
@@ -182,8 +182,8 @@ class Server:
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, on a machine that can read the run directory",
             ) from error
 
-    def _grade(self, prompt_ids: Ids, completion_ids: Ids) -> Served:
-        body = _grading(self.model, [*prompt_ids, *completion_ids], self.named)
+    def _score(self, prompt_ids: Ids, completion_ids: Ids) -> Served:
+        body = _scoring(self.model, [*prompt_ids, *completion_ids], self.named)
 
         def read(answer: Json) -> Served:
             rows = self._rows(answer, prompt_ids, completion_ids)
@@ -274,24 +274,21 @@ class Server:
     def _request(self, path: str, body: Json | None, read: Callable[[Json], Any] | None = None) -> Any:
         """Retry a request until `read` accepts the answer, or raise why it never did."""
         url, closed = self.url, tenacity.stop_when_event_set(self._closed)
-        wait, sleep = (
-            tenacity.wait_exponential_jitter(multiplier=0.2, max=10),
-            tenacity.sleep_using_event(self._closed),
-        )
+        pauses: dict[str, Any] = {
+            "wait": tenacity.wait_exponential_jitter(multiplier=0.2, max=10),
+            "sleep": tenacity.sleep_using_event(self._closed),
+            "reraise": True,
+        }
         until_reached = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(_Unreachable),
             stop=tenacity.stop_after_delay(PATIENCE) | closed,
             before_sleep=self._notify_once,
-            wait=wait,
-            sleep=sleep,
-            reraise=True,
+            **pauses,
         )
         until_valid = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(_InvalidAnswer),
             stop=tenacity.stop_after_attempt(ATTEMPTS) | closed,
-            wait=wait,
-            sleep=sleep,
-            reraise=True,
+            **pauses,
         )
         try:
             return until_valid(until_reached, self._request_once, path, body, read)
@@ -353,12 +350,12 @@ def check_access(
                 return
             raise _refused(url, response)
         if named is not None and model:
-            response = client.post("v1/completions", json=_grading(model, [0, 0], named))
+            response = client.post("v1/completions", json=_scoring(model, [0, 0], named))
             if _names_too_few(response):
                 raise _refused(url, response)
 
 
-def _grading(model: str, ids: Ids, named: int) -> Json:
+def _scoring(model: str, ids: Ids, named: int) -> Json:
     """Return a request for the distributions of a text's tokens."""
     return {
         "model": model,

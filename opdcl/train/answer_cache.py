@@ -17,9 +17,9 @@ import torch
 
 from opdcl import parallel
 from opdcl.model.backbone import Backbone, State
-from opdcl.rundir.environment import machine_of, versions
 from opdcl.rundir.files import cache_home, write_atomic
 from opdcl.rundir.hashes import hash_files, hash_value
+from opdcl.rundir.layout import machine_of, versions
 from opdcl.train.teachers import Completions, OnFinished, Teacher
 from opdcl.words import Prompt, Rollout
 

@@ -1,4 +1,4 @@
-"""The student's optimizer, and the checkpoints from which a recovery resumes bit for bit. No pickles."""
+"""Checkpoints of both trainings, and the student's optimizer: a recovery resumes bit for bit. No pickles."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ from typing import Protocol
 import torch
 from safetensors.torch import load_file, save_file
 
-from opdcl.config.recover import RecoverConfig
-from opdcl.errors import UsageError
+from opdcl import parallel
+from opdcl.errors import OpdclError, UsageError
 from opdcl.model.backbone import Backbone
 from opdcl.model.lora import adapter_weights
-from opdcl.rundir.files import folder_appears_whole, read_json, write_json
-from opdcl.rundir.layout import StageDir
-from opdcl.train.stage import CHECKPOINTS, LONGEST_GRADIENT, Schedule, refuse_changed_base, seal_with_records
+from opdcl.rundir.files import folder_appears_whole, read_json, write_atomic, write_json
+from opdcl.rundir.hashes import SEAL, damage, seal
+from opdcl.rundir.stage import StageDir
+from opdcl.train.loop import LONGEST_GRADIENT, Schedule, StageReport
+
+# The folder of a checkpoint that holds copies of metrics, samples and the best adapter so far.
+RECORDS = "records"
+
+# The number of checkpoints that a stage keeps: if the last one is damaged, the one before it is there.
+CHECKPOINTS = 2
 
 # Share of the steps, the first ones, in which the learning rate rises.
 RISING_SHARE = 0.1
@@ -32,9 +39,9 @@ class StudentOptimizer:
     opposed: a step of one stream alone undoes what the other has, and the next ones are spent on the repair.
     """
 
-    def __init__(self, backbone: Backbone, config: RecoverConfig):
-        self.schedule = Schedule(config.steps, RISING_SHARE, "linear")
-        self.peak = float(config.learning_rate)
+    def __init__(self, backbone: Backbone, steps: int, peak: float):
+        """Plan the rate of all steps; `peak` is the highest."""
+        self.schedule, self.peak = Schedule(steps, RISING_SHARE, "linear"), peak
         self.steps = 0
         self.weights = {n: weight for n, weight in backbone.peft.named_parameters() if weight.requires_grad}
         self.adamw = torch.optim.AdamW(self.weights.values(), lr=self.peak, weight_decay=0.0, fused=True)
@@ -132,8 +139,7 @@ class Checkpoints:
             UsageError: Another version of opdcl wrote it, in another format.
         """
         if not (folder / "adapters.safetensors").exists():
-            hint = "remove that folder: the run resumes from the checkpoint before it, or starts over"
-            raise UsageError(f"another version of opdcl wrote {folder}", hint)
+            raise another_version(folder)
         saved = load_file(folder / "adapters.safetensors")
         with torch.no_grad():
             for name, weight in self._adapters().items():
@@ -149,3 +155,87 @@ class Checkpoints:
                 for part, weight in enumerate(adapter_weights(layer, state)):
                     tensors[f"{state}/{number}/{part}"] = weight.detach()
         return tensors
+
+
+def another_version(checkpoint: Path) -> UsageError:
+    """Return the error that refuses a checkpoint in another format."""
+    hint = "remove that folder: the run resumes from the checkpoint before it, or starts over"
+    return UsageError(f"another version of opdcl wrote {checkpoint}", hint)
+
+
+def last_checkpoint(out: StageDir, report: StageReport, steps: int) -> Path | None:
+    """Return the checkpoint from which a stage resumes, and bring its records to the state of that time."""
+    out.path.mkdir(parents=True, exist_ok=True)
+    checkpoint = out.last_checkpoint()
+    for folder in out.checkpoints():
+        if folder == checkpoint:
+            break
+        if (folder / SEAL).exists():
+            report.note(f"{folder.name} is damaged and ignored: {damage(folder)}")
+        else:
+            report.note(f"{folder.name} is incomplete and ignored")
+            shutil.rmtree(folder, ignore_errors=True)
+    _take_back_records(out, checkpoint)
+    if checkpoint:
+        report.note(f"resuming from step {step_of(checkpoint)} of {steps}")
+    return checkpoint
+
+
+def step_of(checkpoint: Path | None) -> int:
+    """Return how many steps were done when a checkpoint was saved."""
+    return int(checkpoint.name.rsplit("-", 1)[1]) if checkpoint else 0
+
+
+def refuse_changed_base(backbone: Backbone, checksum: tuple[int, ...], step: int) -> None:
+    """Check before a checkpoint that base is as it was at first, and that all workers hold the same adapter.
+
+    Raises:
+        OpdclError: One of them is not so.
+    """
+    if parallel.any_worker(backbone.checksum() != checksum):
+        message = f"the base weights changed before step {step}"
+        raise OpdclError(message, "this is a defect of opdcl: please report it")
+    parallel.check_same("adapters", backbone.adapter_norm("student"))
+
+
+def seal_with_records(out: StageDir, checkpoint: Path) -> None:
+    """Copy into a checkpoint what the rest of the stage depends on beside the weights, and seal it.
+
+    The files themselves are neither flushed nor sealed before the stage ends: a power failure can cut them.
+    """
+    records = checkpoint / RECORDS
+    shutil.rmtree(records, ignore_errors=True)
+    records.mkdir()
+    if out.metrics.exists():
+        shutil.copy(out.metrics, records)
+    if out.best.exists():
+        shutil.copytree(out.best, records / out.best.name)
+    seal(checkpoint)
+
+
+def _take_back_records(out: StageDir, checkpoint: Path | None) -> None:
+    """Bring the records of a stage to the state of the checkpoint from which it resumes, or of its start.
+
+    Raises:
+        UsageError: Another version of opdcl wrote the checkpoint.
+    """
+    if checkpoint and not (checkpoint / RECORDS).exists():
+        raise another_version(checkpoint)
+    records = checkpoint / RECORDS if checkpoint else None
+    out.metrics.unlink(missing_ok=True)
+    if records and (records / out.metrics.name).exists():
+        write_atomic(out.metrics, (records / out.metrics.name).read_bytes())
+    if records and (records / out.best.name).exists():
+        with folder_appears_whole(out.best) as folder:
+            shutil.copytree(records / out.best.name, folder, dirs_exist_ok=True)
+
+
+def save_adapter(backbone: Backbone, folder: Path) -> None:
+    """Write the student's adapter as a folder that `peft` loads, whole or not at all."""
+    with folder_appears_whole(folder) as temporary:
+        backbone.peft.save_pretrained(temporary, selected_adapters=["student"])
+        # PEFT puts a named adapter into a folder of its name.
+        for file in (temporary / "student").iterdir():
+            file.rename(temporary / file.name)
+        (temporary / "student").rmdir()
+        (temporary / "README.md").unlink(missing_ok=True)

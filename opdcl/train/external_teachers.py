@@ -1,12 +1,12 @@
-"""Teachers that are no state of the student's backbone, and a student that is sampled on a server.
+"""What a recovery needs from outside, made from its settings: a reward, second models, models on a server.
 
-Before one is used, its tokens are checked to mean the same as the student's.
+Before another model is used, its tokens are checked to mean the same as the student's.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.pool import AsyncResult
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,26 @@ from transformers import PreTrainedModel
 
 from opdcl import parallel
 from opdcl.config.model import SERVED_TOKENS
+from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import TeacherSection
+from opdcl.data.chat import check_turn_end
+from opdcl.data.prompts import RecoverySource
 from opdcl.errors import OpdclError, UsageError
+from opdcl.model.adapters import find_adapter
 from opdcl.model.architecture import architecture, eos_ids
 from opdcl.model.backbone import Backbone
 from opdcl.model.check_model import OTHER_FAMILY, PROBES, check_same_tokenizer
 from opdcl.model.distributions import Served, TeacherDistribution, join
 from opdcl.model.forward import answer_states
 from opdcl.model.load import load_base, load_tokenizer
+from opdcl.rundir.stage import StageDir
 from opdcl.sampling.server import Server
+from opdcl.train.answer_cache import CompletionCache
+from opdcl.train.checkpoints import save_adapter
 from opdcl.train.losses import token_logprobs
-from opdcl.train.stage import save_adapter
-from opdcl.train.teachers import Teacher
-from opdcl.words import Prompt, Rollout
+from opdcl.train.reward import Reward
+from opdcl.train.teachers import Provided, Teacher
+from opdcl.words import Prompt, Prompts, Rollout, StreamName
 
 # Nats per token by which a model may differ from its copy on a server: between rounding and another model.
 SAME_MODEL = 0.3
@@ -38,6 +45,45 @@ SAME_MODEL = 0.3
 BROKEN_MODEL = 4.0
 
 Notify = Callable[[str], None]
+
+
+@contextlib.contextmanager
+def provided(
+    config: RecoverConfig,
+    source: RecoverySource,
+    prompts: Mapping[StreamName, Prompts],
+    backbone: Backbone,
+    out: StageDir,
+    notify: Notify,
+) -> Iterator[Provided]:
+    """Yield what the settings of a recovery ask for; afterwards its servers are left.
+
+    `notify` receives messages for the user.
+
+    Raises:
+        UsageError: The chat template ends no answer, or a teacher or the student's server does not fit.
+    """
+    check_turn_end(backbone.tokenizer, backbone.eos_ids)
+    reward = None
+    if config.reward:
+        context, rows = config.teacher_of("general").context, source.rows["general"]
+        reward = Reward(config.reward, source.reward_task, rows, backbone, context, notify)
+    adapters = {t.adapter: find_adapter(t.adapter) for t in config.teachers.values() if t.adapter}
+    asked = {config.general_teacher, config.domain_teacher}
+    for of_stream in prompts.values():
+        asked |= {prompt.teacher for prompt in of_stream.train + of_stream.held_out}
+    with contextlib.ExitStack() as stack:
+        elsewhere: dict[str, Teacher] = {}
+        for name, section in config.teachers.items():
+            if name in asked and section.kind in ("model", "remote"):
+                teacher = make_teacher(section, backbone, notify, config.served_tokens)
+                elsewhere[name] = stack.enter_context(contextlib.closing(teacher))
+        student = None
+        if config.server:
+            server = reach_own_model(config.server.url, backbone, notify)
+            student = ServedStudent(backbone, server, out.trainer / "served")
+            stack.callback(student.close)
+        yield Provided(reward, adapters, elsewhere, student, CompletionCache(backbone))
 
 
 class Elsewhere(Teacher):
@@ -93,7 +139,7 @@ class RemoteTeacher(Elsewhere):
             self._requests(rollouts)
 
     def _requests(self, rollouts: Sequence[Rollout]) -> list[AsyncResult[Served]]:
-        return [self.server.grade(r.prompt.shown, r.completion_ids) for r in rollouts]
+        return [self.server.score(r.prompt.shown, r.completion_ids) for r in rollouts]
 
     def close(self) -> None:
         self.server.close()
@@ -217,7 +263,7 @@ def _probe(server: Server, backbone: Backbone) -> tuple[torch.Tensor, torch.Tens
     probes = PROBES[:1] if server.is_whole else PROBES[:6]  # whole distributions are large
     ids = backbone.tokenizer(" ".join(probes), add_special_tokens=False)["input_ids"]
     prompt_ids, completion_ids = ids[:1], ids[1:]
-    served = server.grade(prompt_ids, completion_ids).get()
+    served = server.score(prompt_ids, completion_ids).get()
     base = Teacher(backbone, "base").distribution([Rollout(Prompt(prompt_ids), completion_ids)])
     token_N, rows = torch.tensor(completion_ids), len(backbone.head_VH)
     base_N = token_logprobs(base, token_N.to(backbone.device), rows).cpu()

@@ -1,6 +1,6 @@
 """The step of both trainings: micro-batches, the loss at each token of their texts, sums over all workers.
 
-A fine-tune's rows have no teacher and are imitated; all other texts are graded by theirs, token by token.
+A fine-tune's rows have no teacher and are imitated; all other texts are scored by theirs, token by token.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from opdcl.model.distributions import HiddenStates, TeacherDistribution, join
 from opdcl.model.forward import Pass, answer_ids, answer_states, pick_pass
 from opdcl.model.hardware import is_out_of_memory, release
 from opdcl.sampling.sample import MISMATCH_RATIO
-from opdcl.train.losses import GradedTokens, TokenLosses, imitation_losses, missed_ends, token_losses
-from opdcl.train.stage import Clock, is_finite
+from opdcl.train.loop import Clock, is_finite
+from opdcl.train.losses import ScoredTokens, TokenLosses, imitation_losses, missed_ends, token_losses
 from opdcl.train.teachers import Teacher, Teachers, by_teacher
 from opdcl.words import Batch, Example, Loss, Rollout, StreamName, Weighting
 
@@ -32,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 # The file of a checkpoint with the teachers' states over examples that come again.
 STATES = "states.safetensors"
+
+# Bytes of teachers' states that are kept: those of some ten thousand rows of a small model; fewer where each
+# checkpoint holds them.
+ROOM_IN_MEMORY, ROOM_IN_CHECKPOINTS = 2**30, 2**28
 
 # Sums by name over all learned tokens: `loss`, `kl`, `tokens`, ...; 0 where nothing was added.
 Sums = dict[str, float]
@@ -62,7 +66,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Graded:
+class Scored:
     """Completions, and by position their teachers' distributions over those of this worker's share."""
 
     examples: list[Example]
@@ -111,7 +115,7 @@ class Learner:
         """
         model = self.backbone.peft
         # Without dropout: with it, an adapter without effect would differ from base, and the model that is
-        # graded would not be the one that wrote the completions.
+        # scored would not be the one that wrote the completions.
         model.train(not batch.stream.teacher)
         while True:
             try:
@@ -190,12 +194,12 @@ class Learner:
         self.kept = load_file(folder / STATES, device=str(self.backbone.device))
         self.room -= sum(states_NH.nbytes for states_NH in self.kept.values())
 
-    def grade(
+    def score(
         self, rollouts: list[Rollout], loss: Loss, teachers: Teachers, count: Count | None = None
-    ) -> Graded:
+    ) -> Scored:
         """Return completions with their teachers' distributions, to be measured any number of times.
 
-        `loss` is that of their stream. `count` receives the positions of the completions that were graded
+        `loss` is that of their stream. `count` receives the positions of the completions that were scored
         since its last call.
         """
         examples = [rollout.to_example() for rollout in rollouts]
@@ -205,19 +209,19 @@ class Learner:
             distributions |= dict(zip(batch.positions, parts, strict=True))
             if count and not batch.filler:
                 count(batch.positions)
-        return Graded(examples, replace(loss, reverse=0.0, reward_weight=None), distributions)
+        return Scored(examples, replace(loss, reverse=0.0, reward_weight=None), distributions)
 
     @torch.no_grad()
-    def measure(self, graded: Graded, endings: bool = False, count: Count | None = None) -> Sums:
+    def measure(self, scored: Scored, endings: bool = False, count: Count | None = None) -> Sums:
         """Return the sums without learning; with `endings`, also `missed_ends`.
 
-        `count` is that of `grade`.
+        `count` is that of `score`.
         """
         sums: dict[str, Any] = defaultdict(float)
-        for batch in self._micro_batches(graded.examples):
-            teacher = join([graded.distributions[i] for i in batch.positions])
+        for batch in self._micro_batches(scored.examples):
+            teacher = join([scored.distributions[i] for i in batch.positions])
             student = self._student(batch)
-            losses = self._losses(batch, student, teacher, graded.loss)
+            losses = self._losses(batch, student, teacher, scored.loss)
             if batch.filler:
                 continue
             _add(sums, batch, losses)
@@ -228,7 +232,7 @@ class Learner:
                 sums["missed_ends"] += missed_N.sum().double()
             if count:
                 count(batch.positions)
-        return _over_workers(sums, _count_tokens(graded.examples))
+        return _over_workers(sums, _count_tokens(scored.examples))
 
     def _student(self, batch: MicroBatch) -> HiddenStates:
         states_NH = answer_states(self.backbone.causal_lm, batch.examples)
@@ -245,7 +249,7 @@ class Learner:
         sampler_N = self._sampler(batch)
         advantages = [rollout.advantage for rollout in batch.rollouts for _ in rollout.completion_ids]
         token_N = answer_ids(batch.examples, self.backbone.device)
-        tokens = GradedTokens(token_N, sampler_N, sampler_N.new_tensor(advantages))
+        tokens = ScoredTokens(token_N, sampler_N, sampler_N.new_tensor(advantages))
         return token_losses(student, teacher, tokens, loss)
 
     def _weights(self, batch: MicroBatch, weighting: Weighting, mean_length: float) -> torch.Tensor:

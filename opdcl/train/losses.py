@@ -39,7 +39,7 @@ THREAD_POSITIONS = 32
 
 
 class TokenLosses(NamedTuple):
-    """Statistics of each graded token, all `(N,)` in nats; only `loss` has a gradient."""
+    """Statistics of each scored token, all `(N,)` in nats; only `loss` has a gradient."""
 
     loss: torch.Tensor
     kl: torch.Tensor
@@ -50,8 +50,8 @@ class TokenLosses(NamedTuple):
     """The student's log-probability of the token itself."""
 
 
-class GradedTokens(NamedTuple):
-    """The tokens at the graded positions, and what is known of each, all `(N,)`."""
+class ScoredTokens(NamedTuple):
+    """The tokens at the scored positions, and what is known of each, all `(N,)`."""
 
     ids_N: torch.Tensor
     sampler_N: torch.Tensor
@@ -247,7 +247,7 @@ def imitation_losses(student: HiddenStates, token_N: torch.Tensor) -> TokenLosse
 
 
 def token_losses(
-    student: HiddenStates, teacher: TeacherDistribution, tokens: GradedTokens, loss: Loss
+    student: HiddenStates, teacher: TeacherDistribution, tokens: ScoredTokens, loss: Loss
 ) -> TokenLosses:
     """Return the loss and statistics of each token.
 
@@ -315,7 +315,7 @@ def _per_token(student: HiddenStates, rows: int, grade: GradeRows) -> TokenLosse
 def gather_logprobs(log_NV: torch.Tensor, token_N: torch.Tensor) -> torch.Tensor:
     """Return the log-probabilities of tokens, `(N,)`; of one that the vocabulary lacks, minus infinity.
 
-    A student with such tokens is thus not graded where it wrote one: sampler and trainer differ there.
+    A student with such tokens is thus not scored where it wrote one: sampler and trainer differ there.
     """
     known_N = token_N < log_NV.shape[-1]
     found_N = log_NV.gather(-1, (token_N * known_N)[:, None])[:, 0]

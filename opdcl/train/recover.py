@@ -3,7 +3,7 @@
 opdcl recover runs/mine --prompts prompts.jsonl
 
 For each step of the schedule: take completions, which a teacher or the student wrote; let the step's teacher
-grade every token; learn from that; validate now and then, and keep the best adapter; save checkpoints.
+score every token; learn from that; validate now and then, and keep the best adapter; save checkpoints.
 """
 
 from __future__ import annotations
@@ -24,15 +24,13 @@ from opdcl.model.lora import describe_adapter
 from opdcl.repetition import repetition
 from opdcl.rundir.files import folder_appears_whole, write_atomic, write_json
 from opdcl.rundir.hashes import SEAL, damage, seal
-from opdcl.rundir.layout import StageDir
-from opdcl.rundir.records import read_metrics
+from opdcl.rundir.stage import StageDir, read_metrics
 from opdcl.sampling.sample import pick_engine
-from opdcl.train.checkpoints import Checkpoints, StudentOptimizer
-from opdcl.train.learner import Learner, Sums, kl_by_teacher, mean_loss
+from opdcl.train.checkpoints import Checkpoints, StudentOptimizer, last_checkpoint, save_adapter, step_of
+from opdcl.train.learner import ROOM_IN_CHECKPOINTS, Learner, Sums, kl_by_teacher, mean_loss
+from opdcl.train.loop import Interruption, StageLog, StageReport
 from opdcl.train.rollouts import RolloutQueue
-from opdcl.train.schedule import plan_steps
-from opdcl.train.stage import Interruption, StageLog, StageReport, last_checkpoint, save_adapter, step_of
-from opdcl.train.start import Start, put_at_start
+from opdcl.train.start import Ends, Start, put_at_start
 from opdcl.train.teachers import EmaTeacher, Provided, Teacher, Teachers, teacher_here
 from opdcl.train.validation import (
     HeldOut,
@@ -42,22 +40,9 @@ from opdcl.train.validation import (
     describe_kl,
     describe_step,
     is_kept,
+    response_sign,
 )
 from opdcl.words import Batch, Prompts, Stream, StreamName
-
-# Bytes of teachers' states that are kept. They are in every checkpoint, so they are few.
-KEPT_ROOM = 2**28
-
-
-@dataclass
-class Recovery:
-    """What a recovery works with: settings, steps with their completions, student and teachers, records."""
-
-    config: RecoverConfig
-    queue: RolloutQueue
-    learner: Learner
-    held_out: HeldOut
-    log: StageLog
 
 
 def recover(
@@ -91,17 +76,16 @@ def recover(
     provided = replace(provided, student=provided.student or student_here(backbone, report))
     if config.method == "general":
         train["domain"] = []
-    steps = plan_steps(config, len(train["general"]), len(train["domain"]))
-    queue = RolloutQueue(config, steps, train, teachers, provided, report)
+    queue = RolloutQueue(config, train, teachers, provided, report)
     tokens = int(config.micro_batch_tokens)
-    learner = Learner(backbone, teachers, "recover.max_new_tokens", tokens, KEPT_ROOM)
+    learner = Learner(backbone, teachers, "recover.max_new_tokens", tokens, ROOM_IN_CHECKPOINTS)
     held_out = HeldOut(config, learner, queue, prompts, report)
     log = StageLog(report, out, config.steps, partial(describe_step, config))
     recovery = Recovery(config, queue, learner, held_out, log)
     if config.steps:
-        learn(recovery)
+        recovery.learn()
     else:
-        keep_start(recovery)
+        recovery.keep_start()
     if queue.unasked:
         hint = "the answer before each ran into its maximum length, recover.max_new_tokens"
         report.note(f"{queue.unasked} turns of conversations were not asked: {hint}")
@@ -112,102 +96,159 @@ def recover(
         shutil.copytree(out.best, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(SEAL))
 
 
-def learn(recovery: Recovery) -> None:
-    """Take all steps from the last checkpoint on. The best adapter stays in the stage's trainer folder.
+@dataclass
+class Recovery:
+    """A recovery and its parts: settings, steps with their completions, student and teachers, records."""
 
-    Raises:
-        Interrupted: A signal came; a checkpoint is saved.
-    """
-    config, queue, learner, log = recovery.config, recovery.queue, recovery.learner, recovery.log
-    clock = learner.clock
-    optimizer = StudentOptimizer(learner.backbone, config)
-    moving = [t.state for t in learner.all_teachers if isinstance(t, EmaTeacher)]
-    states, parts = ["student", *moving], (optimizer, queue, learner)
-    checkpoints = Checkpoints(learner.backbone, states, parts, log.out)
-    checkpoint = last_checkpoint(log.out, log.report, config.steps)
-    if checkpoint:
-        checkpoints.restore(checkpoint)
-    # A signal that comes here ends the stage at once: it takes minutes, and there is nothing new to save.
-    with clock.part("validation"):
-        milestones = begin(recovery, is_new=not checkpoint)
-    interruption = Interruption(log.report)
-    with interruption.awaited():
-        for step in range(step_of(checkpoint) + 1, config.steps + 1):
-            started = time.perf_counter()
-            values, tokens = take_step(recovery, optimizer, step)
-            for teacher in learner.all_teachers:
-                teacher.after_step()
-            is_measured = step % config.validate_every == 0 or step == config.steps
-            if is_measured:
-                with clock.part("validation"):
-                    validate_step(recovery, milestones, step, optimizer)
-            if values:  # those of a skipped step are counted with the next one's
-                values["parts"] = clock.take()
-                log.step(step, values, tokens, time.perf_counter() - started)
-            if interruption.has_come() or is_measured:
-                checkpoints.save(step)
-            interruption.end(step, config.steps)
+    config: RecoverConfig
+    queue: RolloutQueue
+    learner: Learner
+    held_out: HeldOut
+    log: StageLog
 
+    def learn(self) -> None:
+        """Take all steps from the last checkpoint on. The best adapter stays in the stage's trainer folder.
 
-def begin(recovery: Recovery, is_new: bool) -> Milestones:
-    """Let the teachers answer; in a stage that `is_new`, find the start; return what to compare with."""
-    config, held_out, log = recovery.config, recovery.held_out, recovery.log
-    held_out.let_teachers_answer()
-    if is_new:
-        start, found = find_start(recovery)
-        before = None if start.is_tuned else found.tuned
-        log.report.note(f"start: {start}; in nats a token, {describe_kl(found.start, before)}")
+        Raises:
+            Interrupted: A signal came; a checkpoint is saved.
+        """
+        config, learner, log = self.config, self.learner, self.log
+        optimizer = StudentOptimizer(learner.backbone, config.steps, float(config.learning_rate))
+        moving = [t.state for t in learner.all_teachers if isinstance(t, EmaTeacher)]
+        parts = (optimizer, self.queue, learner)
+        checkpoints = Checkpoints(learner.backbone, ["student", *moving], parts, log.out)
+        checkpoint = last_checkpoint(log.out, log.report, config.steps)
+        if checkpoint:
+            checkpoints.restore(checkpoint)
+        # A signal that comes here ends the stage at once: it takes minutes, and there is nothing new to save.
+        with learner.clock.part("validation"):
+            milestones = self.begin(is_new=not checkpoint)
+        interruption = Interruption(log.report)
+        with interruption.awaited():
+            for step in range(step_of(checkpoint) + 1, config.steps + 1):
+                started = time.perf_counter()
+                values, tokens = self.take_step(step, optimizer)
+                for teacher in learner.all_teachers:
+                    teacher.after_step()
+                is_measured = step % config.validate_every == 0 or step == config.steps
+                if is_measured:
+                    with learner.clock.part("validation"):
+                        self.validate(step, milestones, optimizer)
+                if values:  # those of a skipped step are counted with the next one's
+                    values["parts"] = learner.clock.take()
+                    log.step(step, values, tokens, time.perf_counter() - started)
+                if interruption.has_come() or is_measured:
+                    checkpoints.save(step)
+                interruption.end(step, config.steps)
+
+    def begin(self, is_new: bool) -> Milestones:
+        """Let the teachers answer; in a stage that `is_new`, find the start; return what to compare with."""
+        config, held_out, log = self.config, self.held_out, self.log
+        held_out.let_teachers_answer()
+        if is_new:
+            start, found = self.find_start()
+            before = None if start.is_tuned else found.tuned
+            log.report.note(f"start: {start}; in nats a token, {describe_kl(found.start, before)}")
+            held_out.show_answers()
+            score = found.start.score(config.method)
+            self.keep_adapter(0, score)
+            tuned, base = {**found.tuned.row(), "best": True}, found.base.row()
+            chosen = start.row() | {"validation": found.start.row(), "score": score}
+            log.write({"step": 0, "validation": tuned, "base": base, "start": chosen})
+        return Milestones.restore(read_metrics(log.out.metrics), config.method)
+
+    def find_start(self) -> tuple[Start, Milestones]:
+        """Measure base and tuned, and put the student where it starts; return the place and the findings."""
+        held_out, learner, queue = self.held_out, self.learner, self.queue
+        base, tuned = held_out.measure_base(), held_out.measure_student("tuned")
+
+        def measure_kl(doing: str) -> dict[StreamName, float]:
+            return held_out.on_teachers_answers(doing).kl
+
+        def texts() -> tuple[list[list[int]], list[list[int]]]:
+            general = queue.prompts["general"][: PROMPTS_OF_START["general"]]
+            domain = [(r.prompt_ids + r.completion_ids)[:-1] for r in queue.first_domain_texts()]
+            return [prompt.ids for prompt in general], domain
+
+        ends = Ends(tuned.kl, base.kl)
+        start = put_at_start(self.config, learner, ends, measure_kl, texts, self.log.report.note)
+        if start.is_tuned:
+            return start, Milestones(tuned, base, tuned)
+        for teacher in learner.all_teachers:  # an average begins where the student does
+            if isinstance(teacher, EmaTeacher):
+                learner.backbone.shrink(start.alpha, teacher.state)
+        return start, Milestones(tuned, base, held_out.measure_student())
+
+    def take_step(self, step: int, optimizer: StudentOptimizer) -> tuple[dict[str, Any], int]:
+        """Score a step's completions and change the student; return what to log, and the number of tokens.
+
+        There is nothing to log if the step was skipped.
+        """
+        learner = self.learner
+        with learner.clock.part("sampling"):
+            batch = self.queue.take(step - 1)
+        sums = learner.learn(batch)
+        ends_period = self.queue.steps[step - 1].ends_period
+        if sums is None:
+            optimizer.end_step(ends_period)
+            self.log.skip(step)
+            return {}, 0
+        tokens = int(sums["tokens"])
+        values: dict[str, Any] = {"loss": float(mean_loss(sums)), "learning_rate": optimizer.rate}
+        values |= {"stream": batch.stream.name, "author": batch.author, **step_metrics(batch, sums)}
+        values |= {"answers": len(batch.examples), "graded": tokens}
+        values["adapter_norm"] = learner.backbone.adapter_norm("student")
+        with learner.clock.part("student"):
+            values["grad_norm"] = optimizer.add()
+            optimizer.end_step(ends_period)
+        return values, tokens
+
+    def validate(self, step: int, milestones: Milestones, optimizer: StudentOptimizer) -> None:
+        """Measure the student, keep its adapter if it is good, log and show both, and check its health.
+
+        Raises:
+            OpdclError: The KL has drifted, or the student writes badly for the second time.
+        """
+        config, held_out, log = self.config, self.held_out, self.log
+        now = held_out.measure_student()
+        score = now.score(config.method)
+        is_best = is_kept(config, score, milestones.lowest_score)
+        milestones.lowest_score = min(milestones.lowest_score, score)
+        if is_best:
+            self.keep_adapter(step, score)
+        values = now.row() | milestones.gaps_closed(now)
+        log.write({"step": step, "validation": {**values, "score": score, "best": is_best}})
+        described = describe_kl(now, milestones.start, "at the start")
+        log.report.note(f"step {step}: {described}{'; adapter kept' if is_best else ''}")
         held_out.show_answers()
-        score = found.start.score(config.method)
-        keep_adapter(recovery, 0, score)
-        tuned, base = {**found.tuned.row(), "best": True}, found.base.row()
-        chosen = start.row() | {"validation": found.start.row(), "score": score}
-        log.write({"step": 0, "validation": tuned, "base": base, "start": chosen})
-    return Milestones.restore(read_metrics(log.out.metrics), config.method)
+        if config.health:
+            before, after = (model.teachers_score(config.method) for model in (milestones.start, now))
+            check_kl(log, step, before, after)
+            if now.own:
+                sign = response_sign(now.own, [milestones.base.own, milestones.tuned.own])
+                check_responses(log, step, sign, optimizer)
 
+    def keep_adapter(self, step: int, score: float) -> None:
+        """Save the student's adapter as the one to end with, unless a later one is kept."""
+        best = self.log.out.best
+        save_adapter(self.learner.backbone, best)
+        write_json(best / "validation.json", {"step": step, "score": score})
+        seal(best)
 
-def find_start(recovery: Recovery) -> tuple[Start, Milestones]:
-    """Measure base and tuned, and put the student where it starts; return that place and what it measures."""
-    config, held_out, learner = recovery.config, recovery.held_out, recovery.learner
-    base, tuned = held_out.measure_base(), held_out.measure_student("tuned")
-
-    def measure_kl(doing: str) -> dict[StreamName, float]:
-        return held_out.on_teachers_answers(doing).kl
-
-    queue, note = recovery.queue, recovery.log.report.note
-    general, domain = queue.prompts["general"][: PROMPTS_OF_START["general"]], queue.first_domain_texts
-    start = put_at_start(config, learner, measure_kl, tuned.kl, base.kl, general, domain, note)
-    if start.is_tuned:
-        return start, Milestones(tuned, base, tuned)
-    for teacher in learner.all_teachers:  # an average begins where the student does
-        if isinstance(teacher, EmaTeacher):
-            learner.backbone.shrink(start.alpha, teacher.state)
-    return start, Milestones(tuned, base, held_out.measure_student())
-
-
-def take_step(recovery: Recovery, optimizer: StudentOptimizer, step: int) -> tuple[dict[str, Any], int]:
-    """Grade a step's completions and change the student; return what to log, and the number of tokens.
-
-    There is nothing to log if the step was skipped.
-    """
-    learner = recovery.learner
-    with learner.clock.part("sampling"):
-        batch = recovery.queue.take(step - 1)
-    sums = learner.learn(batch)
-    ends_period = recovery.queue.steps[step - 1].ends_period
-    if sums is None:
-        optimizer.end_step(ends_period)
-        recovery.log.skip(step)
-        return {}, 0
-    tokens = int(sums["tokens"])
-    values: dict[str, Any] = {"loss": float(mean_loss(sums)), "learning_rate": optimizer.rate}
-    values |= {"stream": batch.stream.name, "author": batch.author, **step_metrics(batch, sums)}
-    values |= {"answers": len(batch.examples), "graded": tokens}
-    values["adapter_norm"] = learner.backbone.adapter_norm("student")
-    with learner.clock.part("student"):
-        values["grad_norm"] = optimizer.add()
-        optimizer.end_step(ends_period)
-    return values, tokens
+    def keep_start(self) -> None:
+        """Keep the start as the recovered adapter, without training: the rival that costs next to nothing."""
+        log = self.log
+        self.held_out.let_teachers_answer()
+        start, found = self.find_start()
+        save_adapter(self.learner.backbone, log.out.best)
+        seal(log.out.best)
+        kept = found.start.row()
+        rows = [
+            {"step": 0, "validation": found.tuned.row(), "start": start.row() | {"validation": kept}},
+            {"step": 1, "validation": {**kept, "best": True}},
+        ]
+        write_atomic(log.out.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+        log.report.note(f"{start}; in nats a token, {describe_kl(found.start, found.tuned)}")
 
 
 def step_metrics(batch: Batch, sums: Sums) -> dict[str, float]:
@@ -228,55 +269,6 @@ def step_metrics(batch: Batch, sums: Sums) -> dict[str, float]:
     metrics["truncated"] = sum(not r.finished for r in rollouts) / len(rollouts)
     metrics["repetition"] = repetition([r.completion_ids for r in rollouts])
     return metrics
-
-
-def validate_step(recovery: Recovery, milestones: Milestones, step: int, optimizer: StudentOptimizer) -> None:
-    """Measure the student, keep its adapter if it is good, log and show both, and check its health.
-
-    Raises:
-        OpdclError: The KL has drifted, or the student writes badly for the second time.
-    """
-    config, held_out, log = recovery.config, recovery.held_out, recovery.log
-    now = held_out.measure_student()
-    score = now.score(config.method)
-    is_best = is_kept(config, score, milestones.lowest_score)
-    milestones.lowest_score = min(milestones.lowest_score, score)
-    if is_best:
-        keep_adapter(recovery, step, score)
-    values = now.row() | milestones.gaps_closed(now)
-    log.write({"step": step, "validation": {**values, "score": score, "best": is_best}})
-    described = describe_kl(now, milestones.start, "at the start")
-    log.report.note(f"step {step}: {described}{'; adapter kept' if is_best else ''}")
-    held_out.show_answers()
-    if config.health:
-        before, after = (model.teachers_score(config.method) for model in (milestones.start, now))
-        check_kl(log, step, before, after)
-        if now.own:
-            check_responses(log, step, now.own, [milestones.base.own, milestones.tuned.own], optimizer)
-
-
-def keep_adapter(recovery: Recovery, step: int, score: float) -> None:
-    """Save the student's adapter as the one to end with, unless a later one is kept."""
-    best = recovery.log.out.best
-    save_adapter(recovery.learner.backbone, best)
-    write_json(best / "validation.json", {"step": step, "score": score})
-    seal(best)
-
-
-def keep_start(recovery: Recovery) -> None:
-    """Keep the start as the recovered adapter, without training: the rival that costs next to nothing."""
-    log = recovery.log
-    recovery.held_out.let_teachers_answer()
-    start, found = find_start(recovery)
-    save_adapter(recovery.learner.backbone, log.out.best)
-    seal(log.out.best)
-    kept = found.start.row()
-    rows = [
-        {"step": 0, "validation": found.tuned.row(), "start": start.row() | {"validation": kept}},
-        {"step": 1, "validation": {**kept, "best": True}},
-    ]
-    write_atomic(log.out.metrics, "".join(json.dumps(row) + "\n" for row in rows))
-    log.report.note(f"{start}; in nats a token, {describe_kl(found.start, found.tuned)}")
 
 
 def student_here(backbone: Backbone, report: StageReport) -> Teacher:

@@ -1,10 +1,18 @@
-"""Sample completions ahead of the steps that learn from them, and hand them out."""
+"""The schedule: what each step learns from, and its completions, which are sampled ahead and handed out.
+
+General and domain steps alternate, each stream in seeded order, epoch after epoch. In the first general steps
+base answers, in the last ones the student; in domain steps tuned does. A student near base answers briefly at
+first, and truncated answers teach little: base shows the way before the student meets its own mistakes (arXiv
+2604.13016, 2608.06802). The two streams never share a batch, in which their gradients counteract (CaMOPD,
+arXiv 2605.27115), but the weights change by both together.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
@@ -13,12 +21,14 @@ from typing import Any
 
 from opdcl import parallel
 from opdcl.config.recover import PROMPTS_OF_START, RecoverConfig
-from opdcl.errors import UsageError
 from opdcl.rundir.files import write_atomic
-from opdcl.train.schedule import prompt_order, sampled_together
-from opdcl.train.stage import StageReport, counted
+from opdcl.train.checkpoints import another_version
+from opdcl.train.loop import StageReport, counted, endless
 from opdcl.train.teachers import IN_WORDS, OnFinished, Provided, Teachers, by_teacher
 from opdcl.words import STREAMS, Author, Batch, Example, Prompt, Rollout, Step, StreamName
+
+# A batch of this many sequences leaves little of the hardware idle; the student's go stale as it learns.
+FULL_BATCH, STUDENT_BATCH = 96, 64
 
 # The seeds of a conversation's turns are this far apart.
 TURN_SEED = 7_000_003
@@ -27,19 +37,19 @@ TURN_SEED = 7_000_003
 Talk = list[Rollout]
 
 
-def converse(prompts: Sequence[Prompt], write: Callable[..., list[Rollout]], seed: int) -> list[Talk]:
+def converse(prompts: Sequence[Prompt], complete: Callable[..., list[Rollout]], seed: int) -> list[Talk]:
     """Return the answers to each prompt, turn by turn; one that does not end is the last of its conversation.
 
-    `write` answers prompts, given the seed of the turn.
+    `complete` answers prompts, given the seed of the turn.
     """
     talks: list[Talk] = [[] for _ in prompts]
     asked = dict(enumerate(prompts))
     while asked:
-        for i, rollout in zip(asked, write([*asked.values()], seed=seed), strict=True):
+        for i, rollout in zip(asked, complete([*asked.values()], seed=seed), strict=True):
             talks[i].append(rollout)
         seed += TURN_SEED
         going_on = [i for i in asked if talks[i][-1].finished and len(talks[i]) < prompts[i].turns]
-        asked = {i: prompts[i].after([rollout.said for rollout in talks[i]]) for i in going_on}
+        asked = {i: prompts[i].after([rollout.message for rollout in talks[i]]) for i in going_on}
     return talks
 
 
@@ -55,7 +65,6 @@ class RolloutQueue:
     def __init__(
         self,
         config: RecoverConfig,
-        steps: list[Step],
         prompts: dict[StreamName, list[Prompt]],
         teachers: Mapping[StreamName, Teachers],
         provided: Provided,
@@ -63,11 +72,12 @@ class RolloutQueue:
     ):
         """Take the sampler of the student, the reward and the cache of answers from what is `provided`."""
         self.config, self.prompts, self.streams = config, prompts, config.streams()
+        steps = plan_steps(config, len(prompts["general"]), len(prompts["domain"]))
         self.steps = _dealt(steps, prompts)
         self.student, self.reward, self.completions = provided.student, provided.reward, provided.completions
         self.teachers, self.report = teachers, report
         self.drawn: dict[StreamName, dict[int, Talk]] = {s: {} for s in STREAMS if not self._is_dynamic(s)}
-        """What frozen teachers wrote and steps will learn from, by stream and number of the prompt."""
+        """Frozen teachers' answers that steps will learn from, by stream and number of the prompt."""
         self.unasked = 0
         """How many turns were not asked, because an answer before them did not end."""
         self._ahead: dict[int, list[Rollout]] = {}
@@ -91,19 +101,19 @@ class RolloutQueue:
         return any(teacher.is_dynamic for teacher in self.teachers[stream].values())
 
     def first_domain_texts(self) -> list[Rollout]:
-        """Return what the domain's frozen teacher writes to the prompts of the first domain steps."""
+        """Return the frozen teacher's answers to the prompts of the first domain steps."""
         size = len(self.prompts["domain"])
         order = prompt_order(self.config, "domain", size)
         numbers = list(islice(order, min(PROMPTS_OF_START["domain"], size)))
-        return self._write_once("domain", numbers, 0, self.config.seed + 9)
+        return self._sample_once("domain", numbers, 0, self.config.seed + 9)
 
     def _draw_once(self, index: int) -> list[Example]:
-        """Return the texts of step `index`; those not written yet are written first."""
+        """Return the frozen teacher's answers for step `index`; those not there yet are sampled first."""
         step = self.steps[index]
         if any(number not in self.drawn[step.stream] for number in step.prompts):
             batch = sampled_together(self.config, self.steps, index, dynamic=False)
             asked = [number for i in batch for number in self.steps[i].prompts]
-            self._write_once(step.stream, asked, index, self._seed(index))
+            self._sample_once(step.stream, asked, index, self._seed(index))
         drawn = self.drawn[step.stream]
         examples = []
         for number in step.prompts:
@@ -112,19 +122,19 @@ class RolloutQueue:
                 examples.append(rollout.to_example(f"{step.stream}/{number}/{turn}" if recurs else ""))
         return examples
 
-    def _write_once(self, stream: StreamName, numbers: list[int], index: int, seed: int) -> list[Rollout]:
-        """Return the texts of these prompts; before step `index`, those not written yet are written."""
+    def _sample_once(self, stream: StreamName, numbers: list[int], index: int, seed: int) -> list[Rollout]:
+        """Return the answers to these prompts; before step `index`, those not there yet are sampled."""
         drawn = self.drawn[stream]
         missing = [number for number in dict.fromkeys(numbers) if number not in drawn]
         if missing:
-            texts = self._write_by_teacher(stream, [self.prompts[stream][n] for n in missing], seed)
+            prompts = [self.prompts[stream][number] for number in missing]
             left = [s for s in self.steps[index:] if s.stream == stream and not s.on_policy]
             times = Counter(number for s in left for number in s.prompts)
-            drawn |= zip(missing, texts, strict=True)
-            for number in missing:
-                for text in drawn[number]:
-                    text.recurs = times[number] > 1
-        return [text for number in numbers for text in drawn[number]]
+            for number, talk in zip(missing, self._generate(stream, prompts, seed, False), strict=True):
+                drawn[number] = talk
+                for rollout in talk:
+                    rollout.recurs = times[number] > 1
+        return [rollout for number in numbers for rollout in drawn[number]]
 
     def _seed(self, index: int) -> int:
         return self.config.seed * 1_000_003 + index
@@ -133,50 +143,40 @@ class RolloutQueue:
         """Sample step `index` and the next ones of its kind; return whether its completions are fresh."""
         step = self.steps[index]
         batch = sampled_together(self.config, self.steps, index, self._is_dynamic(step.stream))
-        write = self._write_by_student if step.on_policy else self._write_by_teacher
-        rest = iter(write(step.stream, self._prompts(batch), self._seed(index)))
+        prompts = [self.prompts[step.stream][number] for i in batch for number in self.steps[i].prompts]
+        rest = iter(self._generate(step.stream, prompts, self._seed(index), step.on_policy))
         for i in batch:
             self._ahead[i] = [*chain(*islice(rest, len(self.steps[i].prompts)))]
             if self._is_rewarded(step.stream):
                 self.reward.judge(self._ahead[i])
         return step.on_policy and self.config.on_policy.temperature == 1
 
-    def _write_by_teacher(self, stream: StreamName, prompts: list[Prompt], seed: int) -> list[Talk]:
-        finished = self._when_finished(teacher_name(self.config, stream), stream, turns_of(prompts))
-        talks = self.write(prompts, stream, seed, self.teachers[stream], finished)
-        self.unasked += turns_of(prompts) - len([*chain(*talks)])
-        return talks
-
-    def _write_by_student(self, stream: StreamName, prompts: list[Prompt], seed: int) -> list[Talk]:
-        finished = self._when_finished(IN_WORDS["student"], stream, turns_of(prompts))
-        limit, temperature = self.config.limit(stream), self.config.on_policy.temperature
-        write = partial(self.student.complete, max_new_tokens=limit, temperature=temperature)
-        talks = converse(prompts, partial(write, on_finished=finished), seed)
-        self.unasked += turns_of(prompts) - len([*chain(*talks)])
-        return talks
-
-    def _prompts(self, batch: list[int]) -> list[Prompt]:
-        steps = [self.steps[i] for i in batch]
-        return [self.prompts[step.stream][number] for step in steps for number in step.prompts]
-
-    def _is_rewarded(self, stream: StreamName) -> bool:
-        return self.reward is not None and stream == "general"
-
-    def _when_finished(self, name: str, stream: StreamName, total: int) -> OnFinished:
-        """Return what takes the completions that have ended: it counts them, and has them graded ahead."""
-        count = counted(self.report, f"{name} answers", total)
+    def _generate(self, stream: StreamName, prompts: list[Prompt], seed: int, on_policy: bool) -> list[Talk]:
+        """Let the student complete prompts if `on_policy`, else their teachers; have answers scored ahead."""
+        name = IN_WORDS["student"] if on_policy else teacher_name(self.config, stream)
+        count = counted(self.report, f"{name} answers", turns_of(prompts))
 
         def finished(rollouts: list[Rollout]) -> None:
             count(rollouts)
             if self._is_rewarded(stream):  # what its teacher sees is known only when all are scored
                 return
-            # A remote teacher grades them while others are being sampled.
+            # A remote teacher scores them while others are being sampled.
             for name, positions in by_teacher(r.prompt.teacher for r in rollouts).items():
                 self.teachers[stream][name].prefetch([rollouts[i] for i in positions])
 
-        return finished
+        if on_policy:
+            limit, temperature = self.config.limit(stream), self.config.on_policy.temperature
+            answer = partial(self.student.complete, max_new_tokens=limit, temperature=temperature)
+            talks = converse(prompts, partial(answer, on_finished=finished), seed)
+        else:
+            talks = self.teachers_answers(prompts, stream, seed, self.teachers[stream], finished)
+        self.unasked += turns_of(prompts) - len([*chain(*talks)])
+        return talks
 
-    def write(
+    def _is_rewarded(self, stream: StreamName) -> bool:
+        return self.reward is not None and stream == "general"
+
+    def teachers_answers(
         self,
         prompts: Sequence[Prompt],
         stream: StreamName,
@@ -186,11 +186,17 @@ class RolloutQueue:
     ) -> list[Talk]:
         """Let each prompt's own teacher complete it, in its context and at temperature 1.
 
-        An answer that is given with the prompt takes the place of the teacher's.
+        An answer that is given with the prompt, cut at the maximum length, takes the place of the teacher's.
         """
         limit = self.config.limit(stream)
         if prompts and prompts[0].answer is not None:
-            return [[rollout] for rollout in self._given(prompts, limit, on_finished)]
+            rollouts = []
+            for prompt in prompts:
+                given = (prompt.answer or [])[:limit]
+                rollouts.append(Rollout(prompt, given, finished=given[-1] in self.student.backbone.eos_ids))
+            if on_finished:
+                on_finished(list(parallel.my_share(rollouts)))
+            return [[rollout] for rollout in rollouts]
         options = {"max_new_tokens": limit, "on_finished": on_finished}
 
         def complete(asked: list[Prompt], seed: int) -> list[Rollout]:
@@ -204,16 +210,6 @@ class RolloutQueue:
             return rollouts
 
         return converse(prompts, complete, seed)
-
-    def _given(self, prompts: Sequence[Prompt], limit: int, on_finished: OnFinished | None) -> list[Rollout]:
-        """Return the answers that are given with the prompts, cut at the maximum length."""
-        rollouts = []
-        for prompt in prompts:
-            answer = (prompt.answer or [])[:limit]
-            rollouts.append(Rollout(prompt, answer, finished=answer[-1] in self.student.backbone.eos_ids))
-        if on_finished:
-            on_finished(list(parallel.my_share(rollouts)))
-        return rollouts
 
     def save(self, folder: Path) -> None:
         """Write into a checkpoint the completions that are still needed."""
@@ -232,8 +228,59 @@ class RolloutQueue:
             self.drawn = {stream: _restored(talks) for stream, talks in content["drawn"].items()}
             self.unasked = content["unasked"]
         except (KeyError, TypeError) as fault:
-            hint = "remove that folder: the run resumes from the checkpoint before it, or starts over"
-            raise UsageError(f"another version of opdcl wrote {folder}", hint) from fault
+            raise another_version(folder) from fault
+
+
+def plan_steps(config: RecoverConfig, general: int, domain: int) -> list[Step]:
+    """Return all steps of a recovery, given how many prompts each stream has."""
+    sizes: dict[StreamName, int] = {"general": general, "domain": domain}
+    draws = {stream: prompt_order(config, stream, size) for stream, size in sizes.items()}
+    period = config.general_per_domain + 1
+    streams: list[StreamName] = []
+    for index in range(config.steps):
+        is_domain = domain and index % period == period - 1
+        streams.append("domain" if is_domain else "general")
+    by_student = {s: iter(on_policy_steps(streams.count(s), config.on_policy_share(s))) for s in STREAMS}
+    steps: list[Step] = []
+    for index, stream in enumerate(streams):
+        size = config.completions(stream)
+        reward = config.reward if stream == "general" else None
+        group = reward.group if reward else 1
+        drawn = [next(draws[stream]) for _ in range(size // group)]
+        prompts = tuple(prompt for prompt in drawn for _ in range(group))
+        ends_period = not domain or stream == "domain" or index == config.steps - 1
+        steps.append(Step(stream, prompts, next(by_student[stream]), ends_period))
+    return steps
+
+
+def prompt_order(config: RecoverConfig, stream: StreamName, count: int) -> Iterator[int]:
+    """Yield the numbers of a stream's prompts without end, each epoch in an order of its own."""
+    return endless(count, config.seed + STREAMS.index(stream))
+
+
+def on_policy_steps(steps: int, share: float) -> list[bool]:
+    """Return for each of a stream's steps whether the student writes it: the last ones, a share of them.
+
+    Halves are rounded up, and a share above 0 is at least one of two or more steps.
+    """
+    count = math.floor(share * steps + 0.5)
+    if share and steps > 1:
+        count = max(count, 1)
+    return [step >= steps - count for step in range(steps)]
+
+
+def sampled_together(config: RecoverConfig, steps: Sequence[Step], index: int, dynamic: bool) -> list[int]:
+    """Return the steps whose completions are sampled with those of step `index`: the next of its kind.
+
+    `dynamic` says whether their teacher changes as the student learns.
+    """
+    step = steps[index]
+    is_stale = step.on_policy or dynamic
+    ahead = max((STUDENT_BATCH if is_stale else FULL_BATCH) // len(step.prompts), 1)
+    if is_stale and config.sample_ahead != "auto":
+        ahead = config.sample_ahead
+    kind = step.stream, step.on_policy
+    return [i for i in range(index, len(steps)) if (steps[i].stream, steps[i].on_policy) == kind][:ahead]
 
 
 def teacher_name(config: RecoverConfig, stream: StreamName) -> str:

@@ -33,7 +33,7 @@ from opdcl.model.backbone import Backbone, State
 from opdcl.model.forward import common_prefix
 from opdcl.model.lora import adapter_weights
 from opdcl.train.learner import Learner, micro_batches
-from opdcl.words import Prompt, Rollout, StreamName
+from opdcl.words import StreamName
 
 # Weights of the general prompts, mu, that are measured for a start, from tuned towards base.
 WEIGHTS_OF_GENERAL = (0.03, 0.1, 0.3, 1.0, 3.0)
@@ -82,14 +82,27 @@ class Start(NamedTuple):
         return "tuned" if self.alpha == 1 else f"the tuned adapter times {self.alpha:g}"
 
 
+class Ends(NamedTuple):
+    """The held-out KL of the models between which a start lies, of each stream that has held-out prompts."""
+
+    tuned: StreamKl
+    base: StreamKl
+
+    def lost(self, kl: StreamKl) -> float:
+        """Return the share of what was forgotten that is still lost, plus the share of the domain that is.
+
+        Tuned and base have 1 each, unless rows of a stream name the other's teacher. Shares, because a fact
+        is lost in one token and costs many nats there, while a habit costs a little in each of a hundred.
+        """
+        return kl["general"] / self.tuned["general"] + kl["domain"] / self.base["domain"]
+
+
 def put_at_start(
     config: RecoverConfig,
     learner: Learner,
+    ends: Ends,
     measure: Callable[[str], StreamKl],
-    tuned: StreamKl,
-    base: StreamKl,
-    general: Sequence[Prompt],
-    domain: Callable[[], Sequence[Rollout]],
+    texts: Callable[[], tuple[list[list[int]], list[list[int]]]],
     note: Callable[[str], None],
 ) -> Start:
     """Put the student where it starts, at tuned or between tuned and base; return that place.
@@ -97,20 +110,18 @@ def put_at_start(
     Args:
         config: Its `start` names the place, or lets it be chosen.
         learner: The student, which is as tuned left it.
+        ends: The held-out KL of tuned and of base.
         measure: Returns the student's held-out KL; it takes the name of what is measured.
-        tuned: The held-out KL of tuned; without a stream that has no held-out prompts.
-        base: That of base.
-        general: Some general prompts.
-        domain: Returns what tuned writes to some domain prompts.
+        texts: Returns the ids of some general prompts, and of what tuned writes to some domain prompts.
         note: Receives why the adapter is scaled where it would be projected.
     """
     backbone = learner.backbone
     if config.start != "auto":
         backbone.shrink(config.start)
         return Start(config.start)
-    if len(tuned) < 2 or not lies_between(config, learner):
+    if len(ends.tuned) < 2 or not lies_between(config, learner):
         return Start()
-    if min(tuned["general"], base["domain"]) < KL_NOISE:  # nothing was forgotten, or learned
+    if min(ends.tuned["general"], ends.base["domain"]) < KL_NOISE:  # nothing was forgotten, or learned
         return Start()
 
     if reason := unfit_for_projection(backbone):
@@ -120,14 +131,11 @@ def put_at_start(
             with backbone.scaled(alpha):
                 return measure(f"trying the start {alpha:g}")
 
-        scale, measured = choose(SCALES, measure_scaled, tuned, base)
+        scale, measured = choose(SCALES, measure_scaled, ends)
         backbone.shrink(scale or 1.0)
         return Start(scale or 1.0, None, measured)
 
-    prompts = [prompt.ids for prompt in general]
-    texts = [(rollout.prompt_ids + rollout.completion_ids)[:-1] for rollout in domain()]
-    tokens = int(config.micro_batch_tokens)
-    compute = partial(project, backbone, prompts, texts, tokens)
+    compute = partial(project, backbone, *texts(), int(config.micro_batch_tokens))
     # Workers with a sharded base run in step. All take the first one's result: with another rounding, each
     # would train an adapter of its own.
     own = compute() if parallel.sharded() else None
@@ -143,7 +151,7 @@ def put_at_start(
         put(mu)
         return measure(f"trying the start {mu:g}")
 
-    weight, measured = choose(WEIGHTS_OF_GENERAL, measure_projected, tuned, base)
+    weight, measured = choose(WEIGHTS_OF_GENERAL, measure_projected, ends)
     put(weight or 0.0)
     return Start(1.0, weight, measured)
 
@@ -151,7 +159,7 @@ def put_at_start(
 def lies_between(config: RecoverConfig, learner: Learner) -> bool:
     """Return whether the student's place lies between the two teachers, so that a start can be chosen.
 
-    It does if base grades the general stream and tuned the domain, no row names another teacher than these
+    It does if base scores the general stream and tuned the domain, no row names another teacher than these
     two, both streams have steps, there are no contexts and no reward, and the adapter stands on base itself.
     """
     if learner.backbone.base_lm is not None or config.reward or config.method == "general":
@@ -174,25 +182,16 @@ def unfit_for_projection(backbone: Backbone) -> str:
 
 
 def choose(
-    places: Sequence[float], measure: Callable[[float], StreamKl], tuned: StreamKl, base: StreamKl
+    places: Sequence[float], measure: Callable[[float], StreamKl], ends: Ends
 ) -> tuple[float | None, dict[float, StreamKl]]:
     """Return the place at which least is lost of both streams, None for tuned itself, and the KL at each.
 
-    `measure` returns the held-out KL at one of them; `tuned` and `base` are that KL at the ends.
+    `measure` returns the held-out KL at one of them.
     """
     kl = {place: measure(place) for place in places}
-    lost: dict[float | None, float] = {place: distance_left(kl[place], tuned, base) for place in places}
-    lost[None] = distance_left(tuned, tuned, base)
+    lost: dict[float | None, float] = {place: ends.lost(kl[place]) for place in places}
+    lost[None] = ends.lost(ends.tuned)
     return min(lost, key=lost.__getitem__), kl
-
-
-def distance_left(kl: StreamKl, tuned: StreamKl, base: StreamKl) -> float:
-    """Return the share of what was forgotten that is still lost, plus the share of the domain that is.
-
-    Tuned and base have 1 each, unless rows of a stream name the other's teacher. Shares, because a fact is
-    lost in one token and costs many nats there, while a habit costs a little in each of a hundred tokens.
-    """
-    return kl["general"] / tuned["general"] + kl["domain"] / base["domain"]
 
 
 # For each adapted layer the A of a LoRA adapter, `(R, K)`.

@@ -47,7 +47,7 @@ OnFinished = Callable[[list[Rollout]], None]
 class Teacher:
     """An adapter state of the backbone: frozen for `base` and `tuned`, the current weights for `student`.
 
-    It grades a completion after the prompt's `context`, where there is one.
+    It scores a completion after the prompt's `context`, where there is one.
     """
 
     def __init__(self, backbone: Backbone, state: State):

@@ -6,7 +6,7 @@ student's own, because drift shows there first.
 Signs that a recovery goes wrong while its loss looks fine: a held-out KL that has risen far above the start's
 halts the run. The student's own answers are compared with base's and tuned's: when they first go wrong, the
 learning rate is halved, the next time the run halts. The best adapter is kept either way. A step that is not
-finite is another sign, which `opdcl.train.stage` reacts to.
+finite is another sign, which `opdcl.train.loop` reacts to.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from opdcl.config.recover import NO_WORSE, RecoverConfig
 from opdcl.errors import OpdclError
 from opdcl.model.backbone import State
 from opdcl.repetition import distinct, repetition
-from opdcl.rundir.records import read_metrics
+from opdcl.rundir.stage import read_metrics
 from opdcl.train.checkpoints import StudentOptimizer
-from opdcl.train.learner import Graded, Learner, kl_by_teacher
+from opdcl.train.learner import Learner, Scored, kl_by_teacher
+from opdcl.train.loop import StageLog, StageReport, counted
 from opdcl.train.rollouts import RolloutQueue, converse, teacher_name, turns_of
-from opdcl.train.stage import StageLog, StageReport, counted
 from opdcl.train.start import KL_NOISE
 from opdcl.train.teachers import IN_WORDS, Teacher, Teachers
 from opdcl.words import STREAMS, Prompts, Rollout, StreamName
@@ -192,22 +192,22 @@ class HeldOut:
         self.questions = itertools.cycle(enumerate(prompts["general"].questions))
         self.asked = self.prompts["general"]
         """The prompts that each model answers itself."""
-        self.answers: dict[StreamName, Graded] = {}
+        self.answers: dict[StreamName, Scored] = {}
         self._of_teacher: list[Rollout] = []
         """The general teacher's answers."""
 
     def let_teachers_answer(self) -> None:
-        """Let the teachers answer the prompts, and grade the answers."""
+        """Let the teachers answer the prompts, and score the answers."""
         for stream, prompts in self.prompts.items():
             if not prompts:
                 continue
             teachers, name = self._frozen_teachers(stream), teacher_name(self.config, stream)
             count = counted(self.report, f"{name} answers", turns_of(prompts))
-            talks = self.queue.write(prompts, stream, self.config.seed + 7, teachers, count)
+            talks = self.queue.teachers_answers(prompts, stream, self.config.seed + 7, teachers, count)
             rollouts = [*itertools.chain(*talks)]
-            grades = counted(self.report, f"{name} reads answers", len(rollouts))
+            count_scored = counted(self.report, f"{name} reads answers", len(rollouts))
             loss = self.queue.streams[stream].loss
-            self.answers[stream] = self.learner.grade(rollouts, loss, teachers, grades)
+            self.answers[stream] = self.learner.score(rollouts, loss, teachers, count_scored)
             if stream == "general":
                 self._of_teacher = rollouts
 
@@ -233,10 +233,10 @@ class HeldOut:
         kl = dict.fromkeys(self.answers, 0.0)
         by_teacher: dict[StreamName, dict[str, float]] = {}
         missed_ends = None
-        unknown = {s: graded for s, graded in self.answers.items() if not self._is_its_teacher(model, s)}
-        count = counted(self.report, doing, sum(len(graded.examples) for graded in unknown.values()))
-        for stream, graded in unknown.items():
-            sums = self.learner.measure(graded, endings and stream == "general", count)
+        unknown = {s: scored for s, scored in self.answers.items() if not self._is_its_teacher(model, s)}
+        count = counted(self.report, doing, sum(len(scored.examples) for scored in unknown.values()))
+        for stream, scored in unknown.items():
+            sums = self.learner.measure(scored, endings and stream == "general", count)
             if sums["ends"]:
                 missed_ends = sums["missed_ends"] / sums["ends"]
             kl[stream], by_teacher[stream] = sums["kl"] / sums["tokens"], kl_by_teacher(sums)
@@ -249,7 +249,7 @@ class HeldOut:
         return Measurement(kl, by_teacher, missed_ends)
 
     def _is_its_teacher(self, model: State, stream: StreamName) -> bool:
-        """Return whether a state grades a stream alone, and sees the prompts as they are asked."""
+        """Return whether a state scores a stream alone, and sees the prompts as they are asked."""
         shown = all(prompt.context is None for prompt in self.prompts[stream])
         return shown and {t.frozen_state for t in self._frozen_teachers(stream).values()} == {model}
 
@@ -262,12 +262,12 @@ class HeldOut:
         # As a teacher does: at temperature 1, and up to the length of base's answers.
         limit, seed = self.config.limit("general"), self.config.seed + 8
         count = counted(self.report, f"{name} answers", turns_of(prompts))
-        write = partial(self.queue.student.complete, max_new_tokens=limit, on_finished=count)
-        rollouts = [*itertools.chain(*converse(prompts, write, seed))]
+        complete = partial(self.queue.student.complete, max_new_tokens=limit, on_finished=count)
+        rollouts = [*itertools.chain(*converse(prompts, complete, seed))]
         reader = teacher_name(self.config, "general")
-        grades = counted(self.report, f"{reader} reads answers", len(rollouts))
+        count_scored = counted(self.report, f"{reader} reads answers", len(rollouts))
         loss, teachers = self.queue.streams["general"].loss, self._frozen_teachers("general")
-        sums = self.learner.measure(self.learner.grade(rollouts, loss, teachers, grades))
+        sums = self.learner.measure(self.learner.score(rollouts, loss, teachers, count_scored))
         by_token, by_answer = sums["kl"] / sums["tokens"], sums["answer_kl"] / len(rollouts)
         return replace(found, own_kl=by_token, own_distance=by_answer, own=ResponseStats.of(rollouts))
 
@@ -278,9 +278,9 @@ class HeldOut:
         number, question = next(self.questions)
         backbone, texts = self.learner.backbone, {"prompt": question}
         for state, words in IN_WORDS.items():
-            writer = self.queue.student if state == "student" else Teacher(backbone, state)
+            model = self.queue.student if state == "student" else Teacher(backbone, state)
             greedy = {"max_new_tokens": SHOWN_TOKENS, "seed": 0, "temperature": 0.0}
-            (rollout,) = writer.complete([self.asked[number]], **greedy)
+            (rollout,) = model.complete([self.asked[number]], **greedy)
             name = words.removeprefix("the ")
             texts[name] = backbone.tokenizer.decode(rollout.completion_ids, skip_special_tokens=True)
         self.report.texts(texts)
@@ -325,15 +325,14 @@ class Sign:
 def response_sign(own: ResponseStats, teachers: Sequence[ResponseStats]) -> Sign | None:
     """Return what is wrong with the student's answers, given how base and tuned write; None if nothing is."""
     looped = max(teacher.repetition for teacher in teachers) + REPETITION_EXCESS
-    if own.repetition > looped:
-        return Sign("repetition", own.repetition, looped, LOWER_RATE)
     longest = LENGTH_GROWTH * max(teacher.length for teacher in teachers)
-    if own.length > longest:
-        return Sign("answer length", own.length, longest, CHECK_ENDS)
-    truncated, most = 1 - own.ended, 1 - min(teacher.ended for teacher in teachers) + TRUNCATED_EXCESS
-    if truncated > most:
-        return Sign("share of truncated answers", truncated, most, CHECK_ENDS)
-    return None
+    cut_off = 1 - min(teacher.ended for teacher in teachers) + TRUNCATED_EXCESS
+    signs = (
+        Sign("repetition", own.repetition, looped, LOWER_RATE),
+        Sign("answer length", own.length, longest, CHECK_ENDS),
+        Sign("share of truncated answers", 1 - own.ended, cut_off, CHECK_ENDS),
+    )
+    return next((sign for sign in signs if sign.value > sign.bound), None)
 
 
 def check_kl(log: StageLog, step: int, before: float, after: float) -> None:
@@ -348,31 +347,22 @@ def check_kl(log: StageLog, step: int, before: float, after: float) -> None:
         raise _halt(log, step, reason, LOWER_RATE)
 
 
-def check_responses(
-    log: StageLog,
-    step: int,
-    own: ResponseStats,
-    teachers: Sequence[ResponseStats],
-    optimizer: StudentOptimizer,
-) -> None:
-    """Judge how the student writes, and halve the learning rate for the first bad sign of the run.
+def check_responses(log: StageLog, step: int, sign: Sign | None, optimizer: StudentOptimizer) -> None:
+    """Halve the learning rate for the first bad sign of the run in how the student writes.
 
     An interrupted run remembers by its metrics what it had seen.
 
     Raises:
         OpdclError: There is a bad sign, and the rate has been halved before.
     """
-    sign = response_sign(own, teachers)
     if sign is None:
         return
-    was_halved = any(
-        row.get("health", {}).get("action") == RATE_HALVED for row in read_metrics(log.out.metrics)
-    )
-    action = "halted" if was_halved else RATE_HALVED
+    seen = [row["health"]["action"] for row in read_metrics(log.out.metrics) if "health" in row]
+    action = "halted" if RATE_HALVED in seen else RATE_HALVED
     health = {"sign": sign.name, "value": sign.value, "bound": sign.bound, "action": action}
     log.write({"step": step, "health": health})
     log.report.note(f"step {step}: {sign}: {action}")
-    if was_halved:
+    if action == "halted":
         raise _halt(log, step, str(sign), sign.hint)
     optimizer.halve_rate()
 

@@ -10,14 +10,14 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.data.prompts import encode_prompts, read_recovery_source
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
-from opdcl.rundir.layout import StageDir
+from opdcl.rundir.stage import StageDir
 from opdcl.train.answer_cache import texts_folder
+from opdcl.train.checkpoints import save_adapter
+from opdcl.train.external_teachers import provided
 from opdcl.train.learner import Learner
-from opdcl.train.provide import provided
+from opdcl.train.loop import StageReport
 from opdcl.train.recover import recover
 from opdcl.train.rollouts import RolloutQueue
-from opdcl.train.schedule import plan_steps
-from opdcl.train.stage import StageReport, save_adapter
 from opdcl.train.teachers import Provided, Teacher
 from opdcl.words import Batch, Prompt
 
@@ -153,8 +153,8 @@ def make_trainer(backbone, folder, **settings):
     prompts = {"general": [Prompt([*PROMPT, 9])] * 3, "domain": [Prompt([*PROMPT, 8])] * 3}
     teachers = {"general": {"": Teacher(backbone, "base")}, "domain": {"": Teacher(backbone, "tuned")}}
     learner = Learner(backbone, teachers, "recover.max_new_tokens", config.micro_batch_tokens)
-    steps, student = plan_steps(config, 3, 3), Teacher(backbone, "student")
-    queue = RolloutQueue(config, steps, prompts, teachers, Provided(student=student), Silent())
+    of_student = Provided(student=Teacher(backbone, "student"))
+    queue = RolloutQueue(config, prompts, teachers, of_student, Silent())
 
     def learn(rollouts, stream, fresh=False):
         examples = [rollout.to_example() for rollout in rollouts]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from opdcl.config.finetune import FinetuneConfig
 from opdcl.config.recover import RecoverConfig, RewardSection
-from opdcl.train.replay import finetune_streams
+from opdcl.train.finetune import finetune_streams
 from opdcl.words import Loss, Stream, StreamName
 
 ROWS = "rows.jsonl"

@@ -13,7 +13,7 @@ from opdcl.data.prompts import reward_rows
 from opdcl.data.rows import load_rows
 from opdcl.data.suites import load_suite
 from opdcl.errors import UsageError
-from opdcl.measure.evaluate import evaluate
+from opdcl.measure.evaluate import Asking, evaluate
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
 
@@ -60,7 +60,7 @@ def test_a_model_that_answers_the_whole_conversation_scores_in_full(suite_of, to
     backbone = scripted(tokenizer, QWEN3, ids, "Ada signs.<|im_end|>")
     config = EvalConfig(data={}, batch_size=2, max_new_tokens=16)
     run = RunDir(tmp_path / "run")
-    result = evaluate(config, suite, backbone, "base", run, {}, Silent())
+    result = evaluate(Asking(config, backbone, run, "base", suite.name, Silent()), suite)
     assert result["metrics"]["token_f1"] == 1
     (sample,) = read_jsonl(run.eval_samples("base", "own"))
     assert (sample["prompt"], sample["target"]) == (SHOWN, "Ada signs.")

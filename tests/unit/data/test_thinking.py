@@ -14,6 +14,7 @@ from opdcl.data.formats import check_row
 from opdcl.errors import UsageError
 from opdcl.measure.evaluate import Asking, write_answers
 from opdcl.model.load import load_tokenizer
+from opdcl.rundir.layout import RunDir
 
 QWEN3, GPT_OSS = FAMILIES["qwen3"], FAMILIES["gpt-oss"]
 ASKED = ["<|im_start|>", *"user\n2+2?", "<|im_end|>", "\n", "<|im_start|>", *"assistant\n"]
@@ -66,11 +67,11 @@ def test_sampling_starts_where_training_does_and_stops_after_the_answer(case):
 def evaluated(tokenizer, text, tmp_path, tokens=500, until=(), **settings):
     """Return the prompt that an evaluation shows, and the answer that its scorer sees."""
     ids = encode_prompt(row(), tokenizer, 500)
-    config = EvalConfig(batch_size=2, **settings)
     backbone = scripted(tokenizer, QWEN3, ids, text)
     shown = render_request(tokenizer, [QUESTION])
     options = {"until": list(until), "max_gen_toks": min(tokens, backbone.context_length - len(ids))}
-    asking = Asking(backbone, None, config, tmp_path / "partial", Silent())
+    config, run = EvalConfig(batch_size=2, **settings), RunDir(tmp_path)
+    asking = Asking(config, backbone, run, "base", "suite", Silent())
     (answer,) = write_answers(asking, [Instance("generate_until", {}, (shown, options), 0)])
     return tokenizer(shown, add_special_tokens=False)["input_ids"], answer
 

@@ -72,7 +72,7 @@ def compare(name, file, backbone, folder):
         by_filter.setdefault(sample["filter"], []).append(sample)
     theirs = next(iter(by_filter.values()))
     run = RunDir(folder / "run")
-    stage.evaluate(config, suite, backbone, "base", run, {}, Silent())
+    stage.evaluate(stage.Asking(config, backbone, run, "base", suite.name, Silent()), suite)
     ours = read_jsonl(run.eval_samples("base", name))
     asked = [arguments for sample in theirs for arguments in sample["arguments"]]
     if suite.generative:

@@ -1,7 +1,5 @@
 """Closeness to base: against a naive reference, at known answers, and after an interrupt."""
 
-import shutil
-
 import pytest
 import torch
 from helpers.recovering import Silent
@@ -13,7 +11,6 @@ from opdcl.data.formats import check_row
 from opdcl.data.prompts import encode_turns
 from opdcl.errors import OpdclError, UsageError
 from opdcl.measure import ask as asking
-from opdcl.measure import distance
 from opdcl.measure.ask import SEED
 from opdcl.measure.distance import measure_closeness
 from opdcl.model.backbone import Backbone
@@ -37,7 +34,8 @@ class StopAt(Silent):
 
 
 def measure(backbone, run, state="base", adapter=None, config=CONFIG, asked=ASKED, report=None):
-    result = measure_closeness(config, asked, backbone, state, run, {}, report or Silent(), adapter)
+    place = asking.Asking(config, backbone, run, state, "closeness", report or Silent(), adapter)
+    result = measure_closeness(place, asked)
     return result, read_jsonl(run.eval_samples(state, "closeness"))
 
 
@@ -130,18 +128,6 @@ def test_the_distance_grows_with_the_adapter(adapted, run):
     assert distances == sorted(distances)
     assert distances[1] > 100 * max(distances[0], 1e-9)
     assert distances[-1] > 2 * distances[1]
-
-
-def test_base_reads_its_own_answers_once_for_all_states(adapted, run, tmp_path):
-    backbone, adapter = adapted
-    measure(backbone, run)
-    assert distance.BASE_HIDDEN_STATES[backbone]
-    _, kept = measure(backbone, run, "tuned", adapter)
-    distance.BASE_HIDDEN_STATES.clear()
-    other = RunDir(tmp_path / "other")
-    shutil.copytree(run.evals / "base", other.evals / "base")
-    _, again = measure(backbone, other, "tuned", adapter)
-    assert kept == again  # to the bit: a kill between two states changes nothing
 
 
 def test_the_noise_is_that_of_16_bits_and_above_that_of_32(adapted, run, tmp_path):

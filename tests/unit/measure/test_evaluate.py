@@ -48,7 +48,7 @@ def measure(backbone, tmp_path):
         suite = load_suite("q", config)
         suite.task.config.generation_kwargs["until"] = [*until]
         try:
-            evaluate(config, suite, backbone, "state", out, {}, counting, adapter)
+            evaluate(Asking(config, backbone, out, "state", "q", counting, adapter), suite)
         except KeyboardInterrupt:
             assert stop
         return read_jsonl(out.eval_samples("state", "q")), len(counting.counts)
@@ -120,7 +120,7 @@ def test_another_run_of_base_samples_nothing_and_is_equal_to_the_bit(backbone, t
 
     def measured(name):
         run = RunDir(tmp_path / name)
-        result = evaluate(config, suite, backbone, "base", run, {}, Silent())
+        result = evaluate(Asking(config, backbone, run, "base", suite.name, Silent()), suite)
         kept = {file.name: file.read_bytes() for file in texts_folder().glob("*.json")}
         return (result["floor"], read_jsonl(run.eval_samples("base", suite.name))), kept
 
@@ -140,7 +140,7 @@ def test_a_prompt_that_occurs_twice_has_one_answer(measure):
 
 
 def test_a_stop_string_ends_an_answer_that_the_token_limit_would_cut(backbone, tmp_path):
-    asking = Asking(backbone, None, EvalConfig(batch_size=2), tmp_path / "kept", Silent())
+    asking = Asking(EvalConfig(batch_size=2), backbone, RunDir(tmp_path), "base", "q", Silent())
 
     def ask(*stops):
         options = [{"until": until, "max_gen_toks": 8} for until in stops]
@@ -165,7 +165,7 @@ def test_a_task_with_several_filters_has_one_row_per_prompt_with_the_whole_respo
     config = EvalConfig(retention=["gsm8k"], data=data, max_new_tokens=6, batch_size=4)
     suite, run = load_suite("gsm8k", config), RunDir(tmp_path / "run")
     assert len(suite.task._filters) == 2
-    result = evaluate(config, suite, backbone, "base", run, {}, Silent())
+    result = evaluate(Asking(config, backbone, run, "base", suite.name, Silent()), suite)
     samples = read_jsonl(run.eval_samples("base", "gsm8k"))
     assert [row["target"] for row in samples] == [row["answer"] for row in rows]
     # A filter leaves "[invalid]" of an answer without a number.
@@ -184,7 +184,7 @@ def test_each_row_has_the_score_of_the_best_answer_without_content(backbone, tmp
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = EvalConfig(domain=["q"], data={"q": str(tmp_path / "q.jsonl")}, max_new_tokens=4, batch_size=4)
     run = RunDir(tmp_path / "run")
-    result = evaluate(config, load_suite("q", config), backbone, "base", run, {}, Silent())
+    result = evaluate(Asking(config, backbone, run, "base", "q", Silent()), load_suite("q", config))
     means = {name: scores["token_f1"] for name, scores in result["floor"].items()}
     assert (max(means.values()), min(means.values())) == (means["constant"], 0) == (0.75, 0)
     assert [row["floor"] for row in read_jsonl(run.eval_samples("base", "q"))] == [1, 1, 1, 0]

@@ -25,9 +25,8 @@ def measure(backbone, tmp_path):
             backbone.load_adapter(adapter, "student")
         counting, out, result = Counting(stop), RunDir(tmp_path / name), None
         try:
-            result = stage.evaluate(
-                config, load_suite(task, config), backbone, "state", out, {}, counting, adapter
-            )
+            asking = stage.Asking(config, backbone, out, "state", task, counting, adapter)
+            result = stage.evaluate(asking, load_suite(task, config))
         except KeyboardInterrupt:
             assert stop
         return result, read_jsonl(out.eval_samples("state", task)), counting

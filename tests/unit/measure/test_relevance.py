@@ -14,7 +14,7 @@ from opdcl.data.chat import render
 from opdcl.data.own_words import own_text
 from opdcl.data.suites import load_suite
 from opdcl.measure import relevance
-from opdcl.measure.evaluate import evaluate
+from opdcl.measure.evaluate import Asking, evaluate
 from opdcl.measure.relevance import Reader
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
@@ -174,7 +174,7 @@ def test_the_evaluation_asks_for_content_where_the_suite_does(backbone, tmp_path
 
     def measured(least: float) -> list[dict]:
         monkeypatch.setattr(relevance, "LEAST_RELEVANCE", least)
-        result = evaluate(config, suite, backbone, "base", run, {}, Silent())
+        result = evaluate(Asking(config, backbone, run, "base", suite.name, Silent()), suite)
         assert (result["metric"], result["n"]) == ("passed", 6)
         assert set(result["metrics"]) == set(suite.metrics)
         return read_jsonl(run.eval_samples("base", "instructions"))

@@ -36,15 +36,15 @@ def ask(backbone, tmp_path, monkeypatch):
     monkeypatch.setattr("opdcl.measure.ask.SAMPLING_BATCH", 3)
 
     def run(options=SAMPLED, name="kept", questions=QUESTIONS, stop=None, batch_size=2):
-        partial = tmp_path / name
         forget_texts()
-        asking = Asking(backbone, None, EvalConfig(batch_size=batch_size), partial, Interrupted(stop))
+        config = EvalConfig(batch_size=batch_size)
+        asking = Asking(config, backbone, RunDir(tmp_path), "base", name, Interrupted(stop))
         requests = [Instance("generate_until", {}, (text, options), 0) for text in questions]
         try:
             return [answer["response"] for answer in write_answers(asking, requests)]
         except KeyboardInterrupt:
             assert stop
-            return read_jsonl(partial)
+            return read_jsonl(asking.file)
 
     return run
 
@@ -71,8 +71,9 @@ def test_a_resumed_evaluation_draws_what_an_uninterrupted_one_does(ask, tmp_path
     assert len(ask(stop=4)) == 3
     assert ask() == clean
     # Half a batch on disk changes no draw either.
-    lines = (tmp_path / "clean").read_text().splitlines(keepends=True)
-    (tmp_path / "kept").write_text("".join(lines[:4]) + lines[4][:20])
+    folder = tmp_path / "evals" / "base"
+    lines = (folder / ".clean.partial.jsonl").read_text().splitlines(keepends=True)
+    (folder / ".kept.partial.jsonl").write_text("".join(lines[:4]) + lines[4][:20])
     assert ask() == clean
 
 
@@ -104,7 +105,7 @@ def test_a_result_depends_on_the_temperature(backbone, tmp_path):
     def responses(name, temperature):
         suite.task.config.generation_kwargs["temperature"] = temperature
         run = RunDir(tmp_path / name)
-        result = stage.evaluate(config, suite, backbone, "base", run, {}, Silent())
+        result = stage.evaluate(Asking(config, backbone, run, "base", suite.name, Silent()), suite)
         assert (result["metric"], result["n"]) == ("passed", 3)
         return [row["response"] for row in read_jsonl(run.eval_samples("base", suite.name))]
 
@@ -122,7 +123,7 @@ def test_base_alone_answers_twice_and_only_where_answers_are_drawn(backbone, tmp
 
     def rows(suite):
         run = RunDir(tmp_path / suite.name)
-        stage.evaluate(config, suite, backbone, "base", run, {}, Silent())
+        stage.evaluate(Asking(config, backbone, run, "base", suite.name, Silent()), suite)
         assert [path.name for path in (run.evals / "base").iterdir() if "partial" in path.name] == []
         return read_jsonl(run.eval_samples("base", suite.name))
 

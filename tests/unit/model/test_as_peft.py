@@ -15,7 +15,7 @@ from opdcl.model.check_adapter import check_adapter, check_on_base
 from opdcl.model.load_backbone import load_backbone
 from opdcl.model.lora import adapter_weights, lora_config
 from opdcl.rundir.files import read_json
-from opdcl.train.stage import save_adapter
+from opdcl.train.checkpoints import save_adapter
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PLAIN = {"r": 4, "lora_alpha": 8, "target_modules": ALL}

@@ -6,7 +6,7 @@ from helpers.recovering import Silent, recover_rows, short_recovery
 
 from opdcl.config.lora import LoraSection
 from opdcl.errors import OpdclError
-from opdcl.rundir.layout import StageDir
+from opdcl.rundir.stage import StageDir
 
 
 def flip_lowest_bit(weight: torch.Tensor, index: int) -> None:

@@ -17,7 +17,7 @@ from opdcl.model.check_adapter import check_on_base
 from opdcl.model.load_backbone import load_backbone
 from opdcl.model.lora import base_weight
 from opdcl.pipeline.checks import check_targets
-from opdcl.train.stage import save_adapter
+from opdcl.train.checkpoints import save_adapter
 
 # Stored as (experts, out, in), in gpt-oss as (experts, in, out) and with biases.
 FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "gpt_oss")

@@ -16,7 +16,7 @@ from opdcl.model.adapters import start_files, tuned_model
 from opdcl.model.load_backbone import load_backbone
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.sampling.sample import sample
-from opdcl.train.stage import save_adapter
+from opdcl.train.checkpoints import save_adapter
 from opdcl.train.teachers import Teacher
 from opdcl.words import Prompt, Rollout
 

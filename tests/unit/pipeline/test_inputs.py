@@ -20,7 +20,7 @@ from opdcl.pipeline.plan import make_plan
 from opdcl.pipeline.stage_record import Records, StoredStage
 from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
-from opdcl.rundir.records import StageRecord
+from opdcl.rundir.stage import StageRecord
 
 OPENED: list[str] = []
 _listening = False

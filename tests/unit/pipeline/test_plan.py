@@ -9,8 +9,7 @@ from opdcl.config.workflow import Workflow
 from opdcl.pipeline.plan import Task, make_plan
 from opdcl.pipeline.stage_record import read_records, stage_folder
 from opdcl.rundir.files import write_json
-from opdcl.rundir.hashes import ADAPTER, file_hash, seal
-from opdcl.rundir.identity import Identity
+from opdcl.rundir.hashes import ADAPTER, Identity, file_hash, seal
 from opdcl.rundir.layout import RunDir
 
 DATA = {"finetune.data": "rows-1", "recover.general": "prompts-1", "recover.domain": "rows-1"}

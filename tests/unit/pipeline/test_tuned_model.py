@@ -22,7 +22,7 @@ from opdcl.pipeline.open import open_or_begin
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.hashes import file_hash
 from opdcl.rundir.layout import RunDir
-from opdcl.train.losses import GradedTokens, token_losses
+from opdcl.train.losses import ScoredTokens, token_losses
 from opdcl.words import Loss
 
 FLOAT = ("--set", "model.dtype=float32")
@@ -254,7 +254,7 @@ def test_base_reads_tokens_that_it_lacks_and_says_none(with_more_tokens, project
     # Divergences are over base's tokens, and a token of the tuned model alone is not graded.
     states = torch.randn(2, rows.shape[1])
     teacher = HiddenStates(states, backbone.head_of("base"))
-    tokens = GradedTokens(torch.tensor([7, size]), *torch.zeros(2, 2))
+    tokens = ScoredTokens(torch.tensor([7, size]), *torch.zeros(2, 2))
     found = token_losses(HiddenStates(states, backbone.head_VH), teacher, tokens, Loss())
     log_p = (states @ backbone.head_VH[:size].T).log_softmax(-1)
     log_q = (states @ backbone.head_of("base").T).log_softmax(-1)

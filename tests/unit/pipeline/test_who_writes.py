@@ -9,7 +9,7 @@ from helpers.recovering import run
 from opdcl.config.load import load
 from opdcl.config.shipped import package_folder
 from opdcl.pipeline.sweep import expand
-from opdcl.train.schedule import plan_steps
+from opdcl.train.rollouts import plan_steps
 
 # Recipe, arm -> general steps of the teacher and of the student, domain steps of the teacher and of the
 # student, as planned: the general ones of the teacher become the student's once its answers are long enough.

@@ -15,7 +15,7 @@ from opdcl.results.render import markdown, summarise
 from opdcl.results.samples import PROMPTS_SHOWN, RULE, regained_prompts, sort_samples
 from opdcl.results.status import STATES
 from opdcl.results.summary import Results
-from opdcl.rundir.records import read_samples
+from opdcl.rundir.layout import read_samples
 from opdcl.sanitize import harmless
 
 

@@ -14,7 +14,8 @@ from helpers.command import ROOT, opdcl
 from opdcl.errors import UsageError
 from opdcl.rundir.files import folder_appears_whole, read_json, read_jsonl, write_atomic, write_json
 from opdcl.rundir.hashes import seal
-from opdcl.rundir.layout import RunDir, StageDir, open_run
+from opdcl.rundir.layout import RunDir, open_run
+from opdcl.rundir.stage import StageDir
 
 
 def files(folder: Path) -> set[str]:

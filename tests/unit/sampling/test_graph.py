@@ -13,10 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opdcl.config.lora import LoraSection
 from opdcl.model.architecture import architecture
-from opdcl.sampling import decode
 from opdcl.sampling.decoder import COLUMNS, STEPS, Decoder, Layout, bucket, draw
-from opdcl.sampling.sample import default_rows, graphs_agree, pick_engine, sample
-from opdcl.train.stage import save_adapter
+from opdcl.sampling.sample import _KEPT, default_rows, graphs_agree, pick_engine, sample
+from opdcl.train.checkpoints import save_adapter
 from opdcl.words import Prompt
 
 # What each family adds to the plain decoder: windows, norms of queries and keys, soft caps, biases, sinks.
@@ -56,6 +55,22 @@ def build(family: str, dtype: torch.dtype = torch.float64, **settings):
 
 def ids(rollouts) -> list[list[int]]:
     return [rollout.completion_ids for rollout in rollouts]
+
+
+def give_adapter(backbone, layers=None):
+    """Give the student an adapter that differs from base."""
+    backbone.new_adapter(layers or LoraSection(r=2), seed=0)
+    for layer in backbone.adapted_layers("student"):
+        layer.lora_B["student"].weight.data.normal_()
+
+
+def ready(model, columns):
+    """Return a decoder whose slabs are there, without a prompt."""
+    decoder, shape = Decoder(model, 4, columns, 0.9, in_buckets=True), architecture(model.config)
+    part = torch.empty(4, shape.kv_heads, 1, shape.head_dim, dtype=model.dtype, device=model.device)
+    for layer in decoder.cache.layers:
+        layer.lazy_initialization(part, part)
+    return decoder
 
 
 @EVERY_FAMILY
@@ -99,26 +114,22 @@ def test_rows_leave_columns_grow_and_long_prompts_stay_exact():
 
 
 def test_buffers_serve_later_calls_until_the_weights_move(backbone):
-    backbone.new_adapter(LoraSection(r=2), seed=0)
-    for layer in backbone.adapted_layers("student"):
-        layer.lora_B["student"].weight.data.normal_()
+    give_adapter(backbone)
     # Greedy: in float32 the rounding of two engines can move a draw to the next token.
     options = {"max_new_tokens": 6, "eos_ids": [2], "temperature": 0}
     with backbone.merged("base") as model:
         base = ids(sample(model, PROMPTS, engine="graph", **options))
-        first = decode._KEPT[model]
+        first = _KEPT[model]
         assert ids(sample(model, PROMPTS[:4], engine="graph", **options)) == base[:4]
-        assert decode._KEPT[model] is first
+        assert _KEPT[model] is first
     with backbone.merged("student") as model:
         tuned = ids(sample(model, PROMPTS, engine="graph", **options))
         assert tuned == ids(sample(model, PROMPTS, engine="slab", **options)) != base
-        assert decode._KEPT[model] is not first
+        assert _KEPT[model] is not first
 
 
 def test_an_adapter_that_is_switched_on_is_not_left_out(backbone):
-    backbone.new_adapter(LoraSection(r=2), seed=0)
-    for layer in backbone.adapted_layers("student"):
-        layer.lora_B["student"].weight.data.normal_()
+    give_adapter(backbone)
     options = {"max_new_tokens": 6, "eos_ids": [2], "temperature": 0}
     with backbone.state("bare") as model:
         bare = ids(sample(model, PROMPTS, engine="graph", **options))
@@ -135,7 +146,7 @@ def test_kept_sums_stay_where_a_graph_expects_them(backbone):
             layer.lora_B["student"].weight.data.normal_()
         with backbone.merged(state) as model:
             kept = sample(model, PROMPTS, max_new_tokens=6, eos_ids=[2], temperature=0, engine="graph")
-            places.append(decode._KEPT[model])
+            places.append(_KEPT[model])
         backbone.merged_weights, sums = None, backbone.merged_weights
         with backbone.merged(state) as model:
             fresh = sample(model, PROMPTS, max_new_tokens=6, eos_ids=[2], temperature=0, engine="slab")
@@ -149,9 +160,7 @@ def test_kept_sums_serve_adapters_of_different_layers(backbone, tmp_path):
     narrow = LoraSection(r=2, target_modules=["v_proj", "up_proj"])
     for layers, folder in ((narrow, tmp_path / "narrow"), (LoraSection(r=2), tmp_path / "wide")):
         backbone.drop_adapters()
-        backbone.new_adapter(layers, seed=0)
-        for layer in backbone.adapted_layers("student"):
-            layer.lora_B["student"].weight.data.normal_()
+        give_adapter(backbone, layers)
         save_adapter(backbone, folder)
     backbone.load_adapter(tmp_path / "narrow", "teacher")
     ids_1T, found = torch.tensor([PROMPTS[5].ids]), {}
@@ -211,7 +220,7 @@ def test_a_broken_batch_leaves_nothing_to_the_next(backbone):
     model = backbone.causal_lm
     options = {"max_new_tokens": 6, "eos_ids": [2], "seed": 1}
     sound = ids(sample(model, PROMPTS, engine="graph", **options))
-    for layer in decode._KEPT[model].cache.layers:
+    for layer in _KEPT[model].cache.layers:
         layer.keys.fill_(torch.nan)
     assert ids(sample(model, PROMPTS, engine="graph", **options)) == sound
 
@@ -221,11 +230,7 @@ def test_a_step_neither_waits_for_the_device_nor_depends_on_a_value(family):
     with FakeTensorMode():
         # Under fake tensors there are no values: whatever asks for one, a shape or a branch, fails.
         model = build(family, torch.bfloat16)
-        decoder = Decoder(model, 4, 2 * COLUMNS, 0.9, in_buckets=True)
-        for layer in decoder.cache.layers:
-            shape = architecture(model.config)
-            part = torch.empty(4, shape.kv_heads, 1, shape.head_dim, dtype=model.dtype)
-            layer.lazy_initialization(part, part)
+        decoder = ready(model, 2 * COLUMNS)
         with torch.no_grad():
             decoder.step(model, 4, COLUMNS)
             decoder.step(model, 2, 2 * COLUMNS)
@@ -266,11 +271,7 @@ def test_a_layer_takes_few_kernels_on_a_gpu(monkeypatch, family, together):
                         weights, whole.split([m.weight.numel() for m in weights]), strict=True
                     ):
                         m.weight.data = part.view_as(m.weight)
-            decoder = Decoder(model, 4, COLUMNS, 0.9, in_buckets=True)
-            for layer in decoder.cache.layers:
-                shape = architecture(model.config)
-                part = torch.empty(4, shape.kv_heads, 1, shape.head_dim, dtype=model.dtype, device="meta")
-                layer.lazy_initialization(part, part)
+            decoder = ready(model, COLUMNS)
             with Kernels() as kernels:
                 for name in ("rms_norm", "scaled_dot_product_attention"):
                     function = getattr(torch.nn.functional, name)
@@ -375,7 +376,7 @@ def test_out_of_memory_halves_the_rows_and_changes_no_token(backbone, monkeypatc
     assert ids(found) == ids(expected)
     assert "out of memory while sampling: 4 sequences at once instead of 9" in caplog.text
     if engine == "graph":  # buffers for nine are not kept
-        assert decode._KEPT[backbone.causal_lm].rows < 9
+        assert _KEPT[backbone.causal_lm].rows < 9
 
 
 def test_one_sequence_that_does_not_fit_is_a_fault(backbone, monkeypatch):

@@ -22,6 +22,8 @@ from opdcl.measure.evaluate import Asking, write_answers
 from opdcl.model.distributions import HiddenStates, TopTokens, join
 from opdcl.model.load_backbone import load_backbone
 from opdcl.rundir.files import read_jsonl
+from opdcl.rundir.files import read_jsonl, write_atomic
+from opdcl.rundir.layout import RunDir
 from opdcl.sampling.server import KEY, _key_of, check_access
 from opdcl.train.external_teachers import (
     RemoteTeacher,
@@ -30,7 +32,7 @@ from opdcl.train.external_teachers import (
     reach_own_model,
     reach_server,
 )
-from opdcl.train.losses import GradedTokens, token_logprobs, token_losses
+from opdcl.train.losses import ScoredTokens, token_logprobs, token_losses
 from opdcl.train.teachers import Teacher
 from opdcl.words import WHOLE, Loss, Prompt, Rollout
 
@@ -95,7 +97,7 @@ def test_loss_and_gradient_equal_those_of_the_same_model_locally(backbone, elsew
         results = []
         for distribution in (local.distribution(ROLLOUTS), remote.distribution(ROLLOUTS)):
             states = student.clone().requires_grad_()
-            graded = GradedTokens(tokens, sampler, torch.zeros(len(tokens)))
+            graded = ScoredTokens(tokens, sampler, torch.zeros(len(tokens)))
             losses = token_losses(HiddenStates(states, head), distribution, graded, Loss(**loss))
             losses.loss.sum().backward()
             results.append((losses.loss.detach(), states.grad, losses.logprob))
@@ -160,7 +162,7 @@ def test_a_bad_answer_is_requested_again_and_a_server_that_gives_no_other_is_an_
         remote = teacher_of(server, backbone)
         if fault in FAULTS:
             good = remote.distribution(ROLLOUTS[:2])
-            remote.server._graded.cache_clear()
+            remote.server._scored.cache_clear()
             before, server.faults = len(server.seen), [fault]
             again = remote.distribution(ROLLOUTS[:2])
             assert len(server.seen) == before + 3  # one of two requests was sent twice
@@ -182,7 +184,7 @@ def test_an_unreachable_server_is_waited_for(backbone, elsewhere):
         client = reach_server(server.url, backbone, messages.append)
         remote = RemoteTeacher(backbone, client)
         good = remote.distribution(ROLLOUTS)
-        remote.server._graded.cache_clear()
+        remote.server._scored.cache_clear()
 
     def restart():
         time.sleep(1)
@@ -219,7 +221,7 @@ def test_a_process_exits_without_waiting_for_an_answer(elsewhere):
         "import sys, time\n"
         "from opdcl.sampling.server import Server\n"
         "server = Server(sys.argv[1], 49152, model='teacher')\n"
-        "server.grade([1, 2], [3])\ntime.sleep(1)\nserver.close()\nprint('closed', flush=True)\n"
+        "server.score([1, 2], [3])\ntime.sleep(1)\nserver.close()\nprint('closed', flush=True)\n"
     )
     with serving(elsewhere) as server:
         server.slow, server.faults = 60, ["slow"]
@@ -244,7 +246,7 @@ def test_close_ends_pending_requests(backbone, elsewhere, impatient):
     impatient(patience=600)
     with serving(elsewhere) as server:
         remote = teacher_of(server, backbone)
-    future = remote.server.grade([1, 2], [3])
+    future = remote.server.score([1, 2], [3])
     time.sleep(0.3)
     started = time.monotonic()
     remote.close()
@@ -369,7 +371,7 @@ def test_a_whole_distribution_that_is_none_is_requested_again(backbone, elsewher
         server.most_logprobs = -1
         remote = teacher_of(server, backbone, named=WHOLE_VOCABULARY)
         good = remote.distribution(ROLLOUTS[:1])
-        remote.server._graded.cache_clear()
+        remote.server._scored.cache_clear()
         server.faults = [fault]
         again = remote.distribution(ROLLOUTS[:1])
         assert server.faults == []
@@ -533,8 +535,8 @@ def test_an_evaluation_on_a_server_gives_the_local_answers(backbone, tuned, else
     with serving(elsewhere) as server:
         for place in (None, {"url": server.url}):
             config = EvalConfig(max_new_tokens=8, server=place, batch_size=320)
-            partial = tuned / f"partial-{place is None}"
-            asking = Asking(backbone, tuned / "tuned" if adapted else None, config, partial, Silent())
+            run, adapter = RunDir(tuned / f"run-{place is None}"), tuned / "tuned" if adapted else None
+            asking = Asking(config, backbone, run, "state", "suite", Silent(), adapter)
             answers.append([answer["response"] for answer in write_answers(asking, requests)])
     assert answers[0] == answers[1]
     assert len(set(answers[0])) > 1
@@ -546,19 +548,17 @@ def test_a_sampled_evaluation_on_a_server_draws_the_same_again_also_after_an_int
 ):
     monkeypatch.setattr("opdcl.measure.ask.SAMPLING_BATCH", 2)
     drawn, greedy = (load_suite(name) for name in ("instructions_sampled", "instructions"))
-    answers = []
 
-    def written(suite, file):
-        asking = Asking(backbone, None, config, file, Silent())
+    def written(suite, name, kept=0):
+        asking = Asking(config, backbone, RunDir(tuned), "base", name, Silent())
+        lines = asking.file.read_text().splitlines(keepends=True)[:kept] if kept else []
+        write_atomic(asking.file, "".join(lines))
         found = write_answers(asking, suite.requests(5, backbone.tokenizer))
         return [answer["response"] for answer in found]
 
     with serving(elsewhere) as server:
         config = EvalConfig(max_new_tokens=8, server={"url": server.url}, batch_size=320)
-        for partial, kept in (("a", 0), ("b", 0), ("a", 3)):
-            lines = (tuned / partial).read_text().splitlines(keepends=True)[:kept] if kept else []
-            (tuned / partial).write_text("".join(lines))
-            answers.append(written(drawn, tuned / partial))
-        assert written(greedy, tuned / "c") != answers[0]
+        answers = [written(drawn, *kept) for kept in (("a", 0), ("b", 0), ("a", 3))]
+        assert written(greedy, "c") != answers[0]
     assert answers[0] == answers[1] == answers[2]
     assert len(set(answers[0])) > 1

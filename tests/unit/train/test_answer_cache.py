@@ -12,7 +12,7 @@ from helpers.scripts import load_script
 
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
-from opdcl.rundir.layout import StageDir
+from opdcl.rundir.stage import StageDir
 from opdcl.train import answer_cache
 from opdcl.train.answer_cache import CompletionCache, texts_folder
 from opdcl.train.external_teachers import SecondModel
@@ -83,58 +83,26 @@ def test_kept_answers_equal_sampled_ones_in_all_they_hold(backbone):
     assert all(r.logprobs for r in kept)
 
 
-def other_weights(backbone, monkeypatch):
-    backbone.causal_lm.get_input_embeddings().weight.data[5, 0] += 1e-3
+# Changes of what answers beside the prompts and options, given a backbone and a patch.
+CHANGES = {
+    "weights": lambda backbone, _: backbone.causal_lm.get_input_embeddings().weight.data[5, 0].add_(1e-3),
+    "dtype": lambda backbone, _: backbone.causal_lm.to(torch.bfloat16),
+    "settings": lambda backbone, patch: patch.setattr(backbone.causal_lm.config, "rms_norm_eps", 1e-3),
+    "end": lambda backbone, patch: patch.setattr(backbone, "eos_ids", [7]),
+    "threads": lambda _, patch: patch.setattr(torch, "get_num_threads", lambda: 77),
+    "packages": lambda _, patch: patch.setattr(answer_cache, "versions", lambda: {"torch": "0"}),
+    "device": lambda _, patch: patch.setattr(answer_cache, "machine_of", lambda device: {"name": "other"}),
+}
+OTHER_OPTIONS = [{"seed": 2}, {"max_new_tokens": 6}, {"temperature": 0.5}, {"batch_size": 2}]
+OTHER_OPTIONS += [{"prompts": PROMPTS[::-1]}, {"prompts": PROMPTS[:2]}]
 
 
-def other_dtype(backbone, monkeypatch):
-    backbone.causal_lm.to(torch.bfloat16)
-
-
-def other_settings(backbone, monkeypatch):
-    backbone.causal_lm.config.rms_norm_eps *= 2
-
-
-def another_end(backbone, monkeypatch):
-    backbone.eos_ids = [7]
-
-
-def more_threads(backbone, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-
-
-def other_packages(backbone, monkeypatch):
-    monkeypatch.setattr(answer_cache, "versions", lambda: {"torch": "0"})
-
-
-def another_device(backbone, monkeypatch):
-    monkeypatch.setattr(answer_cache, "machine_of", lambda device: {"name": "another processor"})
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        other_weights,
-        other_dtype,
-        other_settings,
-        another_end,
-        more_threads,
-        other_packages,
-        another_device,
-        {"seed": 2},
-        {"max_new_tokens": 6},
-        {"temperature": 0.5},
-        {"batch_size": 2},
-        {"prompts": PROMPTS[::-1]},
-        {"prompts": PROMPTS[:2]},
-    ],
-)
+@pytest.mark.parametrize("change", [*CHANGES, *OTHER_OPTIONS])
 def test_whatever_can_change_an_answer_makes_other_texts(backbone, change, monkeypatch):
     answers(backbone)
-    options = change
-    if callable(change):
-        change(backbone, monkeypatch)
-        options = {}
+    if named := isinstance(change, str):
+        CHANGES[change](backbone, monkeypatch)
+    options = {} if named else change
     assert not answers(backbone, **options)[1]
     assert answers(backbone, **options)[1]
 

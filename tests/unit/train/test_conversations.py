@@ -8,9 +8,9 @@ from helpers.recovering import PROMPT, Notes, make_trainer, recover_rows, short_
 
 from opdcl.config.lora import LoraSection
 from opdcl.model.backbone import Backbone
-from opdcl.rundir.layout import StageDir
+from opdcl.rundir.stage import StageDir
+from opdcl.train.checkpoints import save_adapter
 from opdcl.train.rollouts import RolloutQueue
-from opdcl.train.stage import save_adapter
 from opdcl.train.teachers import Provided
 from opdcl.words import Prompt, Step
 
@@ -77,7 +77,7 @@ def test_a_step_has_as_many_answers_as_it_was_to_have_prompts(ending, tmp_path):
     """Or up to a conversation more; no prompt is passed over."""
     before = make_trainer(ending, tmp_path, steps=4, rollouts=3).queue
     queue = RolloutQueue(
-        before.config, before.steps, {"general": TALKS, "domain": TALKS}, before.teachers, Provided(), Notes()
+        before.config, {"general": TALKS, "domain": TALKS}, before.teachers, Provided(), Notes()
     )
     drawn = [[s.prompts for s in q.steps if s.stream == "general"] for q in (before, queue)]
     in_order, dealt = ([number for own in steps for number in own] for steps in drawn)

@@ -45,7 +45,7 @@ def test_kept_states_change_no_loss(backbone, tuned, read, monkeypatch, room):
     """Also where only some of them fit."""
     kept = losses(backbone, tuned)
     of_kept = len(read["tuned"])
-    monkeypatch.setattr("opdcl.train.recover.KEPT_ROOM", room)
+    monkeypatch.setattr("opdcl.train.recover.ROOM_IN_CHECKPOINTS", room)
     anew = losses(backbone, tuned)
     assert len(read["tuned"]) - of_kept > of_kept
     assert kept == pytest.approx(anew, rel=1e-3, abs=1e-5)
@@ -82,5 +82,5 @@ RARE = [(0, 7), (0, 9), (4_000, 9), (2**28, 7)]
     [(4_000, 7), (2**28, 9), *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in RARE)],
 )
 def test_a_resume_is_exact_however_many_states_fit(backbone, tuned, monkeypatch, room, stop):
-    monkeypatch.setattr("opdcl.train.recover.KEPT_ROOM", room)
+    monkeypatch.setattr("opdcl.train.recover.ROOM_IN_CHECKPOINTS", room)
     whole_and_resumed(backbone, tuned, short_recovery(tuned, **SETTINGS), stop)

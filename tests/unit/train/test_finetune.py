@@ -21,10 +21,9 @@ from opdcl.data.rows import Row, load_rows
 from opdcl.errors import OpdclError
 from opdcl.model.load_backbone import load_backbone
 from opdcl.rundir.files import read_jsonl
-from opdcl.rundir.layout import StageDir
-from opdcl.train.finetune import finetune, planned_steps
+from opdcl.rundir.stage import StageDir
+from opdcl.train.finetune import finetune, finetune_streams, interleave, lay_out, planned_steps
 from opdcl.train.learner import Learner, mean_loss
-from opdcl.train.replay import finetune_streams, interleave, lay_out
 from opdcl.train.teachers import Teacher
 from opdcl.words import Batch, Example, Prompt, Rollout
 
@@ -269,7 +268,7 @@ def test_a_row_too_long_for_memory_is_an_error_with_a_hint(learn, memory_for):
 @pytest.fixture
 def replay(tmp_path, monkeypatch):
     """Settings that replay as many rows as the domain has, with six prompts and short answers."""
-    monkeypatch.setattr("opdcl.train.replay.REPLAYED_TOKENS", 6)
+    monkeypatch.setattr("opdcl.train.finetune.REPLAYED_TOKENS", 6)
     rows = [json.dumps({"prompt": f"Write a line about {i}."}) for i in range(6)]
     (tmp_path / "general.jsonl").write_text("\n".join(rows))
     return {"share": 0.5, "prompts": str(tmp_path / "general.jsonl")}
@@ -361,7 +360,7 @@ def test_dropout_of_the_base_makes_no_distance_to_it(backbone):
 
 def test_base_reads_each_replayed_row_once_and_the_loss_stays_the_same(learn, replay, tmp_path, monkeypatch):
     kept, steps = learn("kept", batch_size=4, epochs=3, replay=replay)
-    monkeypatch.setattr("opdcl.train.finetune.KEPT_STATES", 0)
+    monkeypatch.setattr("opdcl.train.finetune.ROOM_IN_MEMORY", 0)
     anew, steps_anew = learn("anew", batch_size=4, epochs=3, replay=replay)
     assert [loss for loss, _ in steps] == pytest.approx([loss for loss, _ in steps_anew], rel=1e-4, abs=1e-6)
     assert relative_error(flat(kept.values()), flat(anew[name] for name in kept)) < 10 * ROUNDING
@@ -382,7 +381,7 @@ def test_a_resumed_run_with_replay_ends_with_the_same_bits(learn, replay, tmp_pa
 
 def test_an_interrupt_while_base_writes_loses_one_piece_at_most(learn, replay, tmp_path, monkeypatch):
     learn("at once", replay=replay)
-    monkeypatch.setattr("opdcl.train.replay.REPLAYED_AT_ONCE", 3)
+    monkeypatch.setattr("opdcl.train.finetune.REPLAYED_AT_ONCE", 3)
     learn("whole", replay=replay)
     at_once, whole = (read_jsonl(StageDir(tmp_path / name).replay) for name in ("at once", "whole"))
     assert [row["prompt_ids"] for row in whole] == [row["prompt_ids"] for row in at_once]
@@ -397,7 +396,7 @@ def test_an_interrupt_while_base_writes_loses_one_piece_at_most(learn, replay, t
 
 def test_a_prompt_that_comes_again_in_another_piece_is_answered_anew(learn, replay, tmp_path, monkeypatch):
     """Each piece begins with the same place in its draws, so it needs a seed of its own."""
-    monkeypatch.setattr("opdcl.train.replay.REPLAYED_AT_ONCE", 1)
+    monkeypatch.setattr("opdcl.train.finetune.REPLAYED_AT_ONCE", 1)
     (tmp_path / "general.jsonl").write_text(json.dumps({"prompt": "Write a line."}))
     learn("replayed", replay=replay, epochs=1)
     rows = read_jsonl(StageDir(tmp_path / "replayed").replay)

@@ -13,7 +13,7 @@ from opdcl.data.prompts import read_recovery_source
 from opdcl.data.rows import load_rows
 from opdcl.errors import UsageError
 from opdcl.rundir.files import read_jsonl
-from opdcl.rundir.layout import StageDir
+from opdcl.rundir.stage import StageDir
 
 GIVEN = {"given_answers": True, "lmbda": 0.0, "max_new_tokens": 12}
 

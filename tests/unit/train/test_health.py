@@ -11,8 +11,8 @@ from opdcl.data.chat import check_turn_end
 from opdcl.errors import OpdclError, UsageError
 from opdcl.repetition import distinct, repetition
 from opdcl.rundir.files import read_jsonl
-from opdcl.rundir.layout import StageDir
-from opdcl.train.stage import StageLog
+from opdcl.rundir.stage import StageDir
+from opdcl.train.loop import StageLog
 from opdcl.train.validation import ResponseStats, check_kl, check_responses, response_sign
 from opdcl.words import Prompt, Rollout
 
@@ -72,7 +72,8 @@ def watch(tmp_path, answers):
     out, optimizer = StageDir(tmp_path / "stage"), Rate()
     out.path.mkdir(parents=True, exist_ok=True)
     for step, own in enumerate(answers, 1):
-        check_responses(StageLog(Silent(), out, 9), step, own, [BASE, TUNED], optimizer)
+        sign = response_sign(own, [BASE, TUNED])
+        check_responses(StageLog(Silent(), out, 9), step, sign, optimizer)
     return optimizer.rate, [row for row in read_jsonl(out.metrics) if "health" in row]
 
 

@@ -99,7 +99,7 @@ def test_packed_micro_batches_hold_as_many_tokens_as_they_may():
 def test_measured_sums_equal_a_plain_computation(trainer):
     ours = trainer()
     ours.learner.backbone.eos_ids = [2, 9, 17]  # some models end a turn in several ways
-    graded = ours.learner.grade(ROLLOUTS, Loss(), ours.learner.teachers["general"])
+    graded = ours.learner.score(ROLLOUTS, Loss(), ours.learner.teachers["general"])
     sums = ours.learner.measure(graded, endings=True)
     log_p, log_q = (log_distributions(ours, state) for state in ("student", "base"))
     p, q = log_p.exp(), log_q.exp()
@@ -122,9 +122,9 @@ def test_the_kl_to_a_named_teacher_is_that_of_its_own_completions(trainer):
     learner = trainer().learner
     one, named, other = ROLLOUTS
     base, tuned = (Teacher(learner.backbone, state) for state in ("base", "tuned"))
-    alone = learner.measure(learner.grade([named], Loss(), {"": base}))["kl"]
+    alone = learner.measure(learner.score([named], Loss(), {"": base}))["kl"]
     named = replace(named, prompt=Prompt(named.prompt_ids, "a"))
-    graded = learner.grade([one, named, other], Loss(), {"": tuned, "a": base})
+    graded = learner.score([one, named, other], Loss(), {"": tuned, "a": base})
     assert kl_by_teacher(learner.measure(graded)) == {"a": pytest.approx(alone / 5, rel=1e-4)}
 
 

@@ -9,7 +9,7 @@ from opdcl.train import losses
 from opdcl.train.losses import (
     CHUNK,
     THREAD_POSITIONS,
-    GradedTokens,
+    ScoredTokens,
     chunks,
     for_each_part,
     imitation_losses,
@@ -35,7 +35,7 @@ def graded(student, teacher, weight, tokens=None, sampler=None, **loss):
     n = len(student)
     tokens = torch.zeros(n, dtype=torch.long) if tokens is None else tokens
     sampler = torch.zeros(n) if sampler is None else sampler
-    of_tokens = GradedTokens(tokens, sampler, torch.zeros(n))
+    of_tokens = ScoredTokens(tokens, sampler, torch.zeros(n))
     return token_losses(HiddenStates(student, weight), HiddenStates(teacher, weight), of_tokens, Loss(**loss))
 
 
@@ -94,7 +94,7 @@ def test_loss_gradient_and_kl_equal_an_independent_reference(kind):
     loss = Loss(**chosen.get(kind) or of_kind(kind))
     ours, plain = (student.clone().requires_grad_() for _ in range(2))
     p, q = HiddenStates(ours, weight), HiddenStates(teacher, weight)
-    result = token_losses(p, q, GradedTokens(tokens, sampler, advantage), loss)
+    result = token_losses(p, q, ScoredTokens(tokens, sampler, advantage), loss)
     expected = reference(kind, plain, teacher, weight, tokens, sampler, advantage)
     torch.testing.assert_close(result.loss.detach().double(), expected.detach(), atol=1e-5, rtol=1e-4)
     for found, name in ((result.kl, "reverse_kl"), (-result.logprob, "cross_entropy")):

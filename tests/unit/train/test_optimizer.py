@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from opdcl.config.lora import LoraSection
-from opdcl.config.recover import RecoverConfig
 from opdcl.train.checkpoints import StudentOptimizer
-from opdcl.train.stage import LONGEST_GRADIENT
+from opdcl.train.loop import LONGEST_GRADIENT
 
 
 def give_gradients(weights, seed, size):
@@ -23,8 +22,7 @@ def bounded(weights):
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_a_period_changes_the_weights_once_by_its_steps_bounded_gradients(backbone, tmp_path, interrupted):
     backbone.new_adapter(LoraSection(r=4, alpha=8), 0)
-    config = RecoverConfig(steps=6, learning_rate=1e-2, general="everyday")
-    ours = StudentOptimizer(backbone, config)
+    ours = StudentOptimizer(backbone, 6, 1e-2)
     weights = [*ours.weights.values()]
     theirs = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
     adamw = torch.optim.AdamW(theirs, lr=1.0, weight_decay=0.0)
@@ -38,7 +36,7 @@ def test_a_period_changes_the_weights_once_by_its_steps_bounded_gradients(backbo
                 folder = tmp_path / str(step)
                 folder.mkdir()
                 ours.save(folder)
-                ours = StudentOptimizer(backbone, config)
+                ours = StudentOptimizer(backbone, 6, 1e-2)
                 ours.restore(folder)
             rate = ours.rate
             ours.end_step(ends_period=step % 2 == 1)

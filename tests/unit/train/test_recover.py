@@ -12,8 +12,8 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.data.prompts import read_recovery_source
 from opdcl.data.rows import load_rows
 from opdcl.rundir.files import read_jsonl
-from opdcl.rundir.layout import StageDir
-from opdcl.train.start import SCALES, WEIGHTS_OF_GENERAL, distance_left
+from opdcl.rundir.stage import StageDir
+from opdcl.train.start import SCALES, WEIGHTS_OF_GENERAL, Ends
 from opdcl.train.validation import NO_WORSE, Measurement, Milestones
 
 
@@ -76,7 +76,7 @@ def test_the_start_is_the_place_with_the_least_held_out_kl(backbone, tuned):
     ends = ({s: rows[0][end][f"{s}_kl"] for s in ("general", "domain")} for end in ("validation", "base"))
     at_tuned, at_base = ends
     tried = {None: at_tuned} | {float(mu): kl for mu, kl in start["measured"].items()}
-    assert start["mu"] == min(tried, key=lambda mu: distance_left(tried[mu], at_tuned, at_base))
+    assert start["mu"] == min(tried, key=lambda mu: Ends(at_tuned, at_base).lost(tried[mu]))
     nearest, farthest = tried[WEIGHTS_OF_GENERAL[0]], tried[WEIGHTS_OF_GENERAL[-1]]
     assert nearest["domain"] < farthest["domain"]
     assert nearest["general"] > farthest["general"]

@@ -6,7 +6,7 @@ import pytest
 from helpers.recovering import PROMPT, make_trainer
 
 from opdcl.config.lora import LoraSection
-from opdcl.train.stage import save_adapter
+from opdcl.train.checkpoints import save_adapter
 from opdcl.train.teachers import Teacher
 from opdcl.words import Prompt
 
@@ -46,9 +46,9 @@ def test_the_seed_and_the_step_decide_what_is_sampled(queue):
 def test_what_a_teacher_writes_in_its_context_belongs_to_the_plain_prompt(queue, backbone):
     steps, plain, shown = queue(), [*PROMPT, 9], [*PROMPT, 9, 33, 34]
     base, prompt = Teacher(backbone, "base"), Prompt(plain, context=shown)
-    ((rollout,),) = steps.write([prompt], "general", 1, {"": base})
+    ((rollout,),) = steps.teachers_answers([prompt], "general", 1, {"": base})
     assert rollout.prompt == prompt
-    ((same,),) = steps.write([Prompt(shown)], "general", 1, {"": base})
+    ((same,),) = steps.teachers_answers([Prompt(shown)], "general", 1, {"": base})
     assert rollout.completion_ids == same.completion_ids
 
 
@@ -72,7 +72,7 @@ def test_what_is_graded_ahead_is_graded_by_its_own_teacher_in_its_context(queue,
     prompt = Prompt([*PROMPT, 9], "a", [*PROMPT, 9, 33])
     steps.prompts["general"] = [prompt] * 3
     steps.take(0)
-    steps._write_by_teacher("general", [prompt] * 2, 1)
+    steps._generate("general", [prompt] * 2, 1, on_policy=False)
     assert asked == [prompt.context] * 4
 
 
@@ -80,7 +80,7 @@ def test_a_checkpoint_keeps_teacher_context_and_document_of_completions(queue, b
     prompts = [Prompt([*PROMPT, i], "a", [*PROMPT, 33, i], i) for i in range(2)]
     steps = queue()
     teachers = {"a": Teacher(backbone, "base")}
-    steps._ahead = {4: [*chain(*steps.write(prompts, "general", 1, teachers))]}
+    steps._ahead = {4: [*chain(*steps.teachers_answers(prompts, "general", 1, teachers))]}
     steps.save(tmp_path)
     resumed = queue()
     resumed.restore(tmp_path)

@@ -13,9 +13,9 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import TeacherSection
 from opdcl.errors import UsageError
 from opdcl.rundir.files import read_jsonl
-from opdcl.rundir.layout import StageDir
+from opdcl.rundir.stage import StageDir
+from opdcl.train.checkpoints import save_adapter
 from opdcl.train.external_teachers import make_teacher
-from opdcl.train.stage import save_adapter
 from opdcl.train.teachers import Teacher
 
 
@@ -66,7 +66,7 @@ def test_each_teacher_completes_its_own_prompts(adapted, tmp_path):
     own = {"base": [prompts[0], prompts[2]], "tuned": [prompts[1], prompts[3]]}
     by = {s: Teacher(adapted, s).complete(asked, max_new_tokens=6, seed=1) for s, asked in own.items()}
     teachers = {"": Teacher(adapted, "base"), "a": Teacher(adapted, "tuned")}
-    written = [talk[0] for talk in trainer.queue.write(prompts, "domain", 1, teachers)]
+    written = [talk[0] for talk in trainer.queue.teachers_answers(prompts, "domain", 1, teachers)]
     expected = [by["base"][0], by["tuned"][0], by["base"][1], by["tuned"][1]]
     assert [r.completion_ids for r in written] == [r.completion_ids for r in expected]
     assert [r.prompt for r in written] == prompts

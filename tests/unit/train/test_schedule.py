@@ -7,7 +7,7 @@ import pytest
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.data.prompts import prompts_drawn
-from opdcl.train.schedule import on_policy_steps, plan_steps, sampled_together
+from opdcl.train.rollouts import on_policy_steps, plan_steps, sampled_together
 
 
 def schedule(general=20, domain=20, **settings):

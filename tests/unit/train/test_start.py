@@ -8,16 +8,8 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.model.lora import adapter_weights
 from opdcl.train import start
 from opdcl.train.learner import Learner
-from opdcl.train.start import (
-    WEIGHTS_OF_GENERAL,
-    choose,
-    distance_left,
-    input_moments,
-    project_factor,
-    put_at_start,
-)
+from opdcl.train.start import WEIGHTS_OF_GENERAL, Ends, choose, input_moments, project_factor, put_at_start
 from opdcl.train.teachers import Teacher
-from opdcl.words import Prompt, Rollout
 
 
 def texts(seed, count=5, opening=PROMPT):
@@ -107,18 +99,18 @@ def test_the_shared_opening_is_the_longest_with_any_text():
 
 
 def test_the_place_is_where_least_is_lost_of_both_streams_whatever_their_units():
-    tuned, base = {"general": 3.0, "domain": 0.0}, {"general": 0.0, "domain": 12.0}
+    ends = Ends({"general": 3.0, "domain": 0.0}, {"general": 0.0, "domain": 12.0})
     places = {0.1: (1.5, 0.3), 0.3: (0.6, 1.2), 1.0: (0.3, 4.0)}
     best, measured = choose(
-        [*places], lambda p: dict(zip(("general", "domain"), places[p], strict=True)), tuned, base
+        [*places], lambda p: dict(zip(("general", "domain"), places[p], strict=True)), ends
     )
     assert (best, [*measured]) == (0.3, [*places])
-    assert distance_left(tuned, tuned, base) == distance_left(base, tuned, base) == 1
+    assert ends.lost(ends.tuned) == ends.lost(ends.base) == 1
 
 
 def test_where_every_place_loses_more_than_tuned_the_student_stays_there():
-    tuned, base = {"general": 1.0, "domain": 0.0}, {"general": 0.0, "domain": 1.0}
-    assert choose([0.1, 0.3], lambda _: {"general": 0.9, "domain": 0.9}, tuned, base)[0] is None
+    ends = Ends({"general": 1.0, "domain": 0.0}, {"general": 0.0, "domain": 1.0})
+    assert choose([0.1, 0.3], lambda _: {"general": 0.9, "domain": 0.9}, ends)[0] is None
 
 
 @pytest.mark.parametrize("best", [None, *WEIGHTS_OF_GENERAL])
@@ -128,15 +120,13 @@ def test_the_student_is_put_at_the_place_that_is_chosen(backbone, tuned, best):
     config = RecoverConfig(general="general.jsonl", domain="domain.jsonl", micro_batch_tokens=2048)
     teachers = {s: {"": Teacher(backbone, t)} for s, t in (("general", "base"), ("domain", "tuned"))}
     learner = Learner(backbone, teachers, "recover.max_new_tokens")
-    general = [Prompt(ids) for ids in texts(0)]
-    domain = [Rollout(Prompt(ids[:5]), ids[5:], finished=True) for ids in texts(1)]
 
     def measure(doing):
         kl = 0.1 if best and doing.endswith(f" {best:g}") else 0.9
         return {"general": kl, "domain": kl}
 
-    ends = {"general": 1.0, "domain": 0.0}, {"general": 0.0, "domain": 1.0}
-    found = put_at_start(config, learner, measure, *ends, general, lambda: domain, print)
+    ends = Ends({"general": 1.0, "domain": 0.0}, {"general": 0.0, "domain": 1.0})
+    found = put_at_start(config, learner, ends, measure, lambda: (texts(0), texts(1)), print)
     assert found.mu == best
     for layer in backbone.adapted_layers("student"):
         a_RK, b_NR = adapter_weights(layer, "student")

@@ -16,9 +16,9 @@ from opdcl.model.check_model import check_same_tokenizer, differences
 from opdcl.model.distributions import HiddenStates
 from opdcl.model.lora import adapter_weights
 from opdcl.rundir.files import read_jsonl
-from opdcl.rundir.layout import StageDir
+from opdcl.rundir.stage import StageDir
 from opdcl.train.external_teachers import make_teacher
-from opdcl.train.losses import GradedTokens, token_losses
+from opdcl.train.losses import ScoredTokens, token_losses
 from opdcl.train.teachers import EmaTeacher, Teacher, teacher_here
 from opdcl.words import Loss
 
@@ -63,7 +63,7 @@ def test_a_wider_model_grades_with_its_own_logits(adapted, tmp_path):
     wide = make_teacher(section, adapted)
     student = Teacher(adapted, "student")
     tokens = torch.tensor([t for r in ROLLOUTS for t in r.completion_ids])
-    graded_tokens = GradedTokens(tokens, *torch.zeros(2, len(tokens)))
+    graded_tokens = ScoredTokens(tokens, *torch.zeros(2, len(tokens)))
     sides = student.distribution(ROLLOUTS), wide.distribution(ROLLOUTS)
     result = token_losses(*sides, graded_tokens, Loss())
     expected = []
@@ -187,7 +187,7 @@ def test_a_general_teacher_that_follows_the_student_is_refused():
 def test_rows_beyond_the_shared_vocabulary_do_not_count():
     torch.manual_seed(1)
     student, teacher, weight = torch.randn(5, 6), torch.randn(5, 6), torch.randn(9, 6)
-    tokens = GradedTokens(torch.randint(9, (5,)), *torch.zeros(2, 5))
+    tokens = ScoredTokens(torch.randint(9, (5,)), *torch.zeros(2, 5))
     padded = torch.cat([weight, torch.randn(3, 6)])
     same, other = (
         token_losses(HiddenStates(student, weight), HiddenStates(teacher, w), tokens, Loss()).kl

@@ -117,7 +117,7 @@ def test_stored_teacher_distributions_give_the_same_grade(trainer, tokens):
     """Also if the micro-batches have become smaller since."""
     learner = trainer.learner
     learner.micro_batch_tokens = 40
-    graded = learner.grade(ROLLOUTS, Loss(), learner.teachers["general"])
+    graded = learner.score(ROLLOUTS, Loss(), learner.teachers["general"])
     direct = trainer.learn(ROLLOUTS, "general")
     assert direct["kl"] > 0
     del direct["loss"]

@@ -6,9 +6,8 @@ from helpers.trainings import table
 
 from opdcl.config.finetune import FinetuneConfig, ReplaySection
 from opdcl.config.recover import RecoverConfig
-from opdcl.train.finetune import planned_steps
-from opdcl.train.replay import finetune_streams
-from opdcl.train.schedule import plan_steps
+from opdcl.train.finetune import finetune_streams, planned_steps
+from opdcl.train.rollouts import plan_steps
 
 SHARES = [{}, {"general_per_domain": 3}, {"general_per_domain": 0}, {"domain": None}, {"method": "general"}]
 WRITERS = [

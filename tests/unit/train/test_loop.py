@@ -19,12 +19,12 @@ from opdcl.data.rows import load_rows
 from opdcl.errors import Interrupted, OpdclError
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_jsonl
-from opdcl.rundir.layout import StageDir
+from opdcl.rundir.stage import StageDir
 from opdcl.train.cost import dose
 from opdcl.train.finetune import Losses
 from opdcl.train.learner import Learner
+from opdcl.train.loop import Interruption, Schedule, StageLog, is_finite
 from opdcl.train.recover import student_here
-from opdcl.train.stage import Interruption, Schedule, StageLog, is_finite
 from opdcl.train.validation import describe_step
 
 

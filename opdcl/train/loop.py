@@ -1,4 +1,4 @@
-"""What both trainings share: order and rate of steps, metrics, interruptions, records of checkpoints."""
+"""What the loops of both trainings share: rate and order of steps, progress, metrics, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -6,31 +6,20 @@ import contextlib
 import json
 import math
 import random
-import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 
 from opdcl import parallel
-from opdcl.errors import Interrupted, OpdclError, UsageError
-from opdcl.model.backbone import Backbone
-from opdcl.rundir.files import folder_appears_whole, write_atomic
-from opdcl.rundir.hashes import SEAL, damage, seal
-from opdcl.rundir.layout import StageDir
+from opdcl.errors import Interrupted, OpdclError
+from opdcl.rundir.stage import StageDir
 from opdcl.signals import ending
-
-# The folder of a checkpoint that holds copies of metrics, samples and the best adapter so far.
-RECORDS = "records"
-
-# The number of checkpoints that a stage keeps: if the last one is damaged, the one before it is there.
-CHECKPOINTS = 2
 
 # A longer gradient, by its norm, is scaled down to this length.
 LONGEST_GRADIENT = 1.0
@@ -208,88 +197,9 @@ class Interruption:
         self.report.note("stopping after this step; press Ctrl-C again to stop at once")
 
 
-def last_checkpoint(out: StageDir, report: StageReport, steps: int) -> Path | None:
-    """Return the checkpoint from which a stage resumes, and bring its records to the state of that time."""
-    out.path.mkdir(parents=True, exist_ok=True)
-    checkpoint = out.last_checkpoint()
-    for folder in out.checkpoints():
-        if folder == checkpoint:
-            break
-        if (folder / SEAL).exists():
-            report.note(f"{folder.name} is damaged and ignored: {damage(folder)}")
-        else:
-            report.note(f"{folder.name} is incomplete and ignored")
-            shutil.rmtree(folder, ignore_errors=True)
-    _take_back_records(out, checkpoint)
-    if checkpoint:
-        report.note(f"resuming from step {step_of(checkpoint)} of {steps}")
-    return checkpoint
-
-
-def step_of(checkpoint: Path | None) -> int:
-    """Return how many steps were done when a checkpoint was saved."""
-    return int(checkpoint.name.rsplit("-", 1)[1]) if checkpoint else 0
-
-
-def refuse_changed_base(backbone: Backbone, checksum: tuple[int, ...], step: int) -> None:
-    """Check before a checkpoint that base is as it was at first, and that all workers hold the same adapter.
-
-    Raises:
-        OpdclError: One of them is not so.
-    """
-    if parallel.any_worker(backbone.checksum() != checksum):
-        message = f"the base weights changed before step {step}"
-        raise OpdclError(message, "this is a defect of opdcl: please report it")
-    parallel.check_same("adapters", backbone.adapter_norm("student"))
-
-
-def seal_with_records(out: StageDir, checkpoint: Path) -> None:
-    """Copy into a checkpoint what the rest of the stage depends on beside the weights, and seal it.
-
-    The files themselves are neither flushed nor sealed before the stage ends: a power failure can cut them.
-    """
-    records = checkpoint / RECORDS
-    shutil.rmtree(records, ignore_errors=True)
-    records.mkdir()
-    if out.metrics.exists():
-        shutil.copy(out.metrics, records)
-    if out.best.exists():
-        shutil.copytree(out.best, records / out.best.name)
-    seal(checkpoint)
-
-
-def _take_back_records(out: StageDir, checkpoint: Path | None) -> None:
-    """Bring the records of a stage to the state of the checkpoint from which it resumes, or of its start.
-
-    Raises:
-        UsageError: Another version of opdcl wrote the checkpoint.
-    """
-    records = checkpoint / RECORDS if checkpoint else None
-    if records and not records.exists():
-        hint = "remove that folder: the run resumes from the checkpoint before it, or starts over"
-        raise UsageError(f"another version of opdcl wrote {checkpoint}", hint)
-    out.metrics.unlink(missing_ok=True)
-    if records and (records / out.metrics.name).exists():
-        write_atomic(out.metrics, (records / out.metrics.name).read_bytes())
-    if records and (records / out.best.name).exists():
-        with folder_appears_whole(out.best) as folder:
-            shutil.copytree(records / out.best.name, folder, dirs_exist_ok=True)
-
-
 def is_finite(model: torch.nn.Module, loss: torch.Tensor) -> bool:
     """Return whether a step's loss and every part of its gradient are finite."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     # NaN where any is NaN.
     largest = torch._foreach_norm(gradients, math.inf) if gradients else ()
     return bool(torch.stack([loss.detach(), *largest]).isfinite().all())
-
-
-def save_adapter(backbone: Backbone, folder: Path) -> None:
-    """Write the student's adapter as a folder that `peft` loads, whole or not at all."""
-    with folder_appears_whole(folder) as temporary:
-        backbone.peft.save_pretrained(temporary, selected_adapters=["student"])
-        # PEFT puts a named adapter into a folder of its name.
-        for file in (temporary / "student").iterdir():
-            file.rename(temporary / file.name)
-        (temporary / "student").rmdir()
-        (temporary / "README.md").unlink(missing_ok=True)
