@@ -44,9 +44,7 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
 from opdcl.data.prompts import encode_prompts, encode_stream, read_recovery_source
 from opdcl.data.suites import load_suite
-from opdcl.measure.evaluate import evaluate
 from opdcl.measure.evaluate import Asking, evaluate
-from opdcl.model.accept import load_backbone
 from opdcl.model.backbone import Backbone
 from opdcl.model.load_backbone import load_backbone
 from opdcl.results.intervals import mean

@@ -27,9 +27,7 @@ from typing import Any
 import torch
 
 from opdcl import parallel
-from opdcl.config.evaluate import CLOSENESS, EvalConfig
 from opdcl.config.evaluate import CLOSENESS
-from opdcl.data.conversations import encode_asked
 from opdcl.data.formats import Row
 from opdcl.data.prompts import encode_asked
 from opdcl.data.suites import mean_score

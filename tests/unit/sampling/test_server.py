@@ -21,7 +21,6 @@ from opdcl.errors import OpdclError, UsageError
 from opdcl.measure.evaluate import Asking, write_answers
 from opdcl.model.distributions import HiddenStates, TopTokens, join
 from opdcl.model.load_backbone import load_backbone
-from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.files import read_jsonl, write_atomic
 from opdcl.rundir.layout import RunDir
 from opdcl.sampling.server import KEY, _key_of, check_access
