@@ -15,11 +15,18 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 
-from opdcl.config.effects import without_effect
-from opdcl.config.own_tasks import ENDINGS, ROLES, is_task_file, name_own_tasks
 from opdcl.config.recover import split_share
 from opdcl.config.reference import SCHEMA, error_key, explain, explain_idle
-from opdcl.config.shipped import SHIPPED_DATA, find_workflow, split_part
+from opdcl.config.section import Section
+from opdcl.config.shipped import (
+    ENDINGS,
+    ROLES,
+    SHIPPED_DATA,
+    find_workflow,
+    is_task_file,
+    name_own_tasks,
+    split_part,
+)
 from opdcl.config.workflow import MACHINE, WITHOUT_MEANING, Workflow
 from opdcl.errors import UsageError
 from opdcl.sanitize import redact
@@ -200,6 +207,33 @@ def _overruled(
         return found
     mistakes = [key for key in before if _is_set(key, origins)]
     return {key: reason for key, reason in found.items() if not _is_in(key, mistakes)}
+
+
+def without_effect(section: Section) -> dict[str, str]:
+    """Return the settings of a section, and of those in it, that have no effect, and why, by key.
+
+    A setting at its default is not among them: stored runs name all settings.
+    """
+    found: dict[str, str] = {}
+    for keys, has_no_effect, reason in section.unused:
+        for key in keys.split():
+            if key not in found and has_no_effect(section) and _differs(section, key):
+                found[key] = reason
+    for name, value in section:
+        parts = {name: value}
+        if isinstance(value, dict):
+            parts = {f"{name}.{key}": part for key, part in value.items()}
+        for place, part in parts.items():
+            if isinstance(part, Section) and place not in found:
+                found |= {f"{place}.{key}": reason for key, reason in without_effect(part).items()}
+    return found
+
+
+def _differs(section: Section, key: str) -> bool:
+    """Return whether a setting, of a section or of one in it, differs from its default."""
+    inner, _, name = key.rpartition(".")
+    holder = getattr(section, inner) if inner else section
+    return holder is not None and bool(getattr(holder, name) != type(holder).model_fields[name].default)
 
 
 def _checked(tree: dict[str, Any], origins: dict[str, str] | None) -> Workflow:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from opdcl.config.own_tasks import ENDINGS
+from opdcl.config.shipped import ENDINGS
 from opdcl.data.files import READERS, format_ending, is_regular
 from opdcl.data.stock_tasks import stock_settings
 from opdcl.errors import UsageError

@@ -17,8 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from opdcl.config.own_tasks import is_task_file
-from opdcl.config.shipped import SHIPPED_DATA, package_folder, split_part
+from opdcl.config.shipped import SHIPPED_DATA, is_task_file, package_folder, split_part
 from opdcl.data.files import BATCH, read_file, rows_of
 from opdcl.data.folders import list_folder
 from opdcl.data.formats import DECIDING, BadRow, Row, check_row

@@ -9,8 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opdcl.config.lora import LoraSection
-from opdcl.config.model import ModelConfig
+from opdcl.config.model import LoraSection, ModelConfig
 from opdcl.config.shipped import split_part
 from opdcl.config.workflow import Workflow
 from opdcl.data.chat import note_on_clock

@@ -9,8 +9,7 @@ from typing import Any
 
 from opdcl import parallel
 from opdcl.config.load import flatten, with_setting
-from opdcl.config.lora import LoraSection
-from opdcl.config.model import ModelConfig
+from opdcl.config.model import LoraSection, ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from opdcl.config.evaluate import CLOSENESS, EvalConfig
 from opdcl.config.load import with_setting
-from opdcl.config.lora import LoraSection
-from opdcl.config.model import ModelConfig
+from opdcl.config.model import LoraSection, ModelConfig
 from opdcl.config.shipped import shipped_suites
 from opdcl.config.workflow import Workflow
 from opdcl.data import scoring

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from opdcl.config.lora import LoraSection
+from opdcl.config.model import LoraSection
 from opdcl.errors import UsageError, typed
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Measure, Task, Train
