@@ -368,42 +368,27 @@ def _merge(tree: dict, origins: dict, new: Any, file: Path, opens_files: bool, p
                 value = _plain(value)
             except ValueError as fault:
                 raise UsageError(f"{file}:{line}: {name}: {fault}", QUOTE) from fault
-            if _may_be_path(name):
-                value = _resolved(value, lambda path: _from_folder(path, file.parent))
-            elif _is_list_of_suites(name):
-                value = _own_tasks(value, file.parent)
+            value = _placed(value, name, lambda path: _from_folder(path, file.parent))
             tree[str(key)] = _opened(value, name) if opens_files else value
             origins[name] = f"{file}:{line}"
 
 
-def _may_be_path(key: str) -> bool:
-    return any(fnmatch.fnmatchcase(_field(key), pattern) for pattern in PATH_FIELDS)
-
-
-def _is_list_of_suites(key: str) -> bool:
-    return _field(key) in [f"eval.{role}" for role in ROLES]
-
-
-def _field(key: str) -> str:
-    """Return the setting that a key names, also within an arm."""
+def _placed(value: Any, key: str, resolve: Callable[[str], str]) -> Any:
+    """Resolve what a setting, also one of an arm, names; of suites only a user's own tasks are paths."""
     keys = key.split(".")
-    return ".".join(keys[2:] if keys[0] == "arms" else keys)
-
-
-def _own_tasks(value: Any, folder: Path) -> Any:
-    """Resolve the paths of the user's own tasks among suites, whose names stay as they are."""
-    if isinstance(value, list):
-        return [_own_tasks(part, folder) for part in value]
-    return _from_folder(value, folder) if isinstance(value, str) and is_task_file(value) else value
+    field = ".".join(keys[2:] if keys[0] == "arms" else keys)
+    if field in [f"eval.{role}" for role in ROLES]:
+        return _resolved(value, lambda name: resolve(name) if is_task_file(name) else name)
+    if any(fnmatch.fnmatchcase(field, pattern) for pattern in PATH_FIELDS):
+        return _resolved(value, resolve)
+    return value
 
 
 def _from_here(value: Any, key: str) -> Any:
     """Resolve what a setting names in the current folder; what is not there stays as it was typed."""
     if isinstance(value, dict):
         return {name: _from_here(part, f"{key}.{name}") for name, part in value.items()}
-    if _is_list_of_suites(key):
-        return _own_tasks(value, Path())
-    return _opened(_resolved(value, _existing) if _may_be_path(key) else value, key)
+    return _opened(_placed(value, key, _existing), key)
 
 
 def _opened(value: Any, key: str) -> Any:

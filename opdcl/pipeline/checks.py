@@ -20,8 +20,8 @@ from opdcl.model.consent import refuse_stored_places, trackers_of
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Measure, Task, Train
-from opdcl.pipeline.reuse import outcomes
-from opdcl.pipeline.stage_record import Records, learned_rows, read_records
+from opdcl.pipeline.stage_record import Records, learned_rows
+from opdcl.pipeline.tasks import outcomes
 from opdcl.pipeline.trackers import check_trackers
 from opdcl.results.origins import count_learned, holder, learned_by, line_of
 from opdcl.rundir.layout import TEMPLATE, RunDir
@@ -29,7 +29,6 @@ from opdcl.rundir.layout import TEMPLATE, RunDir
 if TYPE_CHECKING:
     from opdcl.data.prompts import RecoverySource
     from opdcl.data.suites import Suite
-    from opdcl.words import Prompts, StreamName
 
 
 # What a tuned model and its base have in common.
@@ -40,26 +39,24 @@ SHAPE = (
 )
 
 
-def checked_plan(
-    job: Job, records: Records, force: bool = False, continued: RunDir | None = None, dry_run: bool = False
-) -> tuple[list[Task], list[str]]:
+def checked_plan(job: Job, records: Records, dry_run: bool = False) -> tuple[list[Task], list[str]]:
     """Plan a run whose directory holds `records`, and check the data and what the tasks need.
 
-    Writes nothing. Returns the tasks, and notes for the user. `force` permits stages that were made with
-    other settings. `continued` is a run whose fine-tune this one must have. A `dry_run` sends no key.
+    Writes nothing. Returns the tasks, and notes for the user. A `dry_run` sends no key.
 
     Raises:
         UsageError: The run would refuse it later.
     """
+    from opdcl.model.load import check_model
+
     workflow = job.workflow
     # Before data is compared with that of earlier stages, so that a bad row is named first.
     recovery, near = job.recovery if workflow.recover else None, job.closeness
     _check_data(job)
-    donor = read_records(continued) if continued else None
-    tasks = job.plan(records, donor)
-    if continued:
-        refuse_other_finetune(job, tasks, continued)
-    if not force:
+    tasks = job.plan(records)
+    if job.order.continued:
+        refuse_other_finetune(job, tasks, job.order.continued)
+    if not job.order.force:
         _refuse_stale(job, tasks, records)
     _refuse_other_dtype(job, records)
     todo = {task.name for task in tasks if task.unfinished}
@@ -70,7 +67,9 @@ def checked_plan(
     _check_tuned_model(job)
     notes: list[str] = []
     if todo:
-        notes += [untracked, *_check_models(job), *check_adapters(job), note_on_clock(job.tokenizer)]
+        models = [*workflow.models(), *filter(None, [job.tuned])]
+        notes += [untracked, *(note for model in models for note in check_model(model))]
+        notes += [*check_adapters(job), note_on_clock(job.tokenizer)]
     if workflow.finetune and "finetune" in todo:
         notes += _check_finetune(job)
     if recovery and "recover" in todo:
@@ -116,7 +115,7 @@ def _refuse_stale(job: Job, tasks: list[Task], records: Records) -> None:
     if stale[0].name == "recover":
         again = typed("opdcl", "recover", place, "-o", other)
         ways.insert(0, f"a second recovery beside it ({again}, same options)")
-    elif job.verb == "run":
+    elif job.order.verb == "run":
         ways.insert(0, f"a new directory ({typed('-o', other)})")
     reasons = "; ".join(f"{task.name} {task.why}" for task in stale)
     message = f"{job.run.path} was made with other settings or data; {reasons}"
@@ -217,14 +216,6 @@ def _check_tuned_model(job: Job) -> None:
             raise UsageError(f"{what} does not work with {tuned.id}, a whole model: {reason}", remedy)
 
 
-def _check_models(job: Job) -> list[str]:
-    """Check the files of all models that the run loads, each once; return notes."""
-    from opdcl.model.load import check_model
-
-    models = [*job.workflow.models(), *filter(None, [job.tuned])]
-    return [note for model in models for note in check_model(model)]
-
-
 def _check_finetune(job: Job) -> list[str]:
     """Check the chat template, target modules and every row; return notes on rows."""
     from opdcl.train.finetune import planned_steps
@@ -259,7 +250,8 @@ def _check_recovery(job: Job, source: RecoverySource) -> list[str]:
     for model in workflow.models()[1:]:
         check_same_tokenizer(job.tokenizer, job.inputs.tokenizer(model), f"teacher {model.id}")
     _check_turn_end(job)
-    _check_prompts(job.prompts)
+    if not any(of_stream.train for of_stream in job.prompts.values()):
+        raise UsageError("recovery has no prompts", "set recover.general")
     prompts, teacher, notes = source.rows, config.teacher_of("general"), []
     if short := count_short_of_room(config, prompts["general"], job.tokenizer, job.context):
         lost = "the teacher does not see a demonstration that does not fit"
@@ -312,11 +304,6 @@ def _check_turn_end(job: Job) -> None:
     from opdcl.model.load import declared_eos_ids
 
     check_turn_end(job.tokenizer, declared_eos_ids(job.workflow.model, job.tokenizer))
-
-
-def _check_prompts(prompts: dict[StreamName, Prompts]) -> None:
-    if not any(of_stream.train for of_stream in prompts.values()):
-        raise UsageError("recovery has no prompts", "set recover.general")
 
 
 def check_adapters(job: Job) -> list[str]:

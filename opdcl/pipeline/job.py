@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,6 +32,19 @@ if TYPE_CHECKING:
     from opdcl.words import Prompts, StreamName
 
 
+@dataclass(frozen=True)
+class Order:
+    """How a command asks for a run."""
+
+    verb: Literal["run", "recover", "eval"] = "run"
+    """`eval` trains nothing."""
+    continued: RunDir | None = None
+    """A run whose fine-tune and base this one must have."""
+    dry_run: bool = False
+    force: bool = False
+    """Redo stages whose settings or data have changed."""
+
+
 class Job:
     """What one run is to do. What follows from its settings is made when it is first asked for, and kept."""
 
@@ -41,15 +54,15 @@ class Job:
         run: RunDir,
         inputs: Inputs | None = None,
         origins: dict[str, str] | None = None,
-        verb: Literal["run", "recover", "eval"] = "run",
+        order: Order | None = None,
     ) -> None:
         """Resolve a workflow: its recovery practises the fine-tune's rows if it names no domain, and numbers
-        take the place of `auto`. `verb`: `eval` trains nothing.
+        take the place of `auto`.
 
         Raises:
             UsageError: A file of rows, the model, or the adapter to start from was not found.
         """
-        self.run, self.inputs, self.verb = run, inputs or Inputs(), verb
+        self.run, self.inputs, self.order = run, inputs or Inputs(), order or Order()
         self._suites: dict[str, Suite] = {}
         finetune, recover = workflow.finetune, workflow.recover
         self.training_rows = self.inputs.training_rows(workflow) if finetune else None
@@ -234,13 +247,13 @@ class Job:
         for name, teacher in workflow.teachers().items():
             if teacher.model and (files := model_files(teacher.model)):
                 hashes[f"recover.teachers.{name}.model"] = hash_of(files)
-        scorers = [Path(scoring.__file__), Path(scoring.__file__)]
+        scorer = Path(scoring.__file__)
         for key, suite in suites.items():
             if shipped := shipped_suites().get(suite):
                 files = sorted(p for p in shipped.parent.iterdir() if p.is_file())
-                hashes[key] = hash_of([*files, *scorers])
+                hashes[key] = hash_of([*files, scorer])
             elif key.startswith("eval."):
-                hashes[key] = hash_of(scorers)
+                hashes[key] = hash_of([scorer])
         return hashes
 
     def _names_of_columns(self, key: str, source: str) -> dict[str, str]:
@@ -265,7 +278,9 @@ class Job:
         hashes = {key: self.inputs.hash(source) for key, source in self.sources.items()} if columns else {}
         return {key: hash_value([value, columns]) for key, value in hashes.items()}
 
-    def plan(self, records: Records | None = None, donor: Records | None = None) -> list[Task]:
+    def plan(self, records: Records | None = None) -> list[Task]:
         """Return the plan for the present state of the run directory, which `records` describe if given."""
-        records, trains = records or read_records(self.run), self.verb != "eval"
+        records, order = records or read_records(self.run), self.order
+        donor = read_records(order.continued) if order.continued else None
+        trains = order.verb != "eval"
         return make_plan(self.workflow, self.hashes, records, self.earlier_hashes, donor, trains)

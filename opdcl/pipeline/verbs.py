@@ -30,9 +30,9 @@ from opdcl.model.adapters import base_of, find_adapter, template_beside, tuned_m
 from opdcl.outcomes import Comparison, Plan, Result
 from opdcl.pipeline.execute import execute
 from opdcl.pipeline.inputs import Inputs
-from opdcl.pipeline.job import Job
-from opdcl.pipeline.reuse import offered
+from opdcl.pipeline.job import Job, Order
 from opdcl.pipeline.sweep import describe_all, execute_all, expand
+from opdcl.pipeline.tasks import offered
 from opdcl.results.format import Table
 from opdcl.results.origins import LEARNED, SET_ASIDE, SPLIT, sets_asked
 from opdcl.results.status import STATES
@@ -71,7 +71,8 @@ def run_files(
             hint = "leave it out; afterwards, test rows of your own: opdcl eval RUN --domain TEST.jsonl"
             raise UsageError(f"--test-share {test_share:g} of {note}", hint)
         output.note(f"{folder}/data/{SET_ASIDE}.jsonl: {note}")
-    return _carry_out(flow, origins, folder, rows, None, output, "run", **how)
+    flow, inputs = _with_rows(flow, folder, rows, output)
+    return _carry_out(flow, origins, folder, inputs, output, Order("run", None, **how))
 
 
 def add_stage(
@@ -108,7 +109,8 @@ def add_stage(
         if not begun.is_done():
             again = ("run", run.workflow, "-o", folder) if begun.name == "finetune" else ("recover", folder)
             output.note(f"{begun.name} unfinished ({begun.progress()}): {typed('opdcl', *again)}")
-    return _carry_out(flow, origins, folder, rows, donor, output, stage, **how)
+    flow, inputs = _with_rows(flow, folder, rows, output)
+    return _carry_out(flow, origins, folder, inputs, output, Order(stage, donor, **how))
 
 
 def open_or_begin(
@@ -197,21 +199,12 @@ def _base(source: str, folder: Path) -> dict[str, Any]:
     return {"id": id, "revision": base.revision, **template}
 
 
-def _carry_out(
-    flow: Workflow,
-    origins: dict[str, str],
-    folder: Path,
-    rows: Mapping[str, str],
-    donor: RunDir | None,
-    output: Output,
-    verb: Literal["run", "recover", "eval"],
-    dry_run: bool = False,
-    force: bool = False,
-) -> Result | Comparison | Plan:
-    """Run a workflow in a folder, or describe what it would do; its settings are final.
+def _with_rows(
+    flow: Workflow, folder: Path, rows: Mapping[str, str], output: Output
+) -> tuple[Workflow, Inputs]:
+    """Return a workflow that names files of a run in place of rows in memory, and the inputs that hold those.
 
-    `rows` has the rows in memory by their setting, as text. What `donor` has finished with the same settings
-    is taken from it, the fine-tune always.
+    `rows` are text by the key of their setting.
     """
     given = dict[str, str]()
     for key, text in rows.items():
@@ -219,19 +212,26 @@ def _carry_out(
         given[file] = text
         if key != SET_ASIDE:
             flow = with_setting(flow, key, file)
-    inputs, run = Inputs(given, output.note), RunDir(folder)
+    return flow, Inputs(given, output.note)
+
+
+def _carry_out(
+    flow: Workflow, origins: dict[str, str], folder: Path, inputs: Inputs, output: Output, order: Order
+) -> Result | Comparison | Plan:
+    """Run a workflow in a folder, or describe what it would do; its settings are final."""
+    run = RunDir(folder)
     for model in flow.models():
         if model.id in HUB_IDS and not (cache_home() / "models" / model.id / SEAL).exists():
             output.note("unpacking the embedded model, once")
     several, title = bool(flow.arms or flow.seeds), f"dry run: {folder}"
-    if several and dry_run:
+    if several and order.dry_run:
         with output.busy("checking model and data"), quiet_libraries():
-            lines, plans = describe_all(flow, origins, folder, inputs, force, output.note)
+            lines, plans = describe_all(flow, origins, folder, inputs, order, output.note)
         return Plan(title, [Table(title, ["run", "stage", "action", "why"], lines, "")], plans)
     if several:
         launcher.start_workers()
         parallel.join()
-        if comparison := execute_all(flow, origins, folder, inputs, output, force):
+        if comparison := execute_all(flow, origins, folder, inputs, output, order):
             return Comparison(comparison, folder)
         # One arm with one seed has nothing to be compared with.
         from opdcl.results.summary import Results
@@ -241,16 +241,16 @@ def _carry_out(
     # What is wrong here is found before the libraries are imported.
     refuse_foreign(run)
     inputs.read(flow)
-    if not dry_run:
+    if not order.dry_run:
         launcher.start_workers()
         parallel.join()
-        job = Job(flow, run, inputs, origins, verb)
-        return Result(folder, execute(job, output, force, continued=donor))
+        job = Job(flow, run, inputs, origins, order)
+        return Result(folder, execute(job, output))
     from opdcl.pipeline.dry_run import data_table, describe
 
     with output.busy("checking model and data"), quiet_libraries():
-        job = Job(flow, run, inputs, origins, verb)
-        lines, plan = describe(job, force, offered([donor] if donor else []), donor)
+        job = Job(flow, run, inputs, origins, order)
+        lines, plan = describe(job, offered([order.continued] if order.continued else []))
     tables = [Table(title, ["stage", "action", "why"], lines, ""), *data_table(plan)]
     return Plan(title, tables, plan, plan["notes"])
 
