@@ -20,7 +20,7 @@ from opdcl.model.consent import refuse_stored_places, trackers_of
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Measure, Task, Train
-from opdcl.pipeline.stage_record import Records, learned_rows
+from opdcl.pipeline.run_records import Records, learned_rows
 from opdcl.pipeline.tasks import outcomes
 from opdcl.pipeline.trackers import check_trackers
 from opdcl.results.origins import count_learned, holder, learned_by, line_of

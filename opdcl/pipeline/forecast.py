@@ -29,7 +29,7 @@ from opdcl.model.load import pick_device, pick_dtype
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Measure, Task, Train
-from opdcl.pipeline.stage_record import stage_folder
+from opdcl.pipeline.run_records import stage_folder
 from opdcl.results.format import memory, time_range
 from opdcl.rundir.environment import machine
 from opdcl.rundir.files import read_jsonl

@@ -20,7 +20,7 @@ from opdcl.data.rows import Row, check_prompts
 from opdcl.pipeline.defaults import named_after, resolve_for_machine, text_config, with_steps
 from opdcl.pipeline.inputs import Inputs
 from opdcl.pipeline.plan import Task, make_plan
-from opdcl.pipeline.stage_record import Records, read_records
+from opdcl.pipeline.run_records import Records, read_records
 from opdcl.rundir.hashes import hash_value
 from opdcl.rundir.layout import RunDir
 

@@ -22,7 +22,7 @@ from opdcl.console import Output, StageLine
 from opdcl.errors import UsageError, typed
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Measure, Task, Train
-from opdcl.pipeline.stage_record import (
+from opdcl.pipeline.run_records import (
     command_line,
     finish_stage,
     read_record,
@@ -122,7 +122,7 @@ def offered(donors: Sequence[RunDir]) -> dict[str, str]:
     return made_by
 
 
-@dataclass(frozen=True)
+@dataclass
 class Session:
     """What one worker does its tasks with: the run directory or the worker's copy of it, and the model."""
 
@@ -132,6 +132,8 @@ class Session:
     backbone: Backbone
     output: Output
     tracking: Tracking
+    measured_state: str = "base"
+    """The last state with an adapter that was measured, which the backbone still holds."""
 
     @cached_property
     def times(self) -> Timetable:
@@ -235,7 +237,9 @@ def train(task: Train, session: Session) -> None:
     loss = Losses(metrics).recent("domain")
     if task.name == "finetune" and loss > HIGH_LOSS:
         output.note(f"Warning: your rows are hardly learned, at a loss of {loss:.2f} nats a token")
-        output.note(f"hint: {_with_epochs(run, 3 * job.workflow.finetune.epochs)}")
+        option = "--epochs " if sys.argv[1:2] == ["finetune"] else "--set finetune.epochs="
+        more = f"{option}{3 * job.workflow.finetune.epochs:g} --force"
+        output.note(f"hint: {command_line(run)} {more}")
 
 
 def _learn(name: str, stage: StageDir, session: Session, line: StageLine) -> None:
@@ -263,9 +267,10 @@ def measure(task: Measure, session: Session) -> None:
 
     job, config, run, backbone = session.job, session.job.workflow.eval, session.run, session.backbone
     state, adapter = task.state, run.adapters()[task.state] if task.state != "base" else None
-    if adapter:
+    if adapter and session.measured_state != state:
         backbone.drop_adapters()
         backbone.load_adapter(adapter, "student")
+        session.measured_state = state
     seals.forget(run, run.eval_result(state, task.suite), run.eval_samples(state, task.suite))
     digest = adapter_hash(adapter) if adapter else None
     model = {"id": job.workflow.model.id, "adapter_sha256": digest}
@@ -292,9 +297,3 @@ def steps_done(run: RunDir, before: StageDir | None = None) -> int:
 def short_name(place: str) -> str:
     """Return the name of a model or adapter: a folder, whose path is left out, or an id."""
     return Path(place).name if os.path.exists(place) else place
-
-
-def _with_epochs(run: RunDir, epochs: float) -> str:
-    """Return the present command with more epochs."""
-    option = "--epochs " if sys.argv[1:2] == ["finetune"] else "--set finetune.epochs="
-    return f"{command_line(run)} {option}{epochs:g} --force"

@@ -7,7 +7,7 @@ import pytest
 
 from opdcl.config.workflow import Workflow
 from opdcl.pipeline.plan import Task, make_plan
-from opdcl.pipeline.stage_record import read_records, stage_folder
+from opdcl.pipeline.run_records import read_records, stage_folder
 from opdcl.rundir.files import write_json
 from opdcl.rundir.hashes import ADAPTER, file_hash, seal
 from opdcl.rundir.identity import Identity
