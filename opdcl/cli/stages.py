@@ -6,7 +6,7 @@ Each takes the arguments of the verb of its name. What is said here is how some 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,28 +36,29 @@ def _started(
     return {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
 
 
-def _command(verb: Callable[..., Any], help: str, **typed: Any) -> Callable[..., None]:
+def _command(
+    verb: Callable[..., Any], help: str, read: Mapping[str, Callable[[Any], Any]] | None = None, **typed: Any
+) -> Callable[..., None]:
     """Return the command of a verb, which takes its arguments, then those of `_started`.
 
-    `typed` says of some arguments how they are typed, and may end with the function that reads their texts.
-    Others are numbers, or texts in place of paths and rows.
+    `typed` says of some arguments how they are typed; others are numbers, or texts in place of paths and
+    rows. `read` has functions that read the texts of some.
     """
-    read = {name: how[1] for name, how in typed.items() if isinstance(how, tuple)}
     common = inspect.signature(_started, eval_str=True).parameters
-    parameters = []
+    readers, parameters = read or {}, []
     for given in inspect.signature(verb).parameters.values():
         if given.name != "options":
             kind = str | None if given.annotation in TEXTS else given.annotation
-            kind = typed[given.name][0] if given.name in read else typed.get(given.name, kind)
             # The help shows defaults, and an empty one says nothing.
-            parameters.append(given.replace(annotation=kind, default=given.default or None))
+            default = given.default or None
+            parameters.append(given.replace(annotation=typed.get(given.name, kind), default=default))
     parameters += common.values()
 
     def command(**given: Any) -> None:
         how = _started(**{name: given.pop(name) for name in common})
         # What is not given has the verb's own default.
         chosen = {name: value for name, value in given.items() if value is not None}
-        chosen |= {name: read[name](value) for name, value in chosen.items() if name in read}
+        chosen |= {name: readers[name](chosen[name]) for name in readers.keys() & chosen}
         outcome = verb(**chosen, **how)
         show(outcome)
         from opdcl.outcomes import Comparison
@@ -98,12 +99,13 @@ evaluate = _command(
     api.evaluate,
     "Score base, tuned and recovered on the same prompts, or one model alone. Writes the report.\n\n"
     "With --max-drop, exit code 3 if a larger drop is shown, 5 if the scores do not decide it.",
+    read={"data": opt.suite_files, "max_drop": opt.drops},
     path=SOURCE,
     retention=Annotated[list[str] | None, Option(metavar="SUITE,...")],
     domain=Annotated[list[str] | None, Option(metavar="SUITE")],
-    data=(Annotated[list[str] | None, Option(metavar="SUITE=PATH")], opt.suite_files),
+    data=Annotated[list[str] | None, Option(metavar="SUITE=PATH")],
     out=opt.Out,
     system=opt.System,
     columns=opt.Columns,
-    max_drop=(Annotated[list[str] | None, Option(metavar="POINTS")], opt.drops),
+    max_drop=Annotated[list[str] | None, Option(metavar="POINTS")],
 )

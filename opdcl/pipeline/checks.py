@@ -52,7 +52,10 @@ def checked_plan(job: Job, records: Records, dry_run: bool = False) -> tuple[lis
     workflow = job.workflow
     # Before data is compared with that of earlier stages, so that a bad row is named first.
     recovery, near = job.recovery if workflow.recover else None, job.closeness
-    _check_data(job)
+    for suite, path in workflow.eval.data.items() if workflow.eval else ():
+        if path not in job.inputs.given and not os.path.exists(split_part(path)[0]):
+            hint = typed("--data", f"{suite}={nearest_path(path) or 'PATH'}")
+            raise UsageError(f"eval.data.{suite}: {path} does not exist", hint)
     tasks = job.plan(records)
     if job.order.continued:
         refuse_other_finetune(job, tasks, job.order.continued)
@@ -129,14 +132,6 @@ def _refuse_other_dtype(job: Job, records: Records) -> None:
     if earlier != dtype and not records.empty:
         hint = f"--set model.dtype={earlier}, or a new run directory"
         raise UsageError(f"this run started in {earlier} and would continue in {dtype}", hint)
-
-
-def _check_data(job: Job) -> None:
-    """Check that the files of suites are here."""
-    for suite, path in job.workflow.eval.data.items() if job.workflow.eval else ():
-        if path not in job.inputs.given and not os.path.exists(split_part(path)[0]):
-            hint = typed("--data", f"{suite}={nearest_path(path) or 'PATH'}")
-            raise UsageError(f"eval.data.{suite}: {path} does not exist", hint)
 
 
 def _check_machine(workflow: Workflow, trackers: list[str]) -> None:
