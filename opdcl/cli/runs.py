@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import threading
 import webbrowser
@@ -19,13 +20,11 @@ from opdcl.cli import options as opt
 from opdcl.cli import screen
 from opdcl.cli.screen import show, start, suggest
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError, typed
+from opdcl.rundir.files import RESTORE
+from opdcl.rundir.layout import StageDir, open_run
 
 if TYPE_CHECKING:
     from opdcl.deploy.browser import ChatServer
-import shutil
-
-from opdcl.rundir.files import RESTORE
-from opdcl.rundir.layout import StageDir, open_run
 
 TEXT_BROWSERS = ("www-browser", "links", "elinks", "lynx", "w3m")
 
@@ -207,7 +206,6 @@ def serve(
 ) -> None:
     """Serve base, tuned and recovered with vLLM, under these names. Arguments after -- are passed to vLLM."""
     from opdcl.deploy.serve import serve_command
-    from opdcl.rundir.layout import open_run
 
     start(json)
     command, environment = serve_command(open_run(run_dir), vllm, host, port, context.args, dry_run)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 from typing import TYPE_CHECKING
 
@@ -11,8 +13,6 @@ from opdcl.errors import typed
 
 if TYPE_CHECKING:
     from opdcl.outcomes import Outcome
-import os
-import select
 
 # How the sentence of a result is coloured, as the report's heading is.
 STYLES = {"good": "green", "mixed": "blue", "bad": "red"}

@@ -16,6 +16,7 @@ from opdcl import api
 from opdcl.arguments import Data, Options, PathLike
 from opdcl.cli import options as opt
 from opdcl.cli.screen import show, start, suggest
+from opdcl.outcomes import Comparison
 
 # Arguments of verbs that may be paths or rows: a command gets them as text.
 TEXTS = (PathLike, PathLike | None, Data, Data | None)
@@ -61,8 +62,6 @@ def _command(
         chosen |= {name: readers[name](chosen[name]) for name in readers.keys() & chosen}
         outcome = verb(**chosen, **how)
         show(outcome)
-        from opdcl.outcomes import Comparison
-
         if isinstance(outcome, Comparison) and (runs := outcome.runs()):
             suggest("chat", runs[0])
 

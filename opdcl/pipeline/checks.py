@@ -7,16 +7,23 @@ import json
 import os
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opdcl.config.model import LoraSection, ModelConfig
 from opdcl.config.shipped import split_part
 from opdcl.config.workflow import Workflow
-from opdcl.data.chat import note_on_clock
+from opdcl.data.chat import check_turn_end, note_on_clock
+from opdcl.data.conversations import encode_asked
 from opdcl.data.formats import PACKED_ROW, Row
+from opdcl.data.prompts import SHIPPED, RecoverySource, count_short_of_room
 from opdcl.data.rows import left_out, shortened, unread
+from opdcl.data.suites import Suite
 from opdcl.errors import UsageError, nearest_path, typed
+from opdcl.model.adapters import new_tokens, own_template, refuse_unserved
+from opdcl.model.check_adapter import check_on_base, checked_settings
 from opdcl.model.consent import refuse_stored_places, trackers_of
+from opdcl.model.load import check_exists, check_model, declared_eos_ids, skeleton
+from opdcl.model.quantized import check_installed
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Measure, Task, Train
@@ -25,11 +32,6 @@ from opdcl.pipeline.tasks import outcomes
 from opdcl.pipeline.trackers import check_trackers
 from opdcl.results.origins import count_learned, holder, learned_by, line_of
 from opdcl.rundir.layout import TEMPLATE, RunDir
-
-if TYPE_CHECKING:
-    from opdcl.data.prompts import RecoverySource
-    from opdcl.data.suites import Suite
-
 
 # What a tuned model and its base have in common.
 SHAPE = (
@@ -47,8 +49,6 @@ def checked_plan(job: Job, records: Records, dry_run: bool = False) -> tuple[lis
     Raises:
         UsageError: The run would refuse it later.
     """
-    from opdcl.model.load import check_model
-
     workflow = job.workflow
     # Before data is compared with that of earlier stages, so that a bad row is named first.
     recovery, near = job.recovery if workflow.recover else None, job.closeness
@@ -136,9 +136,6 @@ def _refuse_other_dtype(job: Job, records: Records) -> None:
 
 def _check_machine(workflow: Workflow, trackers: list[str]) -> None:
     """Check that the device, the models and the packages are here."""
-    from opdcl.model.load import check_exists
-    from opdcl.model.quantized import check_installed
-
     for model in workflow.models():
         check_exists(model)
         check_installed(model)
@@ -218,7 +215,7 @@ def _check_finetune(job: Job) -> list[str]:
     config, examples = job.workflow.finetune, job.examples
     if not job.workflow.start:
         check_targets(job.workflow.model, config.lora)
-    _check_turn_end(job)
+    check_turn_end(job.tokenizer, declared_eos_ids(job.workflow.model, job.tokenizer))
     planned_steps(config, len(examples.encoded))  # refuses more than can be planned
     notes = [*examples.notes]
     rows = job.training_rows.usable
@@ -235,7 +232,6 @@ def _check_finetune(job: Job) -> list[str]:
 
 def _check_recovery(job: Job, source: RecoverySource) -> list[str]:
     """Check that there is an adapter to recover, its teachers and every prompt; return notes on prompts."""
-    from opdcl.data.prompts import SHIPPED, count_short_of_room
     from opdcl.model.compatibility import check_same_tokenizer
 
     workflow, run, config = job.workflow, job.run, job.workflow.recover
@@ -244,7 +240,7 @@ def _check_recovery(job: Job, source: RecoverySource) -> list[str]:
         raise UsageError(f"{run.path} has no fine-tuned adapter to recover", hint)
     for model in workflow.models()[1:]:
         check_same_tokenizer(job.tokenizer, job.inputs.tokenizer(model), f"teacher {model.id}")
-    _check_turn_end(job)
+    check_turn_end(job.tokenizer, declared_eos_ids(job.workflow.model, job.tokenizer))
     if not any(of_stream.train for of_stream in job.prompts.values()):
         raise UsageError("recovery has no prompts", "set recover.general")
     prompts, teacher, notes = source.rows, config.teacher_of("general"), []
@@ -294,17 +290,8 @@ def system_note(job: Job, used: str | None) -> str:
     return ""
 
 
-def _check_turn_end(job: Job) -> None:
-    from opdcl.data.chat import check_turn_end
-    from opdcl.model.load import declared_eos_ids
-
-    check_turn_end(job.tokenizer, declared_eos_ids(job.workflow.model, job.tokenizer))
-
-
 def check_adapters(job: Job) -> list[str]:
     """Check that the adapters of a run's start and of its teachers fit its base; return notes."""
-    from opdcl.model.adapters import new_tokens, own_template
-    from opdcl.model.check_adapter import check_on_base
     from opdcl.model.compatibility import template_difference
 
     model, start, notes = job.workflow.model, job.adapter, list[str]()
@@ -331,7 +318,6 @@ def check_targets(model: ModelConfig, lora: LoraSection) -> None:
     targets = lora.target_modules
     if targets == "all-linear":
         return
-    from opdcl.model.load import skeleton
     from opdcl.model.lora import adaptable, is_target
 
     layers = adaptable(skeleton(model))
@@ -349,7 +335,6 @@ def check_targets(model: ModelConfig, lora: LoraSection) -> None:
 
 def _check_suites(job: Job, near: list[Row], to_do: bool) -> list[str]:
     """Check that each prompt and its longest answer fit; note answers that would be cut, and learned rows."""
-    from opdcl.data.conversations import encode_asked
     from opdcl.measure.evaluate import max_answer_tokens
     from opdcl.results.notes import learned_note  # it brings numpy
 
@@ -391,9 +376,6 @@ def _note_on_cut(job: Job, suite: Suite) -> str:
 
 def _check_servers(job: Job, todo: set[str], sends_key: bool) -> None:
     """Check that every server that the unfinished stages need grants access."""
-    from opdcl.model.adapters import refuse_unserved
-    from opdcl.model.check_adapter import checked_settings
-    from opdcl.model.load import skeleton
     from opdcl.model.lora import lora_config
     from opdcl.sampling.server import check_access
 

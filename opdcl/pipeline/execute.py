@@ -19,6 +19,7 @@ from opdcl.console import Output, quiet_libraries
 from opdcl.data.rows import recognised
 from opdcl.errors import GateError, InconclusiveError, Interrupted, OpdclError, UsageError, typed
 from opdcl.model.consent import trackers_of
+from opdcl.model.load import pick_device, pick_dtype
 from opdcl.pipeline.checks import checked_plan
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Measure, Task, Train
@@ -99,7 +100,6 @@ def _check(job: Job, output: Output) -> tuple[list[Task], list[str], dict[str, A
 def _load(job: Job, manifest: dict[str, Any], output: Output) -> Backbone:
     """Return the model, check that it is the one that the run began with, and add it to the manifest."""
     from opdcl.model.accept import load_backbone, refuse_changed_copies
-    from opdcl.model.load import pick_device, pick_dtype
 
     started, config, tuned = time.perf_counter(), job.workflow.model, job.tuned
     models = f"{short_name(tuned.id)} beside {short_name(config.id)}" if tuned else short_name(config.id)

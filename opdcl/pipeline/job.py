@@ -16,20 +16,21 @@ from opdcl.config.workflow import Workflow
 from opdcl.data import scoring
 from opdcl.data.conversations import encode_asked
 from opdcl.data.examples import Examples, read_examples
+from opdcl.data.prompts import RecoverySource, encode_prompts, read_recovery_source
 from opdcl.data.rows import Row, check_prompts
+from opdcl.data.suites import Suite, load_suite
+from opdcl.model.adapters import find_adapter, start_files, tuned_model
+from opdcl.model.load import model_files
 from opdcl.pipeline.defaults import named_after, resolve_for_machine, text_config, with_steps
 from opdcl.pipeline.inputs import Inputs
 from opdcl.pipeline.plan import Task, make_plan
 from opdcl.pipeline.run_records import Records, read_records
 from opdcl.rundir.hashes import hash_value
 from opdcl.rundir.layout import RunDir
+from opdcl.words import Prompts, StreamName
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from opdcl.data.prompts import RecoverySource
-    from opdcl.data.suites import Suite
-    from opdcl.words import Prompts, StreamName
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,6 @@ class Job:
 
     def suite(self, name: str) -> Suite:
         """Return a loaded suite."""
-        from opdcl.data.suites import load_suite
-
         if name not in self._suites:
             config, trusted = self.workflow.eval or EvalConfig(), self.workflow.model.trust_remote_code
             suite = load_suite(
@@ -103,15 +102,11 @@ class Job:
     @cached_property
     def tuned(self) -> ModelConfig | None:
         """The whole model that the run starts from, if it starts from one."""
-        from opdcl.model.adapters import tuned_model
-
         return tuned_model(self.workflow.start, self.workflow.model)
 
     @cached_property
     def adapter(self) -> LoraSection | Path | None:
         """The settings of the run's new adapter, or the folder of the one it starts from."""
-        from opdcl.model.adapters import find_adapter
-
         if self.workflow.start and not self.tuned:
             return find_adapter(self.workflow.start)
         if self.workflow.finetune:
@@ -121,8 +116,6 @@ class Job:
     @cached_property
     def foreign_adapters(self) -> list[Path]:
         """The folders of the adapters that the run takes from elsewhere: its start, and its teachers'."""
-        from opdcl.model.adapters import find_adapter
-
         teachers = self.workflow.teachers().values()
         start = [self.adapter] if isinstance(self.adapter, Path) else []
         return start + [find_adapter(teacher.adapter) for teacher in teachers if teacher.adapter]
@@ -173,8 +166,6 @@ class Job:
         Of a domain that the fine-tune has learned, rows that it left out are no prompts either. Conversations
         about the domain, and those with tools, give one prompt per answer or call.
         """
-        from opdcl.data.prompts import read_recovery_source
-
         finetune, recover = self.workflow.finetune, self.workflow.recover
 
         def read(source: str, split: str = "train") -> list[Row]:
@@ -198,8 +189,6 @@ class Job:
         Raises:
             UsageError: A prompt leaves no room for an answer.
         """
-        from opdcl.data.prompts import encode_prompts
-
         return encode_prompts(self.workflow.recover, self.recovery, self.tokenizer, self.context)
 
     @cached_property
@@ -227,9 +216,6 @@ class Job:
     @cached_property
     def hashes(self) -> dict[str, str]:
         """The hash of each source's content, by the name of its field."""
-        from opdcl.model.adapters import start_files
-        from opdcl.model.load import model_files
-
         workflow, hash_of = self.workflow, self.inputs.hash_of
         recover, evaluation = workflow.recover, workflow.eval
         suites: dict[str, str] = {}

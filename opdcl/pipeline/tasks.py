@@ -20,6 +20,7 @@ from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.model import LoraSection
 from opdcl.console import Output, StageLine
 from opdcl.errors import UsageError, typed
+from opdcl.model.adapters import start_files
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Measure, Task, Train
 from opdcl.pipeline.run_records import (
@@ -159,8 +160,6 @@ def take_start(task: Train, session: Session) -> None:
 
     An adapter is copied. On a model that was tuned as a whole there is none yet: a new one changes nothing.
     """
-    from opdcl.model.adapters import start_files
-
     job, place = session.job, str(session.job.workflow.start)
     session.output.note(f"{'model' if job.tuned else 'adapter'} given: {short_name(place)}")
     record = StageRecord(

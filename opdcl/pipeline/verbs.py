@@ -27,6 +27,7 @@ from opdcl.errors import UsageError, typed
 from opdcl.hub import HUB_IDS
 from opdcl.model import consent
 from opdcl.model.adapters import base_of, find_adapter, template_beside, tuned_model
+from opdcl.model.load import check_exists
 from opdcl.outcomes import Comparison, Plan, Result
 from opdcl.pipeline.execute import execute
 from opdcl.pipeline.inputs import Inputs
@@ -186,8 +187,6 @@ def run_beside(source: str, out: Path | None) -> RunDir | None:
 
 def _base(source: str, folder: Path) -> dict[str, Any]:
     """Return the settings of the base that an adapter names, if it can be had."""
-    from opdcl.model.load import check_exists
-
     base = base_of(source, folder)
     try:
         check_exists(base)
