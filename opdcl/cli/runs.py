@@ -21,7 +21,10 @@ from opdcl.cli import screen
 from opdcl.cli.screen import show, start, suggest
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError, typed
 from opdcl.rundir.files import RESTORE
+from opdcl.rundir.hashes import ADAPTER, check
 from opdcl.rundir.layout import StageDir, open_run
+from opdcl.rundir.lock import locked
+from opdcl.rundir.seals import refuse_damaged
 
 if TYPE_CHECKING:
     from opdcl.deploy.browser import ChatServer
@@ -240,9 +243,6 @@ def clean(
 
     Adapters, scores and reports stay, so all commands still work. Lost are the adapters of earlier steps.
     """
-    from opdcl.rundir.lock import locked
-    from opdcl.rundir.seals import refuse_damaged
-
     start(json)
     run = open_run(run_dir)
     with locked(run):
@@ -267,8 +267,6 @@ def clean(
 
 def _refuse_only_copy(stage: StageDir) -> None:
     """Refuse a stage whose adapter is damaged or missing, and name the checkpoint that holds it whole."""
-    from opdcl.rundir.hashes import ADAPTER, check
-
     adapter, recorded = stage.adapter / ADAPTER, stage.state().get("adapter_sha256")
     if recorded and (problem := check(adapter, recorded)):
         same = (file for file in sorted(stage.trainer.rglob(ADAPTER)) if not check(file, recorded))
