@@ -23,7 +23,7 @@ import torch
 from common import head
 from speed import floor, load_model, machine_rates, measure, prompt_ids, start_adapter
 
-from opdcl.config.lora import LoraSection
+from opdcl.config.model import LoraSection
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.files import read_json
 from opdcl.sampling.sample import sample

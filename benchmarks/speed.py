@@ -35,8 +35,7 @@ from unittest import mock
 import torch
 from common import head, store
 
-from opdcl.config.lora import LoraSection
-from opdcl.config.model import ModelConfig
+from opdcl.config.model import LoraSection, ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.console import Output
 from opdcl.data.chat import render

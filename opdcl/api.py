@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from opdcl.arguments import Data, Options, PathLike, as_folder, question_suites, strings
+from opdcl.console import Output, quiet_libraries
 from opdcl.errors import UsageError, typed
 from opdcl.faults import translate
+from opdcl.outcomes import Comparison, Outcome, Plan, Result, Verification
+from opdcl.results.format import Table
+from opdcl.rundir.layout import RunDir, open_run
 
 if TYPE_CHECKING:
-    from opdcl.console import Output
     from opdcl.deploy.browser import ChatServer
     from opdcl.deploy.chat import Chat
-    from opdcl.outcomes import Comparison, Outcome, Plan, Result, Verification
 
 # What takes time to import is imported by the verb that needs it.
 
@@ -34,7 +36,7 @@ def run(
     base: PathLike | None = None,
     deterministic: bool = False,
     **options: Unpack[Options],
-) -> "Result | Comparison | Plan":
+) -> Result | Comparison | Plan:
     """Run a workflow: fine-tune, recover, evaluate, report.
 
     Args:
@@ -66,7 +68,7 @@ def finetune(
     replay: float | None = None,
     test_share: float | None = None,
     **options: Unpack[Options],
-) -> "Result | Comparison | Plan":
+) -> Result | Comparison | Plan:
     """Fine-tune a LoRA adapter on rows, mixed with replayed general prompts.
 
     Args:
@@ -113,7 +115,7 @@ def recover(
     system: str | None = None,
     columns: Mapping[str, str] | None = None,
     **options: Unpack[Options],
-) -> "Result | Comparison | Plan":
+) -> Result | Comparison | Plan:
     """Recover what a fine-tune forgot, by distillation from the original model.
 
     Args:
@@ -161,7 +163,7 @@ def evaluate(
     columns: Mapping[str, str] | None = None,
     max_drop: float | Mapping[str, float] | None = None,
     **options: Unpack[Options],
-) -> "Result | Comparison | Plan":
+) -> Result | Comparison | Plan:
     """Score base, tuned and recovered on the same prompts, and write the report.
 
     Args:
@@ -200,7 +202,7 @@ def evaluate(
     return add_stage("eval", path, out, chosen, **options)
 
 
-def report(path: PathLike, update: bool = False, quiet: bool = False, gates: PathLike = "") -> "Result":
+def report(path: PathLike, update: bool = False, quiet: bool = False, gates: PathLike = "") -> Result:
     """Return the results of the run in `path`; nothing is measured.
 
     Args:
@@ -213,11 +215,9 @@ def report(path: PathLike, update: bool = False, quiet: bool = False, gates: Pat
     Raises: UsageError: the path is no run, or the file has no gates. OpdclError: a measured file changed.
     Example: opdcl.report("runs/mine").summary["status"]
     """
-    from opdcl.outcomes import Result
     from opdcl.results.gates import judge_again
     from opdcl.results.render import write
     from opdcl.results.summary import Results
-    from opdcl.rundir.layout import open_run
 
     directory = open_run(Path(path))
     if gates:
@@ -234,7 +234,7 @@ def report(path: PathLike, update: bool = False, quiet: bool = False, gates: Pat
 
 def compare(
     paths: PathLike | Sequence[PathLike], out: PathLike | None = None, quiet: bool = False
-) -> "Comparison":
+) -> Comparison:
     """Compare runs: scores, R and D with intervals, and the settings that differ.
 
     Args:
@@ -246,9 +246,7 @@ def compare(
     Raises: UsageError: a path is no run, or the runs were measured on different prompts.
     Example: opdcl.compare(["runs/mine", "runs/other"], out="comparison").data["arms"]
     """
-    from opdcl.outcomes import Comparison
     from opdcl.results.compare import compare_runs, refuse_folder, write_comparison
-    from opdcl.rundir.layout import open_run
 
     folder = as_folder(out) if out else None
     if folder:
@@ -259,15 +257,13 @@ def compare(
     return Comparison(comparison, folder)
 
 
-def verify(path: PathLike) -> "Verification":
+def verify(path: PathLike) -> Verification:
     """Compare the hashes of a run's files with those it recorded.
 
     Returns: The checks; `failed` names those that do not hold.
     Raises: UsageError: the path is not a run directory.
     Example: assert not opdcl.verify("runs/mine").failed
     """
-    from opdcl.outcomes import Verification
-    from opdcl.rundir.layout import open_run
     from opdcl.rundir.seals import verify
 
     return Verification(verify(open_run(Path(path))))
@@ -281,7 +277,7 @@ def chat(
     temperature: float = 0.0,
     trust_remote_code: bool = False,
     quiet: bool = False,
-) -> "Iterator[Outcome]":
+) -> Iterator[Outcome]:
     """Yield, prompt by prompt, the answers of base, tuned and recovered. No prompt knows the earlier ones.
 
     Args:
@@ -299,11 +295,7 @@ def chat(
         for answers in opdcl.chat("runs/mine", "Who signs the form?"):
             print(answers.data["answers"]["recovered"])
     """
-    from opdcl.console import quiet_libraries
-    from opdcl.outcomes import Outcome
-    from opdcl.results.format import Table
     from opdcl.results.origins import system_prompt
-    from opdcl.rundir.layout import RunDir
 
     load = _chat_states(source, max_new_tokens, temperature, trust_remote_code)
     asked = [prompts] if isinstance(prompts, str) else prompts
@@ -311,7 +303,7 @@ def chat(
     if system is None and (system := system_prompt(RunDir(Path(source)))):
         output.note(f"system prompt of the run: {system}")
 
-    def turns() -> "Iterator[Outcome]":
+    def turns() -> Iterator[Outcome]:
         states = load(output)
         for prompt in asked:
             with output.busy("reading the prompt") as say, quiet_libraries():
@@ -349,7 +341,6 @@ def chat_page(
     from opdcl.results.measurements import load_suites
     from opdcl.results.origins import system_prompt
     from opdcl.results.samples import regained_prompts
-    from opdcl.rundir.layout import RunDir
 
     run, prompts = RunDir(Path(source)), []
     try:
@@ -362,16 +353,15 @@ def chat_page(
 
 def _chat_states(
     source: PathLike, max_new_tokens: int, temperature: float, trust_remote_code: bool
-) -> "Callable[[Output], Chat]":
+) -> Callable[[Output], "Chat"]:
     """Check what a chat needs; return a function that loads its models."""
-    from opdcl.console import quiet_libraries
     from opdcl.model.adapters import find_states
 
     if temperature < 0:
         raise UsageError(f"temperature {temperature} is below 0", "0 takes the likeliest token each time")
     base, tuned, adapters = find_states(str(source), trust_remote_code)
 
-    def load(output: "Output") -> "Chat":
+    def load(output: Output) -> "Chat":
         with output.busy("loading the model"), quiet_libraries():
             from opdcl.deploy.chat import Chat
 
@@ -391,7 +381,7 @@ def export(
     base: PathLike | None = None,
     trust_remote_code: bool = False,
     quiet: bool = False,
-) -> "Outcome":
+) -> Outcome:
     """Write a run's adapter, or base and adapter as one model, for other programs to load.
 
     Args:
@@ -427,7 +417,6 @@ def export(
     return Outcome(sentence, [], written, [f"as {other}: {again}"])
 
 
-def _output(quiet: bool) -> "Output":
-    from opdcl.console import Output
+def _output(quiet: bool) -> Output:
 
     return Output("quiet" if quiet else "human")

@@ -126,7 +126,7 @@ def _is_rows(domain: Any) -> bool:
 
 def _is_question_file(suite: str) -> bool:
     from opdcl.config.load import FILE_ENDINGS  # it imports the schema, which takes time
-    from opdcl.config.own_tasks import is_task_file
+    from opdcl.config.shipped import is_task_file
 
     path = Path(suite)
     if is_task_file(suite):

@@ -19,7 +19,7 @@ from opdcl.cli import options as opt
 from opdcl.cli import screen
 from opdcl.cli.guidance import describe_commands
 from opdcl.cli.screen import start, suggest
-from opdcl.config.shipped import described_suites, workflow_files
+from opdcl.config.shipped import described_suites, find_workflow, workflow_files
 from opdcl.console import quiet_libraries
 from opdcl.errors import OpdclError, UsageError, typed
 
@@ -48,8 +48,6 @@ def list_workflows(json: opt.Json = False) -> None:
 @workflows_app.command("show")
 def show_workflow(name: Recipe) -> None:
     """Print a recipe."""
-    from opdcl.config.shipped import find_workflow
-
     screen.output.result(find_workflow(name).read_text(encoding="utf-8").rstrip(), None)
     suggest("workflows", "cp", name, "mine.yaml")
 
@@ -57,8 +55,6 @@ def show_workflow(name: Recipe) -> None:
 @workflows_app.command("cp")
 def copy_workflow(name: Recipe, to: Target = Path(".")) -> None:
     """Copy a recipe, to edit it."""
-    from opdcl.config.shipped import find_workflow
-
     source = find_workflow(name)
     target = to / source.name if to.is_dir() else to
     if not target.parent.is_dir():
@@ -228,8 +224,6 @@ def workflow_text(name: str, data: str, base: str, files: Sequence[Path]) -> str
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
     from ruamel.yaml.scalarstring import DoubleQuotedScalarString as Quoted
-
-    from opdcl.config.shipped import find_workflow
 
     yaml, text = YAML(), StringIO()
     flow = yaml.load(find_workflow("own-data"))

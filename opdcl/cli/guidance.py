@@ -117,8 +117,6 @@ def hint_for(fault: Any) -> str:
         names = list(fault.ctx.command.commands)
         if typed in workflow_files():
             return f"opdcl run {typed}"
-        if typed == "split":
-            return "opdcl init rows.jsonl  # sets test rows aside, as opdcl finetune --test-share does"
         if typed in ("resume", "continue"):
             return "give the same command again: it continues where it stopped"
         near = next((n for n in names if typed.startswith(n)), "") or nearest(typed, names, 0.7)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import threading
 import webbrowser
@@ -19,13 +20,15 @@ from opdcl.cli import options as opt
 from opdcl.cli import screen
 from opdcl.cli.screen import show, start, suggest
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError, typed
+from opdcl.rundir.files import RESTORE
+from opdcl.rundir.hashes import ADAPTER, check
+from opdcl.rundir.layout import open_run
+from opdcl.rundir.lock import locked
+from opdcl.rundir.seals import refuse_damaged
 
 if TYPE_CHECKING:
     from opdcl.deploy.browser import ChatServer
-import shutil
 
-from opdcl.rundir.files import RESTORE
-from opdcl.rundir.layout import open_run
 from opdcl.rundir.stage import StageDir
 
 TEXT_BROWSERS = ("www-browser", "links", "elinks", "lynx", "w3m")
@@ -208,7 +211,6 @@ def serve(
 ) -> None:
     """Serve base, tuned and recovered with vLLM, under these names. Arguments after -- are passed to vLLM."""
     from opdcl.deploy.serve import serve_command
-    from opdcl.rundir.layout import open_run
 
     start(json)
     command, environment = serve_command(open_run(run_dir), vllm, host, port, context.args, dry_run)
@@ -243,9 +245,6 @@ def clean(
 
     Adapters, scores and reports stay, so all commands still work. Lost are the adapters of earlier steps.
     """
-    from opdcl.rundir.lock import locked
-    from opdcl.rundir.seals import refuse_damaged
-
     start(json)
     run = open_run(run_dir)
     with locked(run):
@@ -270,8 +269,6 @@ def clean(
 
 def _refuse_only_copy(stage: StageDir) -> None:
     """Refuse a stage whose adapter is damaged or missing, and name the checkpoint that holds it whole."""
-    from opdcl.rundir.hashes import ADAPTER, check
-
     adapter, recorded = stage.adapter / ADAPTER, stage.state().get("adapter_sha256")
     if recorded and (problem := check(adapter, recorded)):
         same = (file for file in sorted(stage.trainer.rglob(ADAPTER)) if not check(file, recorded))

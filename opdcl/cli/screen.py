@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import select
 import sys
-from typing import TYPE_CHECKING
 
 from opdcl import launcher
 from opdcl.console import Output
 from opdcl.errors import typed
-
-if TYPE_CHECKING:
-    from opdcl.outcomes import Outcome
-import os
-import select
+from opdcl.outcomes import Outcome
 
 # How the sentence of a result is coloured, as the report's heading is.
 STYLES = {"good": "green", "mixed": "blue", "bad": "red"}

@@ -1,22 +1,26 @@
 """The commands that run stages: run, finetune, recover and eval.
 
-Each is declared by its arguments, and hands them to the verb of its name.
+Each takes the arguments of the verb of its name. What is said here is how some of them are typed.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Argument, Option
 
 from opdcl import api
-from opdcl.arguments import Options
+from opdcl.arguments import Data, Options, PathLike
 from opdcl.cli import options as opt
 from opdcl.cli.screen import show, start, suggest
+from opdcl.outcomes import Comparison
+
+# Arguments of verbs that may be paths or rows: a command gets them as text.
+TEXTS = (PathLike, PathLike | None, Data, Data | None)
+SOURCE = Annotated[str, Argument(metavar="SOURCE")]
 
 
 def _started(
@@ -33,90 +37,74 @@ def _started(
     return {"settings": settings, "dry_run": dry_run, "force": force, "quiet": quiet or json}
 
 
-def _command(declared: Callable[..., None], **read: Callable[[Any], Any]) -> Callable[..., None]:
-    """Return the command that takes the declared arguments, then those of `_started`, and calls the verb.
+def _command(
+    verb: Callable[..., Any], help: str, read: Mapping[str, Callable[[Any], Any]] | None = None, **typed: Any
+) -> Callable[..., None]:
+    """Return the command of a verb, which takes its arguments, then those of `_started`.
 
-    `read` has the functions by which the texts of some arguments become what the verb takes.
+    `typed` says of some arguments how they are typed; others are numbers, or texts in place of paths and
+    rows. `read` has functions that read the texts of some.
     """
-    own, common = (inspect.signature(f, eval_str=True).parameters for f in (declared, _started))
+    common = inspect.signature(_started, eval_str=True).parameters
+    readers, parameters = read or {}, []
+    for given in inspect.signature(verb).parameters.values():
+        if given.name != "options":
+            kind = str | None if given.annotation in TEXTS else given.annotation
+            # The help shows defaults, and an empty one says nothing.
+            default = given.default or None
+            parameters.append(given.replace(annotation=typed.get(given.name, kind), default=default))
+    parameters += common.values()
 
-    @functools.wraps(declared)
     def command(**given: Any) -> None:
         how = _started(**{name: given.pop(name) for name in common})
         # What is not given has the verb's own default.
         chosen = {name: value for name, value in given.items() if value is not None}
-        chosen |= {name: read[name](value) for name, value in chosen.items() if name in read}
-        outcome = getattr(api, declared.__name__)(**chosen, **how)
+        chosen |= {name: readers[name](chosen[name]) for name in readers.keys() & chosen}
+        outcome = verb(**chosen, **how)
         show(outcome)
-        from opdcl.outcomes import Comparison
-
         if isinstance(outcome, Comparison) and (runs := outcome.runs()):
             suggest("chat", runs[0])
 
-    parameters = [*own.values(), *common.values()]
+    command.__name__, command.__doc__ = verb.__name__, help
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
 
 
-@_command
-def run(
-    workflow: opt.Workflow,
-    out: opt.Out = None,
-    base: str | None = None,
-    deterministic: Annotated[bool, Option("--deterministic")] = False,
-) -> None:
-    """Run a workflow: fine-tune, recover, evaluate, report. Run it again to resume where it stopped.
-
-    With `--set track=[wandb]`, or trackio, tensorboard or mlflow, a tracker follows it.
-    """
-
-
-@_command
-def finetune(
-    data: Annotated[str, Argument(metavar="ROWS")],
-    out: Annotated[Path, Option("-o", "--out", metavar="RUN")] = Path("runs/finetune"),
-    base: str | None = None,
-    epochs: float | None = None,
-    replay: float | None = None,
-    test_share: float | None = None,
-    learning_rate: float | None = None,
-    seed: int | None = None,
-    columns: opt.Columns = None,
-) -> None:
-    """Fine-tune a LoRA adapter on your rows, mixed with replayed general prompts."""
-
-
-@_command
-def recover(
-    path: Annotated[str, Argument(metavar="SOURCE")],
-    prompts: str | None = None,
-    domain: str | None = None,
-    steps: int | None = None,
-    learning_rate: float | None = None,
-    seed: int | None = None,
-    out: opt.Out = None,
-    base: str | None = None,
-    system: opt.System = None,
-    columns: opt.Columns = None,
-) -> None:
-    """Recover what the fine-tune forgot, by distillation. The teacher is the original model."""
-
-
-@functools.partial(_command, data=opt.suite_files, max_drop=opt.drops)
-def evaluate(
-    path: Annotated[str, Argument(metavar="SOURCE")],
-    retention: Annotated[list[str] | None, Option(metavar="SUITE,...")] = None,
-    domain: Annotated[list[str] | None, Option(metavar="SUITE")] = None,
-    data: Annotated[list[str] | None, Option(metavar="SUITE=PATH")] = None,
-    limit: int | None = None,
-    out: opt.Out = None,
-    base: str | None = None,
-    system: opt.System = None,
-    columns: opt.Columns = None,
-    max_drop: Annotated[list[str] | None, Option(metavar="POINTS")] = None,
-) -> None:
-    """Score base, tuned and recovered on the same prompts, or one model alone. Writes the report.
-
-    With --max-drop, exit code 3 if a larger drop is shown, 5 if the scores do not decide it.
-    """
+run = _command(
+    api.run,
+    "Run a workflow: fine-tune, recover, evaluate, report. Run it again to resume where it stopped.\n\n"
+    "With `--set track=[wandb]`, or trackio, tensorboard or mlflow, a tracker follows it.",
+    workflow=opt.Workflow,
+    out=opt.Out,
+    deterministic=Annotated[bool, Option("--deterministic")],
+)
+finetune = _command(
+    api.finetune,
+    "Fine-tune a LoRA adapter on your rows, mixed with replayed general prompts.",
+    data=Annotated[str, Argument(metavar="ROWS")],
+    out=Annotated[Path, Option("-o", "--out", metavar="RUN")],
+    columns=opt.Columns,
+)
+recover = _command(
+    api.recover,
+    "Recover what the fine-tune forgot, by distillation. The teacher is the original model.",
+    path=SOURCE,
+    out=opt.Out,
+    system=opt.System,
+    columns=opt.Columns,
+)
+evaluate = _command(
+    api.evaluate,
+    "Score base, tuned and recovered on the same prompts, or one model alone. Writes the report.\n\n"
+    "With --max-drop, exit code 3 if a larger drop is shown, 5 if the scores do not decide it.",
+    read={"data": opt.suite_files, "max_drop": opt.drops},
+    path=SOURCE,
+    retention=Annotated[list[str] | None, Option(metavar="SUITE,...")],
+    domain=Annotated[list[str] | None, Option(metavar="SUITE")],
+    data=Annotated[list[str] | None, Option(metavar="SUITE=PATH")],
+    out=opt.Out,
+    system=opt.System,
+    columns=opt.Columns,
+    max_drop=Annotated[list[str] | None, Option(metavar="POINTS")],
+)

@@ -9,9 +9,8 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from opdcl.config.model import ServerSection
-from opdcl.config.own_tasks import ROLES
 from opdcl.config.section import Auto, Count, Names, Positive, Section, SystemPrompt, differ_in_case
-from opdcl.config.shipped import shipped_suites
+from opdcl.config.shipped import ROLES, shipped_suites
 from opdcl.errors import nearest
 
 # The name of the files that closeness to base is stored in, and how long its answers are unless it is said.

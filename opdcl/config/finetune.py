@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from opdcl.config.lora import LoraSection
+from opdcl.config.model import LoraSection
 from opdcl.config.section import Auto, BatchSize, Positive, Rate, Section, Seed
 
 # The share of the steps, the first ones, in which the learning rate rises.

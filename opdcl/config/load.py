@@ -15,11 +15,18 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 
-from opdcl.config.effects import without_effect
-from opdcl.config.own_tasks import ENDINGS, ROLES, is_task_file, name_own_tasks
 from opdcl.config.recover import split_share
 from opdcl.config.reference import SCHEMA, error_key, explain, explain_idle
-from opdcl.config.shipped import SHIPPED_DATA, find_workflow, split_part
+from opdcl.config.section import Section
+from opdcl.config.shipped import (
+    ENDINGS,
+    ROLES,
+    SHIPPED_DATA,
+    find_workflow,
+    is_task_file,
+    name_own_tasks,
+    split_part,
+)
 from opdcl.config.workflow import MACHINE, WITHOUT_MEANING, Workflow
 from opdcl.errors import UsageError
 from opdcl.sanitize import redact
@@ -202,6 +209,33 @@ def _overruled(
     return {key: reason for key, reason in found.items() if not _is_in(key, mistakes)}
 
 
+def without_effect(section: Section) -> dict[str, str]:
+    """Return the settings of a section, and of those in it, that have no effect, and why, by key.
+
+    A setting at its default is not among them: stored runs name all settings.
+    """
+    found: dict[str, str] = {}
+    for keys, has_no_effect, reason in section.unused:
+        for key in keys.split():
+            if key not in found and has_no_effect(section) and _differs(section, key):
+                found[key] = reason
+    for name, value in section:
+        parts = {name: value}
+        if isinstance(value, dict):
+            parts = {f"{name}.{key}": part for key, part in value.items()}
+        for place, part in parts.items():
+            if isinstance(part, Section) and place not in found:
+                found |= {f"{place}.{key}": reason for key, reason in without_effect(part).items()}
+    return found
+
+
+def _differs(section: Section, key: str) -> bool:
+    """Return whether a setting, of a section or of one in it, differs from its default."""
+    inner, _, name = key.rpartition(".")
+    holder = getattr(section, inner) if inner else section
+    return holder is not None and bool(getattr(holder, name) != type(holder).model_fields[name].default)
+
+
 def _checked(tree: dict[str, Any], origins: dict[str, str] | None) -> Workflow:
     """Return the workflow of a plain mapping; all errors are reported at once."""
     try:
@@ -334,42 +368,27 @@ def _merge(tree: dict, origins: dict, new: Any, file: Path, opens_files: bool, p
                 value = _plain(value)
             except ValueError as fault:
                 raise UsageError(f"{file}:{line}: {name}: {fault}", QUOTE) from fault
-            if _may_be_path(name):
-                value = _resolved(value, lambda path: _from_folder(path, file.parent))
-            elif _is_list_of_suites(name):
-                value = _own_tasks(value, file.parent)
+            value = _placed(value, name, lambda path: _from_folder(path, file.parent))
             tree[str(key)] = _opened(value, name) if opens_files else value
             origins[name] = f"{file}:{line}"
 
 
-def _may_be_path(key: str) -> bool:
-    return any(fnmatch.fnmatchcase(_field(key), pattern) for pattern in PATH_FIELDS)
-
-
-def _is_list_of_suites(key: str) -> bool:
-    return _field(key) in [f"eval.{role}" for role in ROLES]
-
-
-def _field(key: str) -> str:
-    """Return the setting that a key names, also within an arm."""
+def _placed(value: Any, key: str, resolve: Callable[[str], str]) -> Any:
+    """Resolve what a setting, also one of an arm, names; of suites only a user's own tasks are paths."""
     keys = key.split(".")
-    return ".".join(keys[2:] if keys[0] == "arms" else keys)
-
-
-def _own_tasks(value: Any, folder: Path) -> Any:
-    """Resolve the paths of the user's own tasks among suites, whose names stay as they are."""
-    if isinstance(value, list):
-        return [_own_tasks(part, folder) for part in value]
-    return _from_folder(value, folder) if isinstance(value, str) and is_task_file(value) else value
+    field = ".".join(keys[2:] if keys[0] == "arms" else keys)
+    if field in [f"eval.{role}" for role in ROLES]:
+        return _resolved(value, lambda name: resolve(name) if is_task_file(name) else name)
+    if any(fnmatch.fnmatchcase(field, pattern) for pattern in PATH_FIELDS):
+        return _resolved(value, resolve)
+    return value
 
 
 def _from_here(value: Any, key: str) -> Any:
     """Resolve what a setting names in the current folder; what is not there stays as it was typed."""
     if isinstance(value, dict):
         return {name: _from_here(part, f"{key}.{name}") for name, part in value.items()}
-    if _is_list_of_suites(key):
-        return _own_tasks(value, Path())
-    return _opened(_resolved(value, _existing) if _may_be_path(key) else value, key)
+    return _opened(_placed(value, key, _existing), key)
 
 
 def _opened(value: Any, key: str) -> Any:

@@ -1,4 +1,4 @@
-"""Settings of a model, loaded here or on a server."""
+"""Settings of a model, loaded here or on a server, and of an adapter on it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from opdcl.config.section import Section
+from opdcl.config.section import Positive, Section
 
 # How many of the likeliest tokens a server is asked for at each position: vLLM's limit, unless it is raised.
 SERVED_TOKENS = 20
@@ -90,6 +90,26 @@ class ModelConfig(TeacherModel):
         # can be continued without the file, and names none.
         if value is not None and "{" not in value:
             raise ValueError("is neither a Jinja template nor a file that can be read")
+        return value
+
+
+class LoraSection(Section):
+    """The adapter. Recovery trains the same one further."""
+
+    r: Positive = 32
+    """Rank."""
+    alpha: Positive = 64
+    """Scale numerator: the update is multiplied by alpha / r."""
+    target_modules: str | list[str] = "all-linear"
+    """Linear layers that get an adapter; `lm_head` is not allowed. Experts count as linear layers, which
+    transformers names `gate_up_proj` and `down_proj`. Each expert gets rank r / (experts per token); routers
+    get no adapter."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _head_stays_frozen(cls, value: str | list[str]) -> str | list[str]:
+        if "lm_head" in ([value] if isinstance(value, str) else value):
+            raise ValueError("lm_head cannot be a target: the distillation loss reads the base model's head")
         return value
 
 

@@ -127,7 +127,10 @@ class Workflow(Section):
             replayed = finetune.replay.prompts if finetune.replays else None
             sources = {"finetune.data": finetune.data, "finetune.replay.prompts": replayed}
         if recover := self.recover:
-            sources |= _general_sources(recover) | {"recover.domain": recover.domain}
+            for number, source in enumerate(recover.general_sources()):
+                is_one = isinstance(recover.general, str)
+                sources["recover.general" if is_one else f"recover.general.{number}"] = source
+            sources["recover.domain"] = recover.domain
             sources |= {f"recover.teachers.{k}.prompts": t.prompts for k, t in recover.teachers.items()}
         if self.eval:
             sources["eval.closeness"] = self.eval.closeness
@@ -139,14 +142,6 @@ class Workflow(Section):
             f"recover.teachers.{name}.adapter": teacher.adapter for name, teacher in self.teachers().items()
         }
         return {key: place for key, place in {"start": self.start, **places}.items() if place}
-
-
-def _general_sources(recover: RecoverConfig) -> dict[str, str]:
-    """Return the sources of general prompts by their keys."""
-    sources = [*recover.general_sources()]
-    if isinstance(recover.general, str):
-        return {"recover.general": sources[0]} if sources else {}
-    return {f"recover.general.{number}": source for number, source in enumerate(sources)}
 
 
 # Settings that runs of earlier versions do not name, and the values of today that mean what those did.

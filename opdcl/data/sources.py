@@ -16,8 +16,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from opdcl.config.own_tasks import is_task_file
-from opdcl.config.shipped import SHIPPED_DATA, package_folder, split_part
+from opdcl.config.shipped import SHIPPED_DATA, is_task_file, package_folder, split_part
 from opdcl.data.files import (
     BATCH,
     DOCUMENTS,

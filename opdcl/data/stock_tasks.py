@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opdcl.config.own_tasks import ENDINGS
+from opdcl.config.shipped import ENDINGS
 from opdcl.data.files import READERS, format_ending, is_regular
 from opdcl.errors import UsageError
 from opdcl.rundir.files import cache_home, write_atomic

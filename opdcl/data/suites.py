@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opdcl.config.evaluate import EvalConfig
-from opdcl.config.own_tasks import is_task_file
-from opdcl.config.shipped import shipped_suites
+from opdcl.config.shipped import is_task_file, shipped_suites
 from opdcl.data.chat import render_request, request_ids
 from opdcl.data.formats import PACKED_ROW, Row
 from opdcl.data.own_words import content_free

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from opdcl import parallel
-from opdcl.config.lora import LoraSection
+from opdcl.config.model import LoraSection
 from opdcl.errors import OpdclError
 from opdcl.model.architecture import eos_ids
 from opdcl.model.lora import (

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from opdcl.config.lora import LoraSection
+from opdcl.config.model import LoraSection
 from opdcl.model.architecture import architecture
 
 

@@ -7,32 +7,31 @@ import json
 import os
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from opdcl.config.lora import LoraSection
-from opdcl.config.model import ModelConfig
+from opdcl.config.model import LoraSection, ModelConfig
 from opdcl.config.shipped import split_part
 from opdcl.config.workflow import Workflow
-from opdcl.data.chat import note_on_clock
+from opdcl.data.chat import check_turn_end, note_on_clock
 from opdcl.data.formats import PACKED_ROW, Row
+from opdcl.data.prompts import SHIPPED, RecoverySource, count_short_of_room, encode_asked
 from opdcl.data.rows import shortened, unread
 from opdcl.data.sources import left_out
+from opdcl.data.suites import Suite
 from opdcl.errors import UsageError, nearest_path, typed
+from opdcl.model.adapters import new_tokens, own_template, refuse_unserved
+from opdcl.model.check_adapter import check_on_base, checked_settings
 from opdcl.model.consent import refuse_stored_places, trackers_of
+from opdcl.model.load import check_exists, check_model, declared_eos_ids, skeleton
+from opdcl.model.quantized import check_installed
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Measure, Task, Train
-from opdcl.pipeline.reuse import outcomes
-from opdcl.pipeline.stage_record import Records, learned_rows, read_records
+from opdcl.pipeline.run_records import Records, learned_rows
+from opdcl.pipeline.tasks import outcomes
 from opdcl.pipeline.trackers import check_trackers
 from opdcl.results.origins import count_learned, holder, learned_by, line_of
 from opdcl.rundir.layout import TEMPLATE, RunDir
-
-if TYPE_CHECKING:
-    from opdcl.data.prompts import RecoverySource
-    from opdcl.data.suites import Suite
-    from opdcl.words import Prompts, StreamName
-
 
 # What a tuned model and its base have in common.
 SHAPE = (
@@ -42,13 +41,10 @@ SHAPE = (
 )
 
 
-def checked_plan(
-    job: Job, records: Records, force: bool = False, continued: RunDir | None = None, dry_run: bool = False
-) -> tuple[list[Task], list[str]]:
+def checked_plan(job: Job, records: Records, dry_run: bool = False) -> tuple[list[Task], list[str]]:
     """Plan a run whose directory holds `records`, and check the data and what the tasks need.
 
-    Writes nothing. Returns the tasks, and notes for the user. `force` permits stages that were made with
-    other settings. `continued` is a run whose fine-tune this one must have. A `dry_run` sends no key.
+    Writes nothing. Returns the tasks, and notes for the user. A `dry_run` sends no key.
 
     Raises:
         UsageError: The run would refuse it later.
@@ -56,12 +52,14 @@ def checked_plan(
     workflow = job.workflow
     # Before data is compared with that of earlier stages, so that a bad row is named first.
     recovery, near = job.recovery if workflow.recover else None, job.closeness
-    _check_data(job)
-    donor = read_records(continued) if continued else None
-    tasks = job.plan(records, donor)
-    if continued:
-        refuse_other_finetune(job, tasks, continued)
-    if not force:
+    for suite, path in workflow.eval.data.items() if workflow.eval else ():
+        if path not in job.inputs.given and not os.path.exists(split_part(path)[0]):
+            hint = typed("--data", f"{suite}={nearest_path(path) or 'PATH'}")
+            raise UsageError(f"eval.data.{suite}: {path} does not exist", hint)
+    tasks = job.plan(records)
+    if job.order.continued:
+        refuse_other_finetune(job, tasks, job.order.continued)
+    if not job.order.force:
         _refuse_stale(job, tasks, records)
     _refuse_other_dtype(job, records)
     todo = {task.name for task in tasks if task.unfinished}
@@ -72,7 +70,9 @@ def checked_plan(
     _check_tuned_model(job)
     notes: list[str] = []
     if todo:
-        notes += [untracked, *_check_models(job), *check_adapters(job), note_on_clock(job.tokenizer)]
+        models = [*workflow.models(), *filter(None, [job.tuned])]
+        notes += [untracked, *(note for model in models for note in check_model(model))]
+        notes += [*check_adapters(job), note_on_clock(job.tokenizer)]
     if workflow.finetune and "finetune" in todo:
         notes += _check_finetune(job)
     if recovery and "recover" in todo:
@@ -118,7 +118,7 @@ def _refuse_stale(job: Job, tasks: list[Task], records: Records) -> None:
     if stale[0].name == "recover":
         again = typed("opdcl", "recover", place, "-o", other)
         ways.insert(0, f"a second recovery beside it ({again}, same options)")
-    elif job.verb == "run":
+    elif job.order.verb == "run":
         ways.insert(0, f"a new directory ({typed('-o', other)})")
     reasons = "; ".join(f"{task.name} {task.why}" for task in stale)
     message = f"{job.run.path} was made with other settings or data; {reasons}"
@@ -134,19 +134,8 @@ def _refuse_other_dtype(job: Job, records: Records) -> None:
         raise UsageError(f"this run started in {earlier} and would continue in {dtype}", hint)
 
 
-def _check_data(job: Job) -> None:
-    """Check that the files of suites are here."""
-    for suite, path in job.workflow.eval.data.items() if job.workflow.eval else ():
-        if path not in job.inputs.given and not os.path.exists(split_part(path)[0]):
-            hint = typed("--data", f"{suite}={nearest_path(path) or 'PATH'}")
-            raise UsageError(f"eval.data.{suite}: {path} does not exist", hint)
-
-
 def _check_machine(workflow: Workflow, trackers: list[str]) -> None:
     """Check that the device, the models and the packages are here."""
-    from opdcl.model.load import check_exists
-    from opdcl.model.quantized import check_installed
-
     for model in workflow.models():
         check_exists(model)
         check_installed(model)
@@ -219,14 +208,6 @@ def _check_tuned_model(job: Job) -> None:
             raise UsageError(f"{what} does not work with {tuned.id}, a whole model: {reason}", remedy)
 
 
-def _check_models(job: Job) -> list[str]:
-    """Check the files of all models that the run loads, each once; return notes."""
-    from opdcl.model.load import check_model
-
-    models = [*job.workflow.models(), *filter(None, [job.tuned])]
-    return [note for model in models for note in check_model(model)]
-
-
 def _check_finetune(job: Job) -> list[str]:
     """Check the chat template, target modules and every row; return notes on rows."""
     from opdcl.train.finetune import planned_steps
@@ -234,7 +215,7 @@ def _check_finetune(job: Job) -> list[str]:
     config, examples = job.workflow.finetune, job.examples
     if not job.workflow.start:
         check_targets(job.workflow.model, config.lora)
-    _check_turn_end(job)
+    check_turn_end(job.tokenizer, declared_eos_ids(job.workflow.model, job.tokenizer))
     planned_steps(config, len(examples.encoded))  # refuses more than can be planned
     notes = [*examples.notes]
     rows = job.training_rows.usable
@@ -251,7 +232,6 @@ def _check_finetune(job: Job) -> list[str]:
 
 def _check_recovery(job: Job, source: RecoverySource) -> list[str]:
     """Check that there is an adapter to recover, its teachers and every prompt; return notes on prompts."""
-    from opdcl.data.prompts import SHIPPED, count_short_of_room
     from opdcl.model.check_model import check_same_tokenizer
 
     workflow, run, config = job.workflow, job.run, job.workflow.recover
@@ -260,8 +240,9 @@ def _check_recovery(job: Job, source: RecoverySource) -> list[str]:
         raise UsageError(f"{run.path} has no fine-tuned adapter to recover", hint)
     for model in workflow.models()[1:]:
         check_same_tokenizer(job.tokenizer, job.inputs.tokenizer(model), f"teacher {model.id}")
-    _check_turn_end(job)
-    _check_prompts(job.prompts)
+    check_turn_end(job.tokenizer, declared_eos_ids(job.workflow.model, job.tokenizer))
+    if not any(of_stream.train for of_stream in job.prompts.values()):
+        raise UsageError("recovery has no prompts", "set recover.general")
     prompts, teacher, notes = source.rows, config.teacher_of("general"), []
     if short := count_short_of_room(config, prompts["general"], job.tokenizer, job.context):
         lost = "the teacher does not see a demonstration that does not fit"
@@ -309,22 +290,8 @@ def system_note(job: Job, used: str | None) -> str:
     return ""
 
 
-def _check_turn_end(job: Job) -> None:
-    from opdcl.data.chat import check_turn_end
-    from opdcl.model.load import declared_eos_ids
-
-    check_turn_end(job.tokenizer, declared_eos_ids(job.workflow.model, job.tokenizer))
-
-
-def _check_prompts(prompts: dict[StreamName, Prompts]) -> None:
-    if not any(of_stream.train for of_stream in prompts.values()):
-        raise UsageError("recovery has no prompts", "set recover.general")
-
-
 def check_adapters(job: Job) -> list[str]:
     """Check that the adapters of a run's start and of its teachers fit its base; return notes."""
-    from opdcl.model.adapters import new_tokens, own_template
-    from opdcl.model.check_adapter import check_on_base
     from opdcl.model.check_model import template_difference
 
     model, start, notes = job.workflow.model, job.adapter, list[str]()
@@ -351,7 +318,6 @@ def check_targets(model: ModelConfig, lora: LoraSection) -> None:
     targets = lora.target_modules
     if targets == "all-linear":
         return
-    from opdcl.model.load import skeleton
     from opdcl.model.lora import adaptable, is_target
 
     layers = adaptable(skeleton(model))
@@ -369,7 +335,6 @@ def check_targets(model: ModelConfig, lora: LoraSection) -> None:
 
 def _check_suites(job: Job, near: list[Row], to_do: bool) -> list[str]:
     """Check that each prompt and its longest answer fit; note answers that would be cut, and learned rows."""
-    from opdcl.data.prompts import encode_asked
     from opdcl.measure.evaluate import max_answer_tokens
     from opdcl.results.notes import learned_note  # it brings numpy
 
@@ -411,9 +376,6 @@ def _note_on_cut(job: Job, suite: Suite) -> str:
 
 def _check_servers(job: Job, todo: set[str], sends_key: bool) -> None:
     """Check that every server that the unfinished stages need grants access."""
-    from opdcl.model.adapters import refuse_unserved
-    from opdcl.model.check_adapter import checked_settings
-    from opdcl.model.load import skeleton
     from opdcl.model.lora import lora_config
     from opdcl.sampling.server import check_access
 

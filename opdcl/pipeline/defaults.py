@@ -9,11 +9,12 @@ from typing import Any
 
 from opdcl import parallel
 from opdcl.config.load import flatten, with_setting
-from opdcl.config.lora import LoraSection
-from opdcl.config.model import ModelConfig
+from opdcl.config.model import LoraSection, ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
+from opdcl.model.hardware import pick_device, pick_dtype
+from opdcl.model.load import EMBEDDED, is_gguf, read_config
 from opdcl.rundir.layout import adapter_config
 
 # The fewest and the most steps of a recovery that follows the size of its fine-tune.
@@ -103,8 +104,6 @@ def resolve_for_machine(workflow: Workflow) -> tuple[Workflow, dict[str, str]]:
     _, open_keys = resolve(workflow, HIDDEN, ALPHA_OVER_R, "cpu")
     if not open_keys and all(model.dtype != "auto" for model in workflow.models()):
         return workflow, {}
-    from opdcl.model.hardware import pick_device, pick_dtype
-    from opdcl.model.load import EMBEDDED
 
     device = pick_device()
     # Which precision is faster is measured: each worker for itself could find another one.
@@ -133,8 +132,6 @@ def named_after(workflow: Workflow, directory: Path) -> Workflow:
 
 def text_config(model: ModelConfig) -> Any:
     """Return the language part of a model's own configuration, without loading its weights."""
-    from opdcl.model.load import is_gguf, read_config
-
     config = read_config(model)
     if getattr(config, "quantization_config", None) and not is_gguf(model):
         hint = (

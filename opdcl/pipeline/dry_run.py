@@ -14,9 +14,8 @@ from opdcl.pipeline.checks import checked_plan, repeated_rows
 from opdcl.pipeline.forecast import forecast, memory_words
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Measure
-from opdcl.pipeline.stage_record import read_records
+from opdcl.pipeline.run_records import read_records
 from opdcl.results.format import Table
-from opdcl.rundir.layout import RunDir
 from opdcl.rundir.lock import refuse_foreign
 from opdcl.rundir.seals import refuse_damaged
 from opdcl.train.finetune import planned_steps
@@ -25,13 +24,11 @@ from opdcl.train.finetune import planned_steps
 SHOWN = 2000
 
 
-def describe(
-    job: Job, force: bool = False, made_by: dict[str, str] | None = None, continued: RunDir | None = None
-) -> tuple[list[list[str]], dict[str, Any]]:
+def describe(job: Job, made_by: dict[str, str] | None = None) -> tuple[list[list[str]], dict[str, Any]]:
     """Return what a run would do, as table rows and as data. Writes nothing.
 
     In a sweep, `made_by` maps a fingerprint to the earlier run whose result would be copied; this run's
-    fingerprints are added. `continued` is a run whose fine-tune this one must have.
+    fingerprints are added.
 
     Raises:
         OpdclError: The run would refuse it.
@@ -39,9 +36,9 @@ def describe(
     workflow, made_by = job.workflow, {} if made_by is None else made_by
     tasks = []
     refuse_foreign(job.run)
-    if not force:
+    if not job.order.force:
         refuse_damaged(job.run)
-    planned, notes = checked_plan(job, read_records(job.run), force, continued, dry_run=True)
+    planned, notes = checked_plan(job, read_records(job.run), dry_run=True)
     for task in planned:
         origin = made_by.get(task.fingerprint) or (workflow.start if task.name == "finetune" else None)
         if task.action == "run" and origin:

@@ -14,6 +14,7 @@ from opdcl.data.examples import TrainingRows, with_answers
 from opdcl.data.rows import CheckedRows, Row, Tell, check_lines, read_rows
 from opdcl.data.sources import on_hub, pinned, source_files
 from opdcl.errors import UsageError
+from opdcl.model.load import load_tokenizer
 from opdcl.rundir.files import write_atomic
 from opdcl.rundir.hashes import hash_files
 
@@ -76,8 +77,6 @@ class Inputs:
 
     def tokenizer(self, model: ModelConfig) -> PreTrainedTokenizerBase:
         """Return a model's tokenizer, which has a chat template."""
-        from opdcl.model.load import load_tokenizer
-
         key = model.model_dump_json()
         if key not in self._tokenizers:
             self._tokenizers[key] = load_tokenizer(model)

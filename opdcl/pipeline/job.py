@@ -3,34 +3,46 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from opdcl.config.evaluate import CLOSENESS, EvalConfig
 from opdcl.config.load import with_setting
-from opdcl.config.lora import LoraSection
-from opdcl.config.model import ModelConfig
+from opdcl.config.model import LoraSection, ModelConfig
 from opdcl.config.shipped import shipped_suites
 from opdcl.config.workflow import Workflow
 from opdcl.data import scoring
 from opdcl.data.examples import Examples, read_examples
-from opdcl.data.prompts import encode_asked
+from opdcl.data.prompts import RecoverySource, encode_asked, encode_prompts, read_recovery_source
 from opdcl.data.rows import Row, check_prompts
+from opdcl.data.suites import Suite, load_suite
+from opdcl.model.adapters import find_adapter, start_files, tuned_model
+from opdcl.model.load import model_files
 from opdcl.pipeline.defaults import named_after, resolve_for_machine, text_config, with_steps
 from opdcl.pipeline.inputs import Inputs
 from opdcl.pipeline.plan import Task, make_plan
-from opdcl.pipeline.stage_record import Records, read_records
+from opdcl.pipeline.run_records import Records, read_records
 from opdcl.rundir.hashes import hash_value
 from opdcl.rundir.layout import RunDir
+from opdcl.words import Prompts, StreamName
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from opdcl.data.prompts import RecoverySource
-    from opdcl.data.suites import Suite
-    from opdcl.words import Prompts, StreamName
+
+@dataclass(frozen=True)
+class Order:
+    """How a command asks for a run."""
+
+    verb: Literal["run", "recover", "eval"] = "run"
+    """`eval` trains nothing."""
+    continued: RunDir | None = None
+    """A run whose fine-tune and base this one must have."""
+    dry_run: bool = False
+    force: bool = False
+    """Redo stages whose settings or data have changed."""
 
 
 class Job:
@@ -42,15 +54,15 @@ class Job:
         run: RunDir,
         inputs: Inputs | None = None,
         origins: dict[str, str] | None = None,
-        verb: Literal["run", "recover", "eval"] = "run",
+        order: Order | None = None,
     ) -> None:
         """Resolve a workflow: its recovery practises the fine-tune's rows if it names no domain, and numbers
-        take the place of `auto`. `verb`: `eval` trains nothing.
+        take the place of `auto`.
 
         Raises:
             UsageError: A file of rows, the model, or the adapter to start from was not found.
         """
-        self.run, self.inputs, self.verb = run, inputs or Inputs(), verb
+        self.run, self.inputs, self.order = run, inputs or Inputs(), order or Order()
         self._suites: dict[str, Suite] = {}
         finetune, recover = workflow.finetune, workflow.recover
         self.training_rows = self.inputs.training_rows(workflow) if finetune else None
@@ -77,8 +89,6 @@ class Job:
 
     def suite(self, name: str) -> Suite:
         """Return a loaded suite."""
-        from opdcl.data.suites import load_suite
-
         if name not in self._suites:
             config, trusted = self.workflow.eval or EvalConfig(), self.workflow.model.trust_remote_code
             suite = load_suite(
@@ -91,15 +101,11 @@ class Job:
     @cached_property
     def tuned(self) -> ModelConfig | None:
         """The whole model that the run starts from, if it starts from one."""
-        from opdcl.model.adapters import tuned_model
-
         return tuned_model(self.workflow.start, self.workflow.model)
 
     @cached_property
     def adapter(self) -> LoraSection | Path | None:
         """The settings of the run's new adapter, or the folder of the one it starts from."""
-        from opdcl.model.adapters import find_adapter
-
         if self.workflow.start and not self.tuned:
             return find_adapter(self.workflow.start)
         if self.workflow.finetune:
@@ -109,8 +115,6 @@ class Job:
     @cached_property
     def foreign_adapters(self) -> list[Path]:
         """The folders of the adapters that the run takes from elsewhere: its start, and its teachers'."""
-        from opdcl.model.adapters import find_adapter
-
         teachers = self.workflow.teachers().values()
         start = [self.adapter] if isinstance(self.adapter, Path) else []
         return start + [find_adapter(teacher.adapter) for teacher in teachers if teacher.adapter]
@@ -161,8 +165,6 @@ class Job:
         Of a domain that the fine-tune has learned, rows that it left out are no prompts either. Conversations
         about the domain, and those with tools, give one prompt per answer or call.
         """
-        from opdcl.data.prompts import read_recovery_source
-
         finetune, recover = self.workflow.finetune, self.workflow.recover
 
         def read(source: str, split: str = "train") -> list[Row]:
@@ -186,8 +188,6 @@ class Job:
         Raises:
             UsageError: A prompt leaves no room for an answer.
         """
-        from opdcl.data.prompts import encode_prompts
-
         return encode_prompts(self.workflow.recover, self.recovery, self.tokenizer, self.context)
 
     @cached_property
@@ -215,9 +215,6 @@ class Job:
     @cached_property
     def hashes(self) -> dict[str, str]:
         """The hash of each source's content, by the name of its field."""
-        from opdcl.model.adapters import start_files
-        from opdcl.model.load import model_files
-
         workflow, hash_of = self.workflow, self.inputs.hash_of
         recover, evaluation = workflow.recover, workflow.eval
         suites: dict[str, str] = {}
@@ -235,13 +232,13 @@ class Job:
         for name, teacher in workflow.teachers().items():
             if teacher.model and (files := model_files(teacher.model)):
                 hashes[f"recover.teachers.{name}.model"] = hash_of(files)
-        scorers = [Path(scoring.__file__), Path(scoring.__file__)]
+        scorer = Path(scoring.__file__)
         for key, suite in suites.items():
             if shipped := shipped_suites().get(suite):
                 files = sorted(p for p in shipped.parent.iterdir() if p.is_file())
-                hashes[key] = hash_of([*files, *scorers])
+                hashes[key] = hash_of([*files, scorer])
             elif key.startswith("eval."):
-                hashes[key] = hash_of(scorers)
+                hashes[key] = hash_of([scorer])
         return hashes
 
     def _names_of_columns(self, key: str, source: str) -> dict[str, str]:
@@ -266,7 +263,9 @@ class Job:
         hashes = {key: self.inputs.hash(source) for key, source in self.sources.items()} if columns else {}
         return {key: hash_value([value, columns]) for key, value in hashes.items()}
 
-    def plan(self, records: Records | None = None, donor: Records | None = None) -> list[Task]:
+    def plan(self, records: Records | None = None) -> list[Task]:
         """Return the plan for the present state of the run directory, which `records` describe if given."""
-        records, trains = records or read_records(self.run), self.verb != "eval"
+        records, order = records or read_records(self.run), self.order
+        donor = read_records(order.continued) if order.continued else None
+        trains = order.verb != "eval"
         return make_plan(self.workflow, self.hashes, records, self.earlier_hashes, donor, trains)

@@ -11,7 +11,7 @@ from opdcl.config.finetune import FinetuneConfig, ReplaySection
 from opdcl.config.recover import split_share
 from opdcl.config.section import FINGERPRINT
 from opdcl.config.workflow import MACHINE, Workflow, meaningful_settings
-from opdcl.pipeline.stage_record import STAGE_NUMBERS, Records, StoredStage
+from opdcl.pipeline.run_records import STAGE_NUMBERS, Records, StoredStage
 from opdcl.rundir.hashes import Identity
 from opdcl.rundir.layout import STAGE_OF
 

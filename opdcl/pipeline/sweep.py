@@ -2,7 +2,7 @@
 
     opdcl run ablation
 
-What two runs have in common is made once (`pipeline.reuse`) and read once (`pipeline.inputs`). An arm may
+What two runs have in common is made once (`pipeline.tasks`) and read once (`pipeline.inputs`). An arm may
 continue an earlier arm's adapter, or learn from it: `arm:NAME` in place of a path is the run of that arm with
 the same seed.
 """
@@ -18,8 +18,8 @@ from opdcl.config.workflow import Workflow
 from opdcl.console import Output
 from opdcl.errors import GateError, InconclusiveError, Interrupted, OpdclError, UsageError
 from opdcl.pipeline.inputs import Inputs
-from opdcl.pipeline.job import Job
-from opdcl.pipeline.reuse import offered
+from opdcl.pipeline.job import Job, Order
+from opdcl.pipeline.tasks import offered
 from opdcl.rundir.layout import RunDir
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def describe_all(
     origins: dict[str, str],
     out: Path,
     inputs: Inputs,
-    force: bool = False,
+    order: Order | None = None,
     note: Note = lambda text: None,
 ) -> tuple[list[list[str]], list[dict[str, Any]]]:
     """Return what each run would do, as table rows and as data. Writes nothing."""
@@ -116,14 +116,14 @@ def describe_all(
             rows.append([name, "all stages", "run", why])
             plans.append({"run": name, "tasks": [], "why": why})
             continue
-        lines, plan = describe(Job(workflow, RunDir(out / name), inputs, origins), force, made_by)
+        lines, plan = describe(Job(workflow, RunDir(out / name), inputs, origins, order), made_by)
         rows += [[name, *line] for line in lines if line[0] not in ("machine", "memory")]
         plans.append({"run": name, **plan})
     return rows, plans
 
 
 def execute_all(
-    flow: Workflow, origins: dict[str, str], out: Path, inputs: Inputs, output: Output, force: bool = False
+    flow: Workflow, origins: dict[str, str], out: Path, inputs: Inputs, output: Output, order: Order
 ) -> Compared | None:
     """Run every arm with every seed, then compare them; return the comparison, or None of a single run.
 
@@ -151,7 +151,7 @@ def execute_all(
             for needed in _needs(workflow, out):
                 if needed.name in faulty[OpdclError]:
                     raise OpdclError(f"{name} needs {needed.name}, which failed")
-            execute(Job(workflow, run, inputs, origins), output, force, [*finished, *donors])
+            execute(Job(workflow, run, inputs, origins, order), output, [*finished, *donors])
         except (UsageError, Interrupted):
             raise
         except OpdclError as fault:

@@ -1,7 +1,16 @@
-"""What `run`, `finetune`, `recover` and `evaluate` share: settle what to do, then do it or describe it."""
+"""What `run`, `finetune`, `recover` and `evaluate` share: settle what to do, then do it or describe it.
+
+A recovery and an evaluation continue a run, or begin one from an adapter or a model tuned elsewhere:
+
+opdcl recover my-adapter --domain prompts.jsonl -o runs/mine
+opdcl recover my-model --base its-base --domain prompts.jsonl -o runs/mine
+opdcl eval my-model -o runs/mine  # the scores of this model alone
+opdcl recover runs/mine --steps 60 -o runs/mine-60
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -9,6 +18,7 @@ from typing import Any, Literal
 from opdcl import launcher, parallel
 from opdcl.arguments import PathLike, Settings, as_folder, as_settings, strings
 from opdcl.config.load import load, load_tree, with_setting
+from opdcl.config.model import ModelConfig
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output, quiet_libraries
 from opdcl.data.rows import load_records, records_in
@@ -16,19 +26,20 @@ from opdcl.data.split import split_rows
 from opdcl.errors import UsageError, typed
 from opdcl.hub import HUB_IDS
 from opdcl.model import consent
+from opdcl.model.adapters import base_of, find_adapter, template_beside, tuned_model
+from opdcl.model.load import check_exists
 from opdcl.outcomes import Comparison, Plan, Result
 from opdcl.pipeline.execute import execute
 from opdcl.pipeline.inputs import Inputs
-from opdcl.pipeline.job import Job
-from opdcl.pipeline.open import open_or_begin, run_beside
-from opdcl.pipeline.reuse import offered
+from opdcl.pipeline.job import Job, Order
 from opdcl.pipeline.sweep import describe_all, execute_all, expand
+from opdcl.pipeline.tasks import offered
 from opdcl.results.format import Table
 from opdcl.results.origins import LEARNED, SET_ASIDE, SPLIT, sets_asked
 from opdcl.results.status import STATES
 from opdcl.rundir.files import cache_home
 from opdcl.rundir.hashes import SEAL
-from opdcl.rundir.layout import RunDir
+from opdcl.rundir.layout import RunDir, read_config
 from opdcl.rundir.lock import refuse_foreign
 
 
@@ -60,7 +71,8 @@ def run_files(
             hint = "leave it out; afterwards, test rows of your own: opdcl eval RUN --domain TEST.jsonl"
             raise UsageError(f"--test-share {test_share:g} of {note}", hint)
         output.note(f"{folder}/data/{SET_ASIDE}.jsonl: {note}")
-    return _carry_out(flow, origins, folder, rows, None, output, "run", **how)
+    flow, inputs = _with_rows(flow, folder, rows, output)
+    return _carry_out(flow, origins, folder, inputs, output, Order("run", None, **how))
 
 
 def add_stage(
@@ -97,24 +109,100 @@ def add_stage(
         if not begun.is_done():
             again = ("run", run.workflow, "-o", folder) if begun.name == "finetune" else ("recover", folder)
             output.note(f"{begun.name} unfinished ({begun.progress()}): {typed('opdcl', *again)}")
-    return _carry_out(flow, origins, folder, rows, donor, output, stage, **how)
+    flow, inputs = _with_rows(flow, folder, rows, output)
+    return _carry_out(flow, origins, folder, inputs, output, Order(stage, donor, **how))
 
 
-def _carry_out(
-    flow: Workflow,
-    origins: dict[str, str],
-    folder: Path,
-    rows: Mapping[str, str],
-    donor: RunDir | None,
-    output: Output,
-    verb: Literal["run", "recover", "eval"],
-    dry_run: bool = False,
-    force: bool = False,
-) -> Result | Comparison | Plan:
-    """Run a workflow in a folder, or describe what it would do; its settings are final.
+def open_or_begin(
+    source: str, out: Path | None, base: str | None, next_stage: str = "recover"
+) -> tuple[Path, dict[str, Any]]:
+    """Return the run directory of `source`, a run, an adapter or a model, and its settings so far.
 
-    `rows` has the rows in memory by their setting, as text. What `donor` has finished with the same settings
-    is taken from it, the fine-tune always.
+    `out` is the run directory for an adapter, a model or a second recovery of a fine-tune; a run that is
+    there continues. `base` replaces the base that the adapter names. A model names none: without `base` it is
+    measured alone, if `next_stage` is `eval`. Nothing is written.
+
+    Raises:
+        UsageError: `source` is none of these, or its base was not found.
+    """
+    run = RunDir(Path(source))
+    if donor := run_beside(source, out):
+        if "tuned" not in donor.intact_adapters():
+            hint = typed("opdcl", "run", donor.workflow, "-o", source)
+            raise UsageError(f"{source} has no fine-tuned adapter", hint)
+        second = RunDir(out)
+        return second.path, read_config((second if second.is_run() else donor).config)
+    if run.is_run():
+        return run.path, read_config(run.config)
+    if stage := run.last_stage():
+        hint = f"its adapter can begin another run: name {stage.adapter}"
+        raise UsageError(f"{source} is a run directory that has lost its config.json", hint)
+    tuned = tuned_model(source, ModelConfig())
+    place = str(Path(source).resolve()) if os.path.exists(source) else source
+    run = RunDir(out or Path("runs") / Path(place.partition("@")[0]).name)
+    saved = read_config(run.config) if run.is_run() else {"workflow": {}, "origins": {}}
+    is_whole = tuned or source in HUB_IDS or (source.endswith(".gguf") and os.path.isfile(source))
+    if is_whole and next_stage == "eval" and not base and not saved["workflow"].get("start"):
+        return run.path, _alone(saved, tuned, place)
+    if is_whole and not tuned:
+        hint = "a tuned model is a folder with safetensors, or a Hub id; opdcl eval MODEL measures one alone"
+        raise UsageError(f"{source} cannot be compared with a base", hint)
+    folder = Path() if tuned else find_adapter(source)
+    if run.is_run():
+        if tuned and not saved["workflow"].get("start"):
+            hint = "choose another directory with -o"
+            raise UsageError(f"{run.path} is a run without a tuned model, and can have none later", hint)
+        return run.path, {**saved, "workflow": saved["workflow"] | {"start": place}}
+    tree: dict[str, Any] = {"start": place}
+    origins = {"start": "argument"}
+    if tuned and not base:
+        hint = "--base BASE names the model that it was fine-tuned from"
+        raise UsageError(f"{source} is a whole model, which does not name its base", hint)
+    if not base:
+        tree["model"] = _base(source, folder)
+        origins["model.id"] = f"{source}/adapter_config.json"
+    elif not tuned and (template := template_beside(folder, ModelConfig(id=base))):
+        tree["model"] = {"chat_template": template}
+        origins["model.chat_template"] = source
+    return run.path, {"workflow": tree, "origins": origins}
+
+
+def _alone(saved: dict[str, Any], found: ModelConfig | None, place: str) -> dict[str, Any]:
+    """Return the settings of a run whose base is the model that was named, which is measured alone."""
+    model = {"id": place}
+    if found and found.revision:
+        model = {"id": found.id, "revision": found.revision}
+    workflow = saved["workflow"]
+    origins = saved["origins"] | {"model.id": "argument"}
+    return {**saved, "workflow": workflow | {"model": workflow.get("model", {}) | model}, "origins": origins}
+
+
+def run_beside(source: str, out: Path | None) -> RunDir | None:
+    """Return the run whose fine-tune is recovered again, in `out`; None if `source` is no other run."""
+    run = RunDir(Path(source))
+    is_elsewhere = out is not None and out.resolve() != run.path.resolve()
+    return run if is_elsewhere and run.is_run() else None
+
+
+def _base(source: str, folder: Path) -> dict[str, Any]:
+    """Return the settings of the base that an adapter names, if it can be had."""
+    base = base_of(source, folder)
+    try:
+        check_exists(base)
+    except UsageError as fault:
+        hint = "--base BASE names the folder or Hub id of the model that the adapter was trained on"
+        raise UsageError(f"the base of adapter {source} was not found: {fault.message}", hint) from fault
+    id = str(Path(base.id).resolve()) if os.path.exists(base.id) else base.id
+    template = {"chat_template": base.chat_template} if base.chat_template else {}
+    return {"id": id, "revision": base.revision, **template}
+
+
+def _with_rows(
+    flow: Workflow, folder: Path, rows: Mapping[str, str], output: Output
+) -> tuple[Workflow, Inputs]:
+    """Return a workflow that names files of a run in place of rows in memory, and the inputs that hold those.
+
+    `rows` are text by the key of their setting.
     """
     given = dict[str, str]()
     for key, text in rows.items():
@@ -122,19 +210,26 @@ def _carry_out(
         given[file] = text
         if key != SET_ASIDE:
             flow = with_setting(flow, key, file)
-    inputs, run = Inputs(given, output.note), RunDir(folder)
+    return flow, Inputs(given, output.note)
+
+
+def _carry_out(
+    flow: Workflow, origins: dict[str, str], folder: Path, inputs: Inputs, output: Output, order: Order
+) -> Result | Comparison | Plan:
+    """Run a workflow in a folder, or describe what it would do; its settings are final."""
+    run = RunDir(folder)
     for model in flow.models():
         if model.id in HUB_IDS and not (cache_home() / "models" / model.id / SEAL).exists():
             output.note("unpacking the embedded model, once")
     several, title = bool(flow.arms or flow.seeds), f"dry run: {folder}"
-    if several and dry_run:
+    if several and order.dry_run:
         with output.busy("checking model and data"), quiet_libraries():
-            lines, plans = describe_all(flow, origins, folder, inputs, force, output.note)
+            lines, plans = describe_all(flow, origins, folder, inputs, order, output.note)
         return Plan(title, [Table(title, ["run", "stage", "action", "why"], lines, "")], plans)
     if several:
         launcher.start_workers()
         parallel.join()
-        if comparison := execute_all(flow, origins, folder, inputs, output, force):
+        if comparison := execute_all(flow, origins, folder, inputs, output, order):
             return Comparison(comparison, folder)
         # One arm with one seed has nothing to be compared with.
         from opdcl.results.summary import Results
@@ -144,16 +239,16 @@ def _carry_out(
     # What is wrong here is found before the libraries are imported.
     refuse_foreign(run)
     inputs.read(flow)
-    if not dry_run:
+    if not order.dry_run:
         launcher.start_workers()
         parallel.join()
-        job = Job(flow, run, inputs, origins, verb)
-        return Result(folder, execute(job, output, force, continued=donor))
+        job = Job(flow, run, inputs, origins, order)
+        return Result(folder, execute(job, output))
     from opdcl.pipeline.dry_run import data_table, describe
 
     with output.busy("checking model and data"), quiet_libraries():
-        job = Job(flow, run, inputs, origins, verb)
-        lines, plan = describe(job, force, offered([donor] if donor else []), donor)
+        job = Job(flow, run, inputs, origins, order)
+        lines, plan = describe(job, offered([order.continued] if order.continued else []))
     tables = [Table(title, ["stage", "action", "why"], lines, ""), *data_table(plan)]
     return Plan(title, tables, plan, plan["notes"])
 

@@ -6,10 +6,7 @@ import pytest
 
 # Command -> what the error must contain.
 WRONG = {
-    "run quikstart": ("no workflow 'quikstart'", "did you mean quickstart?"),
-    "run missing.yaml -o out": ("missing.yaml",),
     "run quickstart -o o --set recover.stepz=3": ("unknown key recover.stepz", "did you mean recover.steps?"),
-    "run quickstart -o out --set recover.steps=many": ("recover.steps", "integer", "'many'", "--set"),
     "finetune missing.jsonl -o out": ("missing.jsonl' does not exist",),
     "finetune handbook -o out --epochs 0": ("finetune.epochs", "greater than 0", "argument"),
     "finetune handbook -o out --epochs few": ("--epochs", "number"),
@@ -21,7 +18,6 @@ WRONG = {
     "recover": ("SOURCE", "hint: opdcl recover runs/mine"),
     "evaluate x": ("No such command 'evaluate'.\n", "opdcl eval --help  # did you mean eval?"),
     "quickstart": ("No such command 'quickstart'.\n", "hint: opdcl run quickstart"),
-    "run quickstart --set recover.steps 4": ("--set 'recover.steps' is not KEY=VALUE", "recover.steps=60"),
     "config schemas": ("opdcl config schema --help",),
     "config schema recover.los": ("no setting 'recover.los'", "did you mean recover.loss?"),
     "config validate quickstart --set eval.retention=[instructons]": (
@@ -79,7 +75,6 @@ def test_bad_rows_are_refused_before_anything_is_loaded_or_written(refused, tmp_
     ("content", "message"),
     [
         (b"recover:\n  stepz: 3\n", "unknown key recover.stepz, flow.yaml:2"),
-        (b"finetune: {data: missing.jsonl}\n", "missing.jsonl' does not exist"),
         (b"finetune: {data: handbook}\neval: {data: {ifeval: gone.jsonl}}\n", "gone.jsonl does not exist"),
     ],
 )

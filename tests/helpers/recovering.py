@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from opdcl.config.lora import LoraSection
+from opdcl.config.model import LoraSection
 from opdcl.config.recover import RecoverConfig
 from opdcl.data.prompts import encode_prompts, read_recovery_source
 from opdcl.model.backbone import Backbone

@@ -47,20 +47,18 @@ def actions(plan) -> dict[str, str]:
     return {task["stage"]: task["action"] for task in plan.data["tasks"]}
 
 
-def test_an_argument_means_the_same_as_its_setting(rows):
+def test_an_argument_means_the_same_as_its_setting_and_takes_precedence(rows, folder):
     named = opdcl.finetune(rows, epochs=3, dry_run=True)
     assert steps(named) == THREE_EPOCHS
     assert steps(opdcl.finetune(rows, settings=["finetune.epochs=3"], dry_run=True)) == THREE_EPOCHS
     assert repr(named) == "<opdcl: dry run: runs/finetune>"
     alone = opdcl.finetune(rows, settings={"finetune.epochs": 3, "finetune.replay.share": 0}, dry_run=True)
     assert steps(opdcl.finetune(rows, epochs=3, dry_run=True, replay=0)) == steps(alone) < THREE_EPOCHS
+    assert (
+        steps(opdcl.finetune(rows, epochs=3, settings={"finetune.epochs": 5}, dry_run=True)) == THREE_EPOCHS
+    )
+    assert [p.name for p in folder.iterdir()] == ["rows.jsonl"], "a dry run writes nothing"
     assert f"{ReplaySection().share:g} unless set" in opdcl.finetune.__doc__
-
-
-def test_an_argument_takes_precedence_over_settings_and_a_dry_run_writes_nothing(rows, folder):
-    plan = opdcl.finetune(rows, epochs=3, settings={"finetune.epochs": 5}, dry_run=True)
-    assert steps(plan) == THREE_EPOCHS
-    assert [p.name for p in folder.iterdir()] == ["rows.jsonl"]
 
 
 def test_an_unknown_argument_is_refused(rows):

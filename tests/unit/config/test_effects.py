@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from opdcl.config.effects import without_effect
-from opdcl.config.load import load, load_tree, validate
+from opdcl.config.load import load, load_tree, validate, without_effect
 from opdcl.config.reference import describe_fields
 from opdcl.errors import UsageError
 from opdcl.pipeline.sweep import expand

@@ -9,7 +9,7 @@ import torch
 from helpers.recovering import Silent
 
 from opdcl.config.evaluate import EvalConfig
-from opdcl.config.lora import LoraSection
+from opdcl.config.model import LoraSection
 from opdcl.data.chat import render
 from opdcl.data.own_words import own_text
 from opdcl.data.suites import load_suite

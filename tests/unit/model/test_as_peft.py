@@ -8,8 +8,7 @@ from helpers.adapters import made_by_peft
 from helpers.tiny import make_mixture
 from peft import LoraConfig, PeftModel
 
-from opdcl.config.lora import LoraSection
-from opdcl.config.model import ModelConfig
+from opdcl.config.model import LoraSection, ModelConfig
 from opdcl.model.adapters import adapter_scale, find_adapter
 from opdcl.model.check_adapter import check_adapter, check_on_base
 from opdcl.model.load_backbone import load_backbone

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers.recovering import Silent, recover_rows, short_recovery
 
-from opdcl.config.lora import LoraSection
+from opdcl.config.model import LoraSection
 from opdcl.errors import OpdclError
 from opdcl.rundir.stage import StageDir
 

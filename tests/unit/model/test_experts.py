@@ -10,8 +10,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from opdcl.config.lora import LoraSection
-from opdcl.config.model import ModelConfig
+from opdcl.config.model import LoraSection, ModelConfig
 from opdcl.errors import UsageError
 from opdcl.model.check_adapter import check_on_base
 from opdcl.model.load_backbone import load_backbone

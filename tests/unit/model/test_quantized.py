@@ -12,8 +12,7 @@ from helpers.tiny import make_model, make_project
 from peft.utils.integrations import dequantize_module_weight
 
 from opdcl.config.load import validate
-from opdcl.config.lora import LoraSection
-from opdcl.config.model import ModelConfig
+from opdcl.config.model import LoraSection, ModelConfig
 from opdcl.deploy.serve import serve_command
 from opdcl.errors import EnvironmentFault, UsageError
 from opdcl.model import quantized

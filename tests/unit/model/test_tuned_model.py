@@ -9,8 +9,7 @@ from helpers.recovering import PROMPT, short_recovery, whole_and_resumed
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from opdcl.config.lora import LoraSection
-from opdcl.config.model import ModelConfig
+from opdcl.config.model import LoraSection, ModelConfig
 from opdcl.errors import UsageError
 from opdcl.model.adapters import start_files, tuned_model
 from opdcl.model.load_backbone import load_backbone

@@ -7,8 +7,7 @@ import pytest
 from helpers.command import opdcl, sets
 from helpers.tiny import make_project
 
-from opdcl.config.lora import LoraSection
-from opdcl.config.model import ModelConfig
+from opdcl.config.model import LoraSection, ModelConfig
 from opdcl.errors import UsageError
 from opdcl.pipeline.checks import check_targets
 from opdcl.rundir.files import read_json, read_jsonl, write_atomic, write_json

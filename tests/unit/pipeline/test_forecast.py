@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, Qwen3Config
 
-from opdcl.config.lora import LoraSection
+from opdcl.config.model import LoraSection
 from opdcl.model import llama
 from opdcl.model.backbone import Backbone
 from opdcl.pipeline import forecast

@@ -33,7 +33,7 @@ SAME_ARM |= {"model.trust_remote_code", "eval.closeness"} | GATES
 
 
 @pytest.fixture(scope="module")
-def made(tiny_model, loaded, tmp_path_factory):
+def project(tiny_model, loaded, tmp_path_factory):
     folder = make_project(tmp_path_factory.mktemp("project"), "model")
     for name in ("model", "other"):
         shutil.copytree(tiny_model, folder / name)
@@ -46,13 +46,21 @@ def made(tiny_model, loaded, tmp_path_factory):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name in ("adapter", "adapter2"):
         made_by_peft(loaded, folder / name, r=4 if name == "adapter" else 2, target_modules=["q_proj"])
-    return folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield folder
 
 
-@pytest.fixture
-def project(made, monkeypatch):
-    monkeypatch.chdir(made)
-    return made
+@pytest.fixture(scope="module", params=CHANGES)
+def key(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def jobs(key, project):
+    """The runs before and after a change of one setting, which share what they read."""
+    shared = Inputs()
+    return [job_of(overrides, shared) for overrides in settings_of(key)]
 
 
 def settings_of(key: str) -> list[list[str]]:
@@ -93,18 +101,14 @@ def test_every_setting_of_the_schema_is_changed_here():
     assert CHANGES.keys() == {key for key, *_ in describe_fields()}
 
 
-@pytest.mark.parametrize("key", CHANGES)
-def test_a_run_beside_another_one_reads_what_it_would_read_alone(key, project):
+def test_a_run_beside_another_one_reads_what_it_would_read_alone(key, jobs):
     """Arms share what is read; each must get what its own settings name."""
-    before, after = settings_of(key)
-    shared = Inputs()
-    read(job_of(before, shared))
-    assert read(job_of(after, shared)) == read(job_of(after))
+    read(jobs[0])
+    assert read(jobs[1]) == read(job_of(settings_of(key)[1]))
 
 
-@pytest.mark.parametrize("key", CHANGES)
-def test_what_a_setting_determines_is_planned_as_another_result(key, project):
-    before, after = (planned(job_of(overrides)) for overrides in settings_of(key))
+def test_what_a_setting_determines_is_planned_as_another_result(key, jobs):
+    before, after = map(planned, jobs)
     same = {label for label in before if before[label] == after.get(label)}
     trained = {"finetune", "recover"}
     of_base = {label for label in before if label.endswith(" base")}
@@ -124,13 +128,11 @@ def test_what_a_setting_determines_is_planned_as_another_result(key, project):
         assert same == {label for label in before if label != "recover" and not label.endswith(" recovered")}
 
 
-@pytest.mark.parametrize("key", CHANGES)
-def test_runs_that_differ_in_a_setting_are_no_seeds_of_one_arm(key, project):
+def test_runs_that_differ_in_a_setting_are_no_seeds_of_one_arm(key, jobs, project):
     found = []
-    for number, overrides in enumerate(settings_of(key)):
+    for number, job in enumerate(jobs):
         run = RunDir(project / f"run{number}")
-        settings = job_of(overrides).workflow.model_dump(mode="json")
-        write_json(run.config, {"workflow": settings, "origins": {}})
+        write_json(run.config, {"workflow": job.workflow.model_dump(mode="json"), "origins": {}})
         found.append(split_seeds(run))
     (settings, seeds), (others, other_seeds) = found
     differ = as_key(settings) != as_key(others)

@@ -17,7 +17,7 @@ from opdcl.pipeline.execute import execute
 from opdcl.pipeline.inputs import Inputs
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import make_plan
-from opdcl.pipeline.stage_record import Records, StoredStage
+from opdcl.pipeline.run_records import Records, StoredStage
 from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.stage import StageRecord

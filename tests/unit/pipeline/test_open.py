@@ -17,7 +17,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from opdcl.pipeline.open import open_or_begin
+from opdcl.pipeline.verbs import open_or_begin
 from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
 

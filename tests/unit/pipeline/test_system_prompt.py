@@ -12,7 +12,7 @@ from opdcl.errors import UsageError
 from opdcl.pipeline.checks import system_note
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import make_plan
-from opdcl.pipeline.stage_record import Records
+from opdcl.pipeline.run_records import Records
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
 

@@ -18,7 +18,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.model.adapters import find_states, tuned_model
 from opdcl.model.distributions import HiddenStates
 from opdcl.model.load_backbone import load_backbone
-from opdcl.pipeline.open import open_or_begin
+from opdcl.pipeline.verbs import open_or_begin
 from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.hashes import file_hash
 from opdcl.rundir.layout import RunDir

@@ -9,7 +9,7 @@ from opdcl.config.load import validate
 from opdcl.console import Output
 from opdcl.errors import UsageError
 from opdcl.pipeline.execute import execute
-from opdcl.pipeline.job import Job
+from opdcl.pipeline.job import Job, Order
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.seals import verify
 
@@ -37,7 +37,9 @@ def command(tmp_path, tiny_model):
             "model": {"id": str(tiny_model), "dtype": "float32"},
             "finetune": {"data": str(file), "epochs": 1, "batch_size": 4, "lora": {"r": 4, "alpha": 8}},
         }
-        return execute(Job(validate(tree), RunDir(tmp_path / "out")), Output("quiet"), force)
+        return execute(
+            Job(validate(tree), RunDir(tmp_path / "out"), order=Order(force=force)), Output("quiet")
+        )
 
     yield finetune
     _before_lock.clear()

@@ -11,7 +11,7 @@ import transformers
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opdcl.config.lora import LoraSection
+from opdcl.config.model import LoraSection
 from opdcl.model.architecture import architecture
 from opdcl.sampling.decoder import COLUMNS, STEPS, Decoder, Layout, bucket, draw
 from opdcl.sampling.sample import _KEPT, default_rows, graphs_agree, pick_engine, sample

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from opdcl.config.lora import LoraSection
+from opdcl.config.model import LoraSection
 from opdcl.model.forward import answer_states
 from opdcl.model.llama import decodes_as_llama
 from opdcl.sampling.decoder import DRAW_BLOCK, PREFILL, cheapest_batches, draw

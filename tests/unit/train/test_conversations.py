@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.recovering import PROMPT, Notes, make_trainer, recover_rows, short_recovery, whole_and_resumed
 
-from opdcl.config.lora import LoraSection
+from opdcl.config.model import LoraSection
 from opdcl.model.backbone import Backbone
 from opdcl.rundir.stage import StageDir
 from opdcl.train.checkpoints import save_adapter

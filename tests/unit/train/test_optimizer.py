@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opdcl.config.lora import LoraSection
+from opdcl.config.model import LoraSection
 from opdcl.train.checkpoints import StudentOptimizer
 from opdcl.train.loop import LONGEST_GRADIENT
 

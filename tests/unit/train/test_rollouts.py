@@ -5,7 +5,7 @@ from itertools import chain
 import pytest
 from helpers.recovering import PROMPT, make_trainer
 
-from opdcl.config.lora import LoraSection
+from opdcl.config.model import LoraSection
 from opdcl.train.checkpoints import save_adapter
 from opdcl.train.teachers import Teacher
 from opdcl.words import Prompt

@@ -5,7 +5,7 @@ import torch
 from helpers.near import ROUNDING, relative_error
 from helpers.recovering import PROMPT, make_trainer, write_tuned
 
-from opdcl.config.lora import LoraSection
+from opdcl.config.model import LoraSection
 from opdcl.errors import OpdclError, UsageError
 from opdcl.model.forward import Pass, answer_ids, answer_states
 from opdcl.words import Loss, Prompt, Rollout

@@ -1,17 +1,23 @@
-"""What a run directory holds: the record of each training stage, and the fingerprint of each result."""
+"""The records of a run: its manifest, that of each training stage, and the fingerprint of each result."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from opdcl.data.formats import Row
-from opdcl.errors import UsageError
+from opdcl.errors import UsageError, typed
 from opdcl.results.origins import question_key
+from opdcl.rundir import seals
 from opdcl.rundir.files import RESTORE, now, write_json
 from opdcl.rundir.hashes import ADAPTER, adapter_hash, file_hash
-from opdcl.rundir.layout import RunDir, read_result
+from opdcl.rundir.layout import RunDir, read_result, versions
 from opdcl.rundir.stage import StageDir, StageRecord
+from opdcl.sanitize import redact
+from opdcl.version import __version__
 
 STAGE_NUMBERS = {"finetune": 1, "recover": 2}
 
@@ -105,3 +111,26 @@ def learned_rows(rows: Iterable[Row]) -> set[str]:
 def write_learned(stage: StageDir, rows: Iterable[Row], set_aside: str | None) -> None:
     """Record what a fine-tune learns, and the hash of the file of rows that were set aside from it."""
     write_json(stage.learned, {"learned": sorted(learned_rows(rows)), "set_aside": set_aside})
+
+
+def write_manifest(run: RunDir, manifest: dict[str, Any]) -> None:
+    """Add to a manifest what a run was made with, its versions, commands and adapters, and write it."""
+    manifest.setdefault("created", now())
+    manifest["commands"] = [*dict.fromkeys([*manifest.get("commands", []), command_line(run)])]
+    manifest |= {"opdcl": __version__, "versions": versions()}
+    adapters = {}
+    for state, folder in run.adapters().items():
+        digest = StageDir(folder.parent).state()["adapter_sha256"]
+        adapters[state] = {"path": str(folder.relative_to(run.path)), "sha256": digest}
+    manifest["adapters"] = adapters
+    seals.forget(run, run.manifest)
+    write_json(run.manifest, manifest)
+
+
+def command_line(run: RunDir) -> str:
+    """Return the command that started this process; from Python, one that continues the run."""
+    program = Path(sys.argv[0])
+    words = sys.argv[1:]
+    if program.stem != "opdcl" and program.parent.name != "opdcl":  # neither the script nor `python -m opdcl`
+        words = ["run", str(run.workflow), "-o", str(run.path)]
+    return redact(typed("opdcl", *words))
