@@ -11,25 +11,10 @@ from typing import Any
 from urllib.parse import quote
 
 from opdcl.errors import UsageError
-from opdcl.results.arms import Arms, Board, Column, compare_arms
+from opdcl.results import format
+from opdcl.results.arms import Arms, Board, Column, Further, compare_arms
 from opdcl.results.chains import Chains, build_on_one_another, compare_chains
-from opdcl.results.format import (
-    CHANGE,
-    IN_DOMAIN_STYLE,
-    MISSING,
-    NATS,
-    SCORE,
-    SHARE,
-    Table,
-    Unit,
-    by_state,
-    cell,
-    distance_cells,
-    interval,
-    metric_words,
-    points,
-    with_rows,
-)
+from opdcl.results.format import CHANGE, MISSING, NATS, SCORE, Table, Unit, cell
 from opdcl.results.intervals import Estimate
 from opdcl.results.measurements import MeasuredSuite, Row
 from opdcl.results.render import arms_document, chains_document, render_page
@@ -113,18 +98,22 @@ def _reports(board: Board, folder: Path) -> dict[str, str]:
 def comparison_page(board: Compared) -> Page:
     """Lay out a comparison: arms side by side, or steps that build on one another."""
     names = ", ".join(column.name for column in board.columns)
+    suites = [
+        f"{suite.name} ({len(suite.measured)} prompts)" for suite in board.suites.values() if suite.rows
+    ]
+    measured = " and ".join(filter(None, [", ".join(suites[:-1]), *suites[-1:]]))
     if isinstance(board, Arms):
         heading, how = _difference_of(board), "compared on"
         tables = [_scores_table(board), _closeness_table(board), _rivals_table(board)]
-        tables += [*[_further_table(board, suite) for suite in board.further], _settings_table(board)]
+        tables += [*[_further_table(*found) for found in board.further], _settings_table(board)]
     else:
         heading, how = _end_of(board), "steps that build on one another, measured on"
         tables = [_steps_table(board), _chains_table(board), _kept_table(board)]
     return Page(
         name="Comparison",
         heading=heading,
-        sentence=f"{names}: {how} {board.measured}.",
-        sections=with_rows(tables),
+        sentence=f"{names}: {how} {measured}.",
+        sections=format.with_rows(tables),
         details=[],
         faults=board.faults,
         notes=board.notes,
@@ -153,7 +142,7 @@ def _difference_of(board: Arms) -> str:
 def _alone(arm: Column) -> str:
     """Sum up the only arm: the same run with several seeds."""
     ratios = {"R": arm.findings.recovery, "D": arm.findings.domain_retention}
-    known = [f", {name} = {interval(ratio)}" for name, ratio in ratios.items() if ratio]
+    known = [f", {name} = {format.interval(ratio)}" for name, ratio in ratios.items() if ratio]
     return f"{arm.seeds} seeds: {arm.findings.status}{''.join(known)}"
 
 
@@ -195,15 +184,15 @@ def _closeness_table(board: Arms) -> Table:
     for arm in board.columns:
         if near := arm.closeness:
             last = next(near.states[state] for state in reversed(STATES) if near.states.get(state))
-            shown = [cell(last["median"], NATS), cell(last["domain_manner"], SHARE), cell(near.c)]
-            rows.append([arm.label, *distance_cells(near), *shown])
+            shown = [cell(last["median"], NATS), cell(last["domain_manner"], format.SHARE), cell(near.c)]
+            rows.append([arm.label, *format.distance_cells(near), *shown])
     caption = (
         "The mean distance of each state from base, in nats per token, on answers at temperature 1; that of "
         "base is noise. Median and share in domain style are the last model's. C is the share of the "
         "distance that is gone, counted from tuned or from base's answers to unrelated prompts, whichever is "
         "nearer."
     )
-    return Table("Closeness to base", ["arm", *STATES, "median", IN_DOMAIN_STYLE, "C"], rows, caption)
+    return Table("Closeness to base", ["arm", *STATES, "median", format.IN_DOMAIN_STYLE, "C"], rows, caption)
 
 
 def _rivals_table(board: Arms) -> Table:
@@ -217,13 +206,10 @@ def _rivals_table(board: Arms) -> Table:
     return Table(title, ["arm", *HEADLINE_ROLES], rows, caption)
 
 
-def _further_table(board: Arms, suite: MeasuredSuite) -> Table:
-    is_domain, rows = suite.role == "domain", []
-    for arm in board.finished:
-        scores, kept = board.on_further(arm, suite)
-        rows.append([arm.name, *by_state(scores), *([cell(kept)] if is_domain else [])])
-    columns = ["arm", *STATES, *(["D"] if is_domain else [])]
-    words, n = metric_words(suite.metric or ""), len(suite.measured)
+def _further_table(suite: MeasuredSuite, scored: list[Further]) -> Table:
+    columns = ["arm", *STATES, *(["D"] if suite.role == "domain" else [])]
+    rows = [[arm, *format.by_state(states), cell(kept)][: len(columns)] for arm, states, kept in scored]
+    words, n = format.metric_words(suite.metric or ""), len(suite.measured)
     caption = f"Score: {words}, on {n} prompts. This suite does not affect the status."
     return Table(f"{suite.name}, {suite.role}", columns, rows, caption)
 
@@ -251,15 +237,14 @@ def _figure(board: Arms) -> str | None:
 
 def _end_of(board: Chains) -> str:
     """Name the difference of the first two chains at the end, or what one chain has forgotten."""
-    for one, other in board.pairs:
-        if average := board.differences(one, other)["average"]:
-            size = _compared(average).format(other.name)
-            return f"{one.name} is {size} at the end, on average over all suites"
+    for one, other, changes in board.differences:
+        if average := changes["average"]:
+            return f"{one} is {_compared(average).format(other)} at the end, on average over all suites"
     for chain in board.chains:
-        if forgetting := board.figures(chain)["forgetting"]:
+        if forgetting := chain.figures["forgetting"]:
             if forgetting.low <= 0:
                 return f"{chain.name}: no forgetting is shown"
-            return f"{chain.name}: {points(forgetting.value).lstrip('+')} points are forgotten"
+            return f"{chain.name}: {format.points(forgetting.value).lstrip('+')} points are forgotten"
     return "Steps that build on one another"
 
 
@@ -267,7 +252,7 @@ def _steps_table(board: Chains) -> Table:
     suites = [*board.suites]
     rows = [["base", *_cells(board.means(board.base), suites), ""]]
     for step in board.columns:
-        rows.append([step.label, *_cells(board.means(step), suites), cell(board.distance(step), NATS)])
+        rows.append([step.label, *_cells(board.means(step), suites), cell(step.distance, NATS)])
     caption = (
         "The model's scores after each step, and its distance to base in nats per token. Brackets are 95 % "
         "intervals over prompts, and over seeds if there are several."
@@ -277,13 +262,9 @@ def _steps_table(board: Chains) -> Table:
 
 
 def _chains_table(board: Chains) -> Table:
-    rows = []
-    for chain in board.chains:
-        rows.append([chain.name, *[cell(figure, SCORE) for figure in board.figures(chain).values()]])
-    for one, other in board.pairs:
-        changes = board.differences(one, other).values()
-        name = f"{one.name}\nminus {other.name}"
-        rows.append([name, *[cell(change, CHANGE) for change in changes], ""])
+    rows = [[chain.name, *[cell(found, SCORE) for found in chain.figures.values()]] for chain in board.chains]
+    for one, other, changes in board.differences:
+        rows.append([f"{one}\nminus {other}", *[cell(change, CHANGE) for change in changes.values()], ""])
     caption = (
         "Average: the mean at the end of all retention suites and learned domains. Forgetting: how far they "
         "lie below their best score before the last step, including base's retention. Backward transfer: how "

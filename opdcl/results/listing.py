@@ -42,20 +42,18 @@ def list_runs(folder: Path) -> tuple[Table, list[dict[str, Any]]]:
 def _line(run: RunDir) -> tuple[list[str], dict[str, Any]]:
     """Return a run's cells, and its data: R, D and distance as in `opdcl report RUN --json`."""
     results = Results(run)
-    summary = results.summary
-    document = run_document(summary)
-    state, begun = state_of(results), run.read_manifest().get("created") or ""
-    data = {"run": str(run.path), "state": state, "begun": begun, "verdict": document["verdict"]}
-    data |= {key: document[key] for key in ("recovery", "domain_retention")}
+    summary, state = results.summary, state_of(results)
+    begun, document = run.read_manifest().get("created") or "", run_document(summary)
     distance = None
     if near := summary.closeness:
         distance = next(found["distance"] for state in reversed(STATES) if (found := near.states[state]))
     ratios = [summary.findings.recovery, summary.findings.domain_retention]
     cells = [str(run.path), state, *(value(ratio) if ratio else MISSING for ratio in ratios)]
     cells.append(value(distance, NATS) if distance else MISSING)
-    data["distance"] = distance.value if distance else None
-    when = f"{datetime.fromisoformat(begun):%Y-%m-%d %H:%M}" if begun else ""
-    return [*cells, when], data
+    cells.append(f"{datetime.fromisoformat(begun):%Y-%m-%d %H:%M}" if begun else "")
+    data = {"run": str(run.path), "state": state, "begun": begun}
+    data |= {key: document[key] for key in ("verdict", "recovery", "domain_retention")}
+    return cells, data | {"distance": distance.value if distance else None}
 
 
 def state_of(results: Results) -> str:

@@ -168,7 +168,7 @@ def test_one_prompt_of_a_hundred_is_no_forgetting_that_is_shown(step):
                 run.eval_result(state, suite).unlink()
     comparison = chains.compare_chains([first, second])
     before, after = ((np.arange(100) < passed).astype(float) for passed in (99, 98))
-    forgetting = comparison.figures(comparison.chains[0])["forgetting"]
+    forgetting = comparison.chains[0].figures["forgetting"]
     assert forgetting == intervals.difference(before, after).rounded()
     assert comparison_page(comparison).heading.endswith("no forgetting is shown")
 
@@ -203,7 +203,7 @@ def test_what_a_step_learned_does_not_depend_on_the_order_of_its_suites(step, se
     last = step("second", "manual", 32, 6, 36, start=first)
     change(last, "eval", domain=second)
     comparison = chains.compare_chains([first, last])
-    figures = comparison.figures(*comparison.chains)
+    figures = comparison.chains[0].figures
     assert figures["backward_transfer"].value == pytest.approx((6 - 38) / N)
     assert figures["forgetting"].value == pytest.approx((38 - 6) / 2 / N)
 
@@ -213,13 +213,13 @@ def test_a_domain_that_no_rows_tell_is_left_out_with_a_note_whose_hint_helps(ste
     first = step("first", "handbook", 32, 38, 2)
     last = step("second", "rows.jsonl", 32, 38, 36, start=first)
     comparison = chains.compare_chains([first, last])
-    assert comparison.figures(comparison.chains[0])["average"].value == pytest.approx((32 + 38) / 2 / N)
+    assert comparison.chains[0].figures["average"].value == pytest.approx((32 + 38) / 2 / N)
     assert any("second: which of its domain suites it learned is unknown" in n for n in comparison.notes)
     left_out = "first → second: no step is known to have learned manual: left out."
     assert left_out in comparison.notes
     change(last, "finetune", data="texts/manual.jsonl")
     named = chains.compare_chains([first, last])
-    assert named.figures(named.chains[0])["average"].value == pytest.approx((32 + 38 + 36) / 3 / N)
+    assert named.chains[0].figures["average"].value == pytest.approx((32 + 38 + 36) / 3 / N)
     assert not any("unknown" in note or "left out" in note for note in named.notes)
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from helpers.synthetic import alter, change, compared, held, measure_states, pages, workflow, write
 
-from opdcl.results.arms import load_arms
 from opdcl.results.compare import compare_runs, comparison_page
 from opdcl.results.origins import split_seeds
 from opdcl.results.render import summarise
@@ -253,4 +252,4 @@ def test_its_prompts_do_not_keep_seeds_apart(tmp_path):
     runs = [make(tmp_path / f"mine-{seed}", seed=seed) for seed in (0, 1)]
     change(runs[0], "eval", closeness="requests")
     assert "eval.closeness" not in split_seeds(runs[0])[0]
-    assert len(load_arms(runs)) == 1
+    assert len(compared(runs)["arms"]) == 1
