@@ -20,7 +20,7 @@ import numpy as np
 from opdcl.errors import UsageError
 from opdcl.results import ratios
 from opdcl.results.intervals import Estimate, difference, mean
-from opdcl.results.measurements import MeasuredSuite, pooled, section, states_of
+from opdcl.results.measurements import MeasuredSuite, section, stacked, states_of
 from opdcl.results.origins import START, as_key, count_learned, learned_by, line_of, without_seed
 from opdcl.results.ratios import Closeness, Findings, ResponseTests, findings
 from opdcl.results.status import HEADLINE_ROLES, STATES
@@ -49,7 +49,7 @@ class Column:
     """Suite -> `(S, N)` scores, for the suites that are measured."""
     members: list[Results] = field(default_factory=list)
     """Its runs, which differ only in their seeds. A reference, base or tuned, has none of its own."""
-    pooled: list[Results] = field(default_factory=list)
+    counted: list[Results] = field(default_factory=list)
     """Those behind its numbers: the finished ones, or all if none is finished."""
     findings: Findings = NOTHING_FOUND
     writing: ResponseTests = field(default_factory=dict)
@@ -83,15 +83,6 @@ class Board:
         measured = {name: suite for name, suite in self.suites.items() if name in column.scores}
         return {name: mean(column.scores[name], suite.clusters).rounded() for name, suite in measured.items()}
 
-    def changes(self, one: Column, other: Column) -> dict[str, Estimate]:
-        """Return the paired difference of two models on each suite that both are measured on."""
-        found = {}
-        for name, suite in self.suites.items():
-            if name in one.scores and name in other.scores:
-                change = difference(one.scores[name], other.scores[name], suite.clusters)
-                found[name] = change.rounded()
-        return found
-
 
 class Further(NamedTuple):
     """What an arm scores on a suite beside the headline suites."""
@@ -119,8 +110,8 @@ class Arms(Board):
     @property
     def further(self) -> list[tuple[MeasuredSuite, list[Further]]]:
         """Every further suite that all finished arms answered on the same prompts, and their scores on it."""
-        finished = [arm for arm in self.columns if not any(run.missing for run in arm.pooled)]
-        runs = [run for arm in finished for run in arm.pooled]
+        finished = [arm for arm in self.columns if not any(run.missing for run in arm.counted)]
+        runs = [run for arm in finished for run in arm.counted]
         found = []
         for suite in runs[0].suites if runs else []:
             if suite not in runs[0].headline.values() and all(_answered(run, suite) for run in runs):
@@ -129,9 +120,14 @@ class Arms(Board):
 
     @property
     def against_first(self) -> dict[str, dict[str, Estimate]]:
-        """Other arm -> role -> how much higher the first one scores."""
+        """Other arm -> role -> how much higher the first one scores on the same prompts, where both do."""
         first, *others = self.columns
-        return {arm.name: self.changes(first, arm) for arm in others}
+        found: dict[str, dict[str, Estimate]] = {arm.name: {} for arm in others}
+        for arm in others:
+            for role in first.scores.keys() & arm.scores.keys():
+                change = difference(first.scores[role], arm.scores[role], self.suites[role].clusters)
+                found[arm.name][role] = change.rounded()
+        return found
 
 
 def compare_arms(runs: Sequence[RunDir]) -> Arms:
@@ -156,11 +152,13 @@ def compare_arms(runs: Sequence[RunDir]) -> Arms:
                 raise UsageError(f"{pair} cannot be compared: {reason}", _remedy(model, other))
         if role in model.headline:
             suites[role] = model.headline[role]
-    arms = [
-        _arm(name, group, [*suites]) for name, group in pool(members, lambda run: as_key(run.seeds)).items()
-    ]
-    near = next((run.near.asked for arm in arms for run in arm.pooled if run.near.rows), None)
-    arms = [replace(arm, closeness=closeness_on(near, arm.pooled)) for arm in arms]
+    arms = []
+    groups = pool(members, lambda run: as_key(run.seeds))
+    # The numbers of an arm are those of its finished runs, or of all if none is finished.
+    counted = {name: [run for run in group if not run.missing] or group for name, group in groups.items()}
+    near = next((run.near.asked for runs in counted.values() for run in runs if run.near.rows), None)
+    for name, group in groups.items():
+        arms.append(_with_findings(pooled_column(name, group, counted[name], suites, near)))
     references = [*_references("base", arms), *_references("tuned", arms)]
     differences = _differences(arms)
     faults, of_runs = said_by(members)
@@ -212,29 +210,39 @@ def _remedy(model: Results, other: Results) -> str:
     return shlex.join(words)
 
 
-def _arm(name: str, members: list[Results], roles: Sequence[str]) -> Column:
-    """Return an arm: the scores of its runs' last models, and what follows from them.
+def scores_of(runs: Sequence[Results], suite: str, state: str = "") -> np.ndarray | None:
+    """Return the scores of a state, by default the last of each run; None unless all are measured."""
+    named = [(run.named.get(suite), state or run.end) for run in runs]
+    return stacked([own.column(measured) if own else None for own, measured in named])
 
-    They are those of its finished runs, or of all if none is finished.
+
+def pooled_column(
+    name: str, members: list[Results], counted: list[Results], suites: dict[str, MeasuredSuite], near: object
+) -> Column:
+    """Return the last model of some runs, of which only those `counted` are behind its numbers.
+
+    It has a closeness if all of these measured it on the prompts of `near`, the `asked` of a suite.
     """
-    runs = [member for member in members if not member.missing] or members
-    end, scores = members[0].end, {}
-    own = {role: [run.headline[role] for run in runs] for role in roles}
-    for role, measured in own.items():
-        ends = pooled([suite for suite in measured if end in suite.rows], end)
-        if ends is not None:
-            scores[role] = ends
-    retention, domain = (own.get(role, []) for role in HEADLINE_ROLES)
+    distances = [run.near for run in counted]
+    scores = {key: scores_of(counted, suite.name) for key, suite in suites.items()}
+    return Column(
+        name=name,
+        state=members[0].end,
+        seeds=len(counted),
+        scores={key: found for key, found in scores.items() if found is not None},
+        members=members,
+        counted=counted,
+        closeness=ratios.closeness_of(distances) if all(suite.asked == near for suite in distances) else None,
+    )
+
+
+def _with_findings(arm: Column) -> Column:
+    """Return an arm with what follows from its scores."""
+    headlines = [run.headline for run in arm.counted]
+    retention, domain = ([own[role] for own in headlines if role in own] for role in HEADLINE_ROLES)
     tests = ratios.compared_with_base(retention)
     found = findings(states_of(retention), states_of(domain), ratios.alike(tests))
-    found = replace(found, status=members[0].status(found))
-    return Column(name, end, len(runs), scores, members, runs, found, tests)
-
-
-def closeness_on(asked: object, runs: Sequence[Results]) -> Closeness | None:
-    """Return the closeness of some runs; None unless all of them measured it on these prompts."""
-    near = [run.near for run in runs]
-    return ratios.closeness_of(near) if all(suite.asked == asked for suite in near) else None
+    return replace(arm, findings=replace(found, status=arm.members[0].status(found)), writing=tests)
 
 
 def _references(state: str, arms: list[Column]) -> list[Column]:
@@ -244,7 +252,7 @@ def _references(state: str, arms: list[Column]) -> list[Column]:
     arms_of: dict[tuple[int, ...], list[str]] = {}
     for arm in arms:
         # The end of a run is its arm's own column.
-        runs = [run for run in arm.pooled if state != run.end]
+        runs = [run for run in arm.counted if state != run.end]
         own = ({r: s.values(state) for r, s in run.headline.items() if state in s.rows} for run in runs)
         if found := {_index(results, scores) for scores in own if scores}:
             arms_of.setdefault(tuple(sorted(found)), []).append(arm.name)
@@ -255,8 +263,8 @@ def _references(state: str, arms: list[Column]) -> list[Column]:
             for role, scores in results[index].items():
                 measured[role].append(scores)
         name = state if len(names) == len(arms) else f"{state} of {', '.join(names)}"
-        stacked = {role: np.stack(scores) for role, scores in measured.items()}
-        references.append(Column(name, state, len(indices), stacked))
+        means = {role: np.stack(scores) for role, scores in measured.items()}
+        references.append(Column(name, state, len(indices), means))
     return references
 
 
@@ -277,12 +285,11 @@ def _answered(member: Results, suite: MeasuredSuite) -> bool:
 
 
 def _on_further(arm: Column, suite: MeasuredSuite) -> Further:
-    own, scores = [run.named[suite.name] for run in arm.pooled], {}
-    for state in STATES:
-        if (found := pooled(own, state)) is not None:
-            scores[state] = mean(found, suite.clusters).rounded()
-    of_domain = states_of(own) if suite.role == "domain" else None
-    return Further(arm.name, scores, findings(None, of_domain).domain_retention)
+    """Return an arm's scores on a further suite, of all its states, and D if it is one of the domain."""
+    scores = {state: scores_of(arm.counted, suite.name, state) for state in STATES}
+    means = {s: mean(found, suite.clusters).rounded() for s, found in scores.items() if found is not None}
+    own = [run.named[suite.name] for run in arm.counted if suite.role == "domain"]
+    return Further(arm.name, means, findings(None, states_of(own)).domain_retention)
 
 
 def _differences(arms: list[Column]) -> dict[str, dict[str, Any]]:
@@ -290,15 +297,13 @@ def _differences(arms: list[Column]) -> dict[str, dict[str, Any]]:
     settings = {arm.name: arm.members[0].settings for arm in arms}
     differences: dict[str, dict[str, Any]] = {}
     for key in dict.fromkeys(key for of_arm in settings.values() for key in of_arm):
-        # If an arm lacks a section, its flat keys hold the section's name alone.
-        section_name = key.split(".")[0]
-        is_value = key == START  # every other key without a dot names a section
-        having = [name for name, of_arm in settings.items() if is_value or section_name not in of_arm]
+        # If an arm lacks a section, its flat keys hold the section's name alone. The start is in no section.
+        of_section = key.split(".")[0]
+        having = [name for name, of_arm in settings.items() if key == START or of_section not in of_arm]
         values = {name: settings[name][key] for name in having if key in settings[name]}
-        if key == section_name and not is_value:
-            if having:
-                differences[key] = {name: "given" if name in having else "left out" for name in settings}
-        elif len(values) < len(having) or len({as_key(value) for value in values.values()}) > 1:
+        if key == of_section != START:
+            values = {name: "given" if name in having else "left out" for name in settings if having}
+        if len(values) < len(having) or len({as_key(value) for value in values.values()}) > 1:
             differences[key] = values
     return differences
 
@@ -324,10 +329,10 @@ def _notes(
         for member in arm.members:
             if member.missing:
                 what = f"{member.path} is not finished: no result of {', '.join(member.missing)}"
-                left_out = "" if member in arm.pooled else f", and is left out of {arm.name}"
+                left_out = "" if member in arm.counted else f", and is left out of {arm.name}"
                 notes.append(f"{what}{left_out}.")
     for arm in arms:
-        if any(run.near.rows and run.near.asked != near for run in arm.pooled):
+        if any(run.near.rows and run.near.asked != near for run in arm.counted):
             notes.append(f"{arm.name}: its closeness to base was measured on other prompts.")
     return notes
 

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from opdcl.results.arms import Board, Column, closeness_on, pool, said_by, seed_notes
+from opdcl.results.arms import Board, Column, pool, pooled_column, said_by, scores_of, seed_notes
 from opdcl.results.intervals import Change, Estimate, change_over, mean_over
-from opdcl.results.measurements import MeasuredSuite, States, section, stacked
+from opdcl.results.measurements import MeasuredSuite, States, section
 from opdcl.results.origins import count_learned, holder, learned_by, places_of, rows_set_aside, without_seed
 from opdcl.results.ratios import domain_retention
 from opdcl.results.summary import Results
@@ -111,7 +111,8 @@ def compare_chains(runs: Sequence[RunDir]) -> Chains:
     steps, unsure = [], []
     for name, group in groups.items():
         learned, note = _domain_suite(name, group[0])
-        steps.append(_step(name, group, suites, learned))
+        step = pooled_column(name, group, group, suites, group[0].near.asked)
+        steps.append(replace(step, learned=learned))
         unsure += [note] if note else []
     chains = _chains(steps, suites)
     base: dict[str, np.ndarray] = {}
@@ -164,15 +165,6 @@ def _shared_name(suite: MeasuredSuite, suites: dict[str, MeasuredSuite], member:
     return suite.name
 
 
-def _step(name: str, members: list[Results], suites: dict[str, MeasuredSuite], learned: str | None) -> Column:
-    """Return a step; its closeness only if every run measured it on the same prompts."""
-    scores = {suite: found for suite in suites if (found := _scores_of(members, suite)) is not None}
-    near = closeness_on(members[0].near.asked, members)
-    return Column(
-        name, members[0].end, len(members), scores, members, members, closeness=near, learned=learned
-    )
-
-
 def _domain_suite(name: str, first: Results) -> tuple[str | None, str]:
     """Return the suite of the domain that a step learned, and a note where its rows do not decide.
 
@@ -187,12 +179,6 @@ def _domain_suite(name: str, first: Results) -> tuple[str | None, str]:
     reason = "its rows are those of none of them, or of several"
     remedy = "give one suite the name of the file of rows, without its ending"
     return None, f"{name}: which of its domain suites it learned is unknown: {reason}; {remedy}."
-
-
-def _scores_of(runs: Sequence[Results], suite: str, state: str = "") -> np.ndarray | None:
-    """Return the scores of a state, by default the last of each run; None unless all are measured."""
-    named = [(run.named.get(suite), state or run.end) for run in runs]
-    return stacked([own.column(measured) if own else None for own, measured in named])
 
 
 def _asks_rows_of(made: Results, shared: str) -> bool:
@@ -248,10 +234,10 @@ def _figures(
     for name in counted:
         clusters, is_domain = suites[name].clusters, name in learned_at
         # What it was before the last step: since it was learned, or from base on.
-        before = [] if is_domain else [_scores_of(runs_of[-1], name, "base")]
-        before += [_scores_of(runs, name) for runs in runs_of[learned_at.get(name, 0) : -1]]
+        before = [] if is_domain else [scores_of(runs_of[-1], name, "base")]
+        before += [scores_of(runs, name) for runs in runs_of[learned_at.get(name, 0) : -1]]
         measured = [scores for scores in before if scores is not None]
-        if (end := _scores_of(runs_of[-1], name)) is not None:
+        if (end := scores_of(runs_of[-1], name)) is not None:
             average[name] = [end], [], clusters
             if before and len(measured) == len(before):
                 forgetting[name] = [max(measured, key=lambda scores: scores.mean())], [end], clusters
@@ -301,8 +287,8 @@ def _kept(steps: list[Column], suites: dict[str, MeasuredSuite]) -> list[Teacher
             suite = found[0][0].learned if len(found) == len(parents) else None
             if teacher == START or suite is None:
                 continue
-            base, student = _scores_of(step.members, suite, "base"), step.scores.get(suite)
-            taught = _scores_of([member for _, member in found], suite)
+            base, student = scores_of(step.members, suite, "base"), step.scores.get(suite)
+            taught = scores_of([member for _, member in found], suite)
             if base is not None and taught is not None and student is not None:
                 floor, clusters = suites[suite].floor_values(), suites[suite].clusters
                 share = domain_retention(States(base, taught, student, floor, clusters))

@@ -1,4 +1,4 @@
-"""Compare runs, and write the comparison as Markdown, HTML and JSON."""
+"""Runs side by side: compared, and written as Markdown, HTML and JSON; or a folder of them, a line each."""
 
 from __future__ import annotations
 
@@ -6,28 +6,35 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from opdcl.errors import UsageError
+from opdcl.faults import translate
 from opdcl.results import format
 from opdcl.results.arms import Arms, Board, Column, Further, compare_arms
 from opdcl.results.chains import Chains, build_on_one_another, compare_chains
 from opdcl.results.format import CHANGE, MISSING, NATS, SCORE, Table, Unit, cell
 from opdcl.results.intervals import Estimate
 from opdcl.results.measurements import MeasuredSuite, Row
-from opdcl.results.render import arms_document, chains_document, render_page
+from opdcl.results.render import arms_document, chains_document, render_page, run_document
 from opdcl.results.samples import Group, answers_by_run
 from opdcl.results.sections import Page
 from opdcl.results.status import HEADLINE_ROLES, STATES
+from opdcl.results.summary import Results
 from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.layout import RunDir
+from opdcl.rundir.lock import owner_of
 from opdcl.sanitize import harmless
 
 Compared = Arms | Chains
 
 WHERE = {"retention": " in retention", "domain": " on the domain"}
+
+# What `opdcl ls` shows of each run.
+LISTED = ["run", "state", "R", "D", "distance, nats", "begun"]
 
 # Of how many runs the page has answers: more have no room beside one another.
 MOST_RUNS = 6
@@ -113,7 +120,7 @@ def comparison_page(board: Compared) -> Page:
         name="Comparison",
         heading=heading,
         sentence=f"{names}: {how} {measured}.",
-        sections=format.with_rows(tables),
+        sections=[table for table in tables if table.rows],
         details=[],
         faults=board.faults,
         notes=board.notes,
@@ -126,11 +133,11 @@ def _difference_of(board: Arms) -> str:
     if not others:
         return _alone(first)
     clauses: list[str] = []
-    for role in HEADLINE_ROLES:
+    for role, where in WHERE.items():
         changes = [found[role] for found in board.against_first.values() if role in found]
         if changes:
             clause = _compared(changes[0]) if len(others) == 1 else _count(changes)
-            clauses.append(clause.format("it" if clauses else others[0].name) + WHERE[role])
+            clauses.append(clause.format("it" if clauses else others[0].name) + where)
     if not clauses:
         return "Not measured yet"
     if all(clause.startswith("not shown") for clause in clauses):
@@ -152,6 +159,27 @@ def _count(changes: list[Estimate]) -> str:
     if not above and not below:
         return f"not shown to differ from any of {len(changes)} other arms"
     return f"above {above or 'none'} and below {below or 'none'} of {len(changes)} other arms"
+
+
+def _end_of(board: Chains) -> str:
+    """Name the difference of the first two chains at the end, or what one chain has forgotten."""
+    for one, other, changes in board.differences:
+        if average := changes["average"]:
+            return f"{one} is {_compared(average).format(other)} at the end, on average over all suites"
+    for chain in board.chains:
+        if forgetting := chain.figures["forgetting"]:
+            if forgetting.low <= 0:
+                return f"{chain.name}: no forgetting is shown"
+            return f"{chain.name}: {format.points(forgetting.value).lstrip('+')} points are forgotten"
+    return "Steps that build on one another"
+
+
+def _compared(change: Estimate) -> str:
+    """Say how far apart two models are; `{}` stands for the second one."""
+    size = f"{abs(100 * change.value):.1f} points"
+    if change.low > 0:
+        return f"{size} above {{}}"
+    return f"{size} below {{}}" if change.high < 0 else "not shown to differ from {}"
 
 
 def _setting(value: Any) -> str:
@@ -235,19 +263,6 @@ def _figure(board: Arms) -> str | None:
     return plots.frontier({role: suite.plain for role, suite in board.suites.items()}, marks)
 
 
-def _end_of(board: Chains) -> str:
-    """Name the difference of the first two chains at the end, or what one chain has forgotten."""
-    for one, other, changes in board.differences:
-        if average := changes["average"]:
-            return f"{one} is {_compared(average).format(other)} at the end, on average over all suites"
-    for chain in board.chains:
-        if forgetting := chain.figures["forgetting"]:
-            if forgetting.low <= 0:
-                return f"{chain.name}: no forgetting is shown"
-            return f"{chain.name}: {format.points(forgetting.value).lstrip('+')} points are forgotten"
-    return "Steps that build on one another"
-
-
 def _steps_table(board: Chains) -> Table:
     suites = [*board.suites]
     rows = [["base", *_cells(board.means(board.base), suites), ""]]
@@ -309,9 +324,52 @@ def _cells(estimates: Mapping[str, Estimate], names: Sequence[str], unit: Unit =
     return [cell(estimates.get(name), unit) for name in names]
 
 
-def _compared(change: Estimate) -> str:
-    """Say how far apart two models are; `{}` stands for the second one."""
-    size = f"{abs(100 * change.value):.1f} points"
-    if change.low > 0:
-        return f"{size} above {{}}"
-    return f"{size} below {{}}" if change.high < 0 else "not shown to differ from {}"
+def list_runs(folder: Path) -> tuple[Table, list[dict[str, Any]]]:
+    """Return the runs in a folder, as a table and as plain data, the latest first. A damaged one says so.
+
+    Raises:
+        UsageError: There is no such folder.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder}", "opdcl run quickstart  # makes runs/quickstart")
+    found = []
+    for run in map(RunDir, sorted(folder.iterdir())):
+        if run.is_run():
+            try:
+                found.append(_line(run))
+            except Exception as fault:  # one folder must not hide the others
+                error = translate(fault)
+                cells = [str(run.path), f"damaged: {error}", *[MISSING] * 3, ""]
+                found.append((cells, {"run": str(run.path), "damaged": str(error)}))
+    found.sort(key=lambda line: line[1].get("begun", ""), reverse=True)
+    return Table("", LISTED, [cells for cells, _ in found]), [data for _, data in found]
+
+
+def _line(run: RunDir) -> tuple[list[str], dict[str, Any]]:
+    """Return a run's cells, and its data: R, D and distance as in `opdcl report RUN --json`."""
+    results = Results(run)
+    summary, state = results.summary, state_of(results)
+    begun, document = run.read_manifest().get("created") or "", run_document(summary)
+    distance = None
+    if near := summary.closeness:
+        distance = next(found["distance"] for state in reversed(STATES) if (found := near.states[state]))
+    ratios = [summary.findings.recovery, summary.findings.domain_retention]
+    cells = [str(run.path), state, *(format.value(ratio) if ratio else MISSING for ratio in ratios)]
+    cells.append(format.value(distance, NATS) if distance else MISSING)
+    cells.append(f"{datetime.fromisoformat(begun):%Y-%m-%d %H:%M}" if begun else "")
+    data = {"run": str(run.path), "state": state, "begun": begun}
+    data |= {key: document[key] for key in ("verdict", "recovery", "domain_retention")}
+    return cells, data | {"distance": distance.value if distance else None}
+
+
+def state_of(results: Results) -> str:
+    """Return what a run is doing, where it stopped, or which adapter it has last."""
+    is_running = bool(owner_of(results.run))
+    for stage in results.run.stages():
+        if not stage.is_done():
+            return f"{'running' if is_running else 'stopped in'} {stage.name}, {stage.progress()}"
+    if is_running:
+        return "running eval"
+    if results.alone:
+        return "base alone"
+    return next(reversed(results.run.adapters()), "not begun")

@@ -114,7 +114,8 @@ def _drops(limits: float | Mapping[str, float], results: Results) -> list[Record
 
 def judge_drop(suite: MeasuredSuite, limit: float) -> Record:
     """Judge how far the last measured state lies below base on a suite; `limit` is in points."""
-    gate, state = f"max_drop {suite.name}", suite.latest
+    gate = f"max_drop {suite.name}"
+    state = next((state for state in ("recovered", "tuned") if state in suite.rows), None)
     if "base" not in suite.rows or state is None:
         fault = suite.faults[0] if suite.faults else "base and tuned are not both measured"
         return _record(gate, f"{suite.name}: {fault}")

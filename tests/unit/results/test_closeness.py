@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers.synthetic import alter, change, compared, held, measure_states, pages, workflow, write
 
-from opdcl.results.compare import compare_runs, comparison_page
+from opdcl.results.compare import compare_runs, comparison_page, list_runs
 from opdcl.results.origins import split_seeds
 from opdcl.results.render import summarise
 from opdcl.results.sections import main_tables
@@ -220,6 +220,13 @@ def test_a_run_of_an_older_version_has_none(tmp_path):
     assert summary["closeness"] is None
     assert "Closeness" not in pages(run)["report.md"]
     assert [table.title for table in main_tables(Results(run).summary)] == ["Scores"]
+
+
+def test_runs_are_listed_with_the_distance_of_their_last_model(tmp_path):
+    ends = {make(tmp_path / "whole"): "recovered", make(tmp_path / "tuned", recovered=None): "tuned"}
+    listed = {line["run"]: line["distance"] for line in list_runs(tmp_path)[1]}
+    for run, state in ends.items():
+        assert listed[str(run.path)] == summarise(run)["closeness"][state]["distance"]["value"]
 
 
 def test_seeds_are_pooled_and_widen_the_interval_as_for_r(tmp_path):
