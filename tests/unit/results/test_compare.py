@@ -10,9 +10,8 @@ from urllib.parse import unquote
 import pytest
 from helpers.command import opdcl
 from helpers.page import HOSTILE, PAYLOAD, safe_page
-from helpers.synthetic import METRIC, N, change, held, measure, measure_states
+from helpers.synthetic import METRIC, N, change, held, measure
 
-from opdcl.results import compare
 from opdcl.results.compare import compare_runs, write_comparison
 from opdcl.rundir.layout import RunDir
 
@@ -26,53 +25,11 @@ def test_writing_again_gives_the_same_three_files(three, tmp_path):
     assert written[0] == written[1]
 
 
-@pytest.fixture
-def answered(make):
-    """Return a function that makes a run with answers and a report; its recovered model passes some."""
-
-    def made(name: str, passes: set[int], **recover) -> RunDir:
-        run = make(name, None, None, **recover)
-        for suite in ("instructions", "handbook"):
-            measure_states(run, suite, (32, 8, passes), response=f"An answer of {name}.")
-        run.reports[1].write_text("a report")
-        return run
-
-    return made
-
-
-def groups_of(html: str) -> dict[str, int]:
-    """Return title -> number of prompts of the groups of the retention suite."""
-    part = html.partition("<h3>instructions</h3>")[2].partition("<h3>")[0]
-    return {t: int(n) for t, n in re.findall(r"<summary>([^<]+) <small>\((\d+)\)</small>", part)}
-
-
-def test_the_page_has_the_answers_of_the_runs_side_by_side(answered, tmp_path):
-    runs = [answered("ours", {*range(30)}), answered("base", {*range(10, 35)}, method="general")]
-    html = write_comparison(compare_runs(runs), tmp_path / "out")[1].read_text()
-    assert groups_of(html) == {
-        "Passed by ours, not by base (run)": 10,
-        "Passed by base (run), not by ours": 5,
-        "Passed by every run": 20,
-        "Passed by none": 5,
-    }
-    card = html.partition("Prompt number 3 of instructions")[2].partition("</details>")[0]
-    marks = re.findall(r"<span[^>]*>(.*?)</span><span class=\"(?:pass|fail)\">(\w+)</span>", card)
-    assert marks == [("base", "pass"), ("ours", "pass"), ("base (run)", "fail")]
-    assert card.count("An answer of base.") == 1
-    safe_page(html)
-
-
-def test_of_many_arms_the_page_says_whose_answers_it_leaves_out(answered, tmp_path):
-    runs = [answered(f"arm_{i}", {*range(i, 30)}, steps=i + 1) for i in range(compare.MOST_RUNS + 1)]
-    html = write_comparison(compare_runs(runs), tmp_path / "out")[1].read_text()
-    assert f"Left out for want of room: arm_{compare.MOST_RUNS}." in html
-    rest = {"Passed by every run": 25, "Passed by none": 10}
-    assert groups_of(html) == rest | {"Passed by arm_0, not by every other run": 5}
-
-
-def test_the_page_links_to_the_reports_of_the_runs(answered, tmp_path):
+def test_the_page_links_to_the_reports_of_the_runs(make, tmp_path):
     odd = "javascript:alert(1) & more"
-    runs = [answered(odd, {*range(30)}), answered("other", {*range(28)}, method="general")]
+    runs = [make(odd, 28, 32), make("other", 28, 32, method="general")]
+    for run in runs:
+        run.reports[1].write_text("a report")
     page = safe_page(write_comparison(compare_runs(runs), tmp_path / "a" / "out")[1].read_text())
     links = [value for name, value in page.attributes if name == "href" and not value.startswith("#")]
     assert [(tmp_path / "a/out" / unquote(x)).resolve() for x in links] == [run.reports[1] for run in runs]
