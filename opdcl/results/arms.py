@@ -32,6 +32,9 @@ from opdcl.rundir.layout import RunDir
 # Settings of the evaluation that do not change how a suite is measured.
 HARMLESS = {f"eval.{option}" for option in (*HEADLINE_ROLES, "control", "limit")}
 
+# The suites of a comparison by name; the headline suites of arms by role.
+Suites = dict[str, MeasuredSuite]
+
 # The findings of a model that has no R and no D of its own.
 NOTHING_FOUND = findings(None, None)
 
@@ -71,8 +74,7 @@ class Column:
 class Board:
     """Suites, and the models that were measured on them, each in one column."""
 
-    suites: dict[str, MeasuredSuite]
-    """By name; the headline suites of arms by role."""
+    suites: Suites
     columns: list[Column]
     faults: list[str]
     notes: list[str]
@@ -217,7 +219,7 @@ def scores_of(runs: Sequence[Results], suite: str, state: str = "") -> np.ndarra
 
 
 def pooled_column(
-    name: str, members: list[Results], counted: list[Results], suites: dict[str, MeasuredSuite], near: object
+    name: str, members: list[Results], counted: list[Results], suites: Suites, near: tuple | None
 ) -> Column:
     """Return the last model of some runs, of which only those `counted` are behind its numbers.
 
@@ -309,7 +311,7 @@ def _differences(arms: list[Column]) -> dict[str, dict[str, Any]]:
 
 
 def _notes(
-    arms: list[Column], references: list[Column], differences: dict[str, dict[str, Any]], near: object
+    arms: list[Column], references: list[Column], differences: dict[str, dict[str, Any]], near: tuple | None
 ) -> list[str]:
     """Say what sets arms apart besides their scores, and what is not measured yet, or on other prompts."""
     notes = []

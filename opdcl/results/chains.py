@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from opdcl.results.arms import Board, Column, pool, pooled_column, said_by, scores_of, seed_notes
+from opdcl.results.arms import Board, Column, Suites, pool, pooled_column, said_by, scores_of, seed_notes
 from opdcl.results.intervals import Change, Estimate, change_over, mean_over
 from opdcl.results.measurements import MeasuredSuite, States, section
 from opdcl.results.origins import count_learned, holder, learned_by, places_of, rows_set_aside, without_seed
@@ -58,8 +58,8 @@ class Difference(NamedTuple):
 
     of: str
     against: str
-    changes: dict[str, Estimate | None]
-    """Of average and forgetting, over the seeds that both have."""
+    average: Estimate | None
+    forgetting: Estimate | None
 
 
 class TeacherRetention(NamedTuple):
@@ -68,8 +68,8 @@ class TeacherRetention(NamedTuple):
     step: str
     teacher: str
     suite: str
-    share: Estimate | None
-    """Of the teacher's gain on the suite."""
+    kept: Estimate | None
+    """The share of the teacher's gain on the suite."""
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,9 @@ def compare_chains(runs: Sequence[RunDir]) -> Chains:
     )
 
 
-def _shared_suites(members: list[Results]) -> tuple[dict[str, MeasuredSuite], list[str]]:
+def _shared_suites(members: list[Results]) -> tuple[Suites, list[str]]:
     """Return the suites by name, and notes on runs with other prompts of one, which lose it."""
-    suites: dict[str, MeasuredSuite] = {}
+    suites: Suites = {}
     notes = []
     for member in members:
         member.named = {}
@@ -149,7 +149,7 @@ def _shared_suites(members: list[Results]) -> tuple[dict[str, MeasuredSuite], li
     return suites, notes
 
 
-def _shared_name(suite: MeasuredSuite, suites: dict[str, MeasuredSuite], member: Results) -> str:
+def _shared_name(suite: MeasuredSuite, suites: Suites, member: Results) -> str:
     """Return the name of a run's suite among all: the rows that each run sets aside have one name.
 
     Domain suites that ask the same are one, and those of one name without a prompt in common are two.
@@ -197,7 +197,7 @@ def _seed_key(member: Results) -> str:
     return str(sorted({str(seed) for seed in member.seeds.values()}))
 
 
-def _chains(steps: list[Column], suites: dict[str, MeasuredSuite]) -> list[Chain]:
+def _chains(steps: list[Column], suites: Suites) -> list[Chain]:
     """Return every chain of at least two steps, from a first step to one that no other starts from."""
     step_of = {member: step for step in steps for member in step.members}
     by_place = {member.place: member for member in step_of}
@@ -220,9 +220,7 @@ def _chains(steps: list[Column], suites: dict[str, MeasuredSuite]) -> list[Chain
     return chains
 
 
-def _figures(
-    steps: Sequence[Column], lines: Sequence[list[Results]], suites: dict[str, MeasuredSuite]
-) -> dict[str, Figure]:
+def _figures(steps: Sequence[Column], lines: Sequence[list[Results]], suites: Suites) -> dict[str, Figure]:
     """Return average, forgetting and backward transfer over some lines; empty where not measured."""
     # The runs of each step, one per line.
     runs_of = [*zip(*lines, strict=True)]
@@ -232,16 +230,18 @@ def _figures(
     forgetting: Figure = {}
     transfer: Figure = {}
     for name in counted:
-        clusters, is_domain = suites[name].clusters, name in learned_at
-        # What it was before the last step: since it was learned, or from base on.
-        before = [] if is_domain else [scores_of(runs_of[-1], name, "base")]
-        before += [scores_of(runs, name) for runs in runs_of[learned_at.get(name, 0) : -1]]
+        clusters, after = suites[name].clusters, [scores_of(runs, name) for runs in runs_of]
+        # Retention from base on, a domain since it was learned.
+        if name in learned_at:
+            *before, end = after[learned_at[name] :]
+        else:
+            *before, end = scores_of(runs_of[-1], name, "base"), *after
         measured = [scores for scores in before if scores is not None]
-        if (end := scores_of(runs_of[-1], name)) is not None:
+        if end is not None:
             average[name] = [end], [], clusters
             if before and len(measured) == len(before):
                 forgetting[name] = [max(measured, key=lambda scores: scores.mean())], [end], clusters
-                if is_domain:
+                if name in learned_at:
                     transfer[name] = [end], [measured[0]], clusters
     average = average if len(average) == len(counted) else {}
     return {"average": average, "forgetting": forgetting, "backward_transfer": transfer}
@@ -257,26 +257,26 @@ def _estimate(figure: Figure) -> Estimate | None:
     return mean_over([above[0] for above, _, _ in changes], [clusters for *_, clusters in changes]).rounded()
 
 
-def _differences(chains: list[Chain], suites: dict[str, MeasuredSuite]) -> list[Difference]:
+def _differences(chains: list[Chain], suites: Suites) -> list[Difference]:
     found = []
     for one, other in itertools.combinations(chains, 2):
         seeds = [seed for seed in one.lines if seed in other.lines]
         if one.learned != other.learned or not seeds:
             continue
         ours, theirs = (_figures(c.steps, [c.lines[seed] for seed in seeds], suites) for c in (one, other))
-        changes = {}
+        changes = []
         for name in ("average", "forgetting"):
             change: Figure = {}
             if ours[name].keys() == theirs[name].keys():
                 for suite, (above, below, clusters) in ours[name].items():
                     added, taken, _ = theirs[name][suite]
                     change[suite] = [*above, *taken], [*below, *added], clusters
-            changes[name] = _estimate(change)
-        found.append(Difference(one.name, other.name, changes))
+            changes.append(_estimate(change))
+        found.append(Difference(one.name, other.name, *changes))
     return found
 
 
-def _kept(steps: list[Column], suites: dict[str, MeasuredSuite]) -> list[TeacherRetention]:
+def _kept(steps: list[Column], suites: Suites) -> list[TeacherRetention]:
     """Return each step's share of each teacher's gain over base; each seed has its own teacher."""
     owners = {member.place: (step, member) for step in steps for member in step.members}
     rows = []
@@ -296,7 +296,7 @@ def _kept(steps: list[Column], suites: dict[str, MeasuredSuite]) -> list[Teacher
     return rows
 
 
-def _notes(steps: list[Column], chains: list[Chain], suites: dict[str, MeasuredSuite]) -> list[str]:
+def _notes(steps: list[Column], chains: list[Chain], suites: Suites) -> list[str]:
     notes = []
     for step in steps:
         if missing := [name for name in suites if name not in step.scores]:

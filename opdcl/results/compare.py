@@ -33,9 +33,6 @@ Compared = Arms | Chains
 
 WHERE = {"retention": " in retention", "domain": " on the domain"}
 
-# What `opdcl ls` shows of each run.
-LISTED = ["run", "state", "R", "D", "distance, nats", "begun"]
-
 # Of how many runs the page has answers: more have no room beside one another.
 MOST_RUNS = 6
 
@@ -163,8 +160,8 @@ def _count(changes: list[Estimate]) -> str:
 
 def _end_of(board: Chains) -> str:
     """Name the difference of the first two chains at the end, or what one chain has forgotten."""
-    for one, other, changes in board.differences:
-        if average := changes["average"]:
+    for one, other, average, _ in board.differences:
+        if average:
             return f"{one} is {_compared(average).format(other)} at the end, on average over all suites"
     for chain in board.chains:
         if forgetting := chain.figures["forgetting"]:
@@ -278,8 +275,8 @@ def _steps_table(board: Chains) -> Table:
 
 def _chains_table(board: Chains) -> Table:
     rows = [[chain.name, *[cell(found, SCORE) for found in chain.figures.values()]] for chain in board.chains]
-    for one, other, changes in board.differences:
-        rows.append([f"{one}\nminus {other}", *[cell(change, CHANGE) for change in changes.values()], ""])
+    for one, other, *changes in board.differences:
+        rows.append([f"{one}\nminus {other}", *[cell(change, CHANGE) for change in changes], ""])
     caption = (
         "Average: the mean at the end of all retention suites and learned domains. Forgetting: how far they "
         "lie below their best score before the last step, including base's retention. Backward transfer: how "
@@ -290,7 +287,7 @@ def _chains_table(board: Chains) -> Table:
 
 
 def _kept_table(board: Chains) -> Table:
-    rows = [[step, teacher, suite, cell(share)] for step, teacher, suite, share in board.kept]
+    rows = [[*names, cell(kept)] for *names, kept in board.kept]
     caption = (
         "The step's share of the teacher's gain over base, or over a higher floor, on the suite that the "
         "teacher learned."
@@ -342,13 +339,14 @@ def list_runs(folder: Path) -> tuple[Table, list[dict[str, Any]]]:
                 cells = [str(run.path), f"damaged: {error}", *[MISSING] * 3, ""]
                 found.append((cells, {"run": str(run.path), "damaged": str(error)}))
     found.sort(key=lambda line: line[1].get("begun", ""), reverse=True)
-    return Table("", LISTED, [cells for cells, _ in found]), [data for _, data in found]
+    columns = ["run", "state", "R", "D", "distance, nats", "begun"]
+    return Table("", columns, [cells for cells, _ in found]), [data for _, data in found]
 
 
 def _line(run: RunDir) -> tuple[list[str], dict[str, Any]]:
     """Return a run's cells, and its data: R, D and distance as in `opdcl report RUN --json`."""
     results = Results(run)
-    summary, state = results.summary, state_of(results)
+    summary, state = results.summary, _state_of(results)
     begun, document = run.read_manifest().get("created") or "", run_document(summary)
     distance = None
     if near := summary.closeness:
@@ -362,7 +360,7 @@ def _line(run: RunDir) -> tuple[list[str], dict[str, Any]]:
     return cells, data | {"distance": distance.value if distance else None}
 
 
-def state_of(results: Results) -> str:
+def _state_of(results: Results) -> str:
     """Return what a run is doing, where it stopped, or which adapter it has last."""
     is_running = bool(owner_of(results.run))
     for stage in results.run.stages():

@@ -75,13 +75,10 @@ def refuse(verdicts: Sequence[Record], hint: str) -> None:
 def _ratio(key: str, required: float, results: Results) -> Record:
     """Judge R, D or C; higher is better."""
     summary, name = results.summary, f"{key} ({RATIOS[key]})"
-    findings, near = summary.findings, summary.closeness
+    findings, near, domain = summary.findings, summary.closeness, results.headline.get("domain")
     ratio, why = {
         "recovery": (findings.recovery, why_no_ratio(summary)),
-        "domain_retention": (
-            findings.domain_retention,
-            why_no_domain_retention(results.headline.get("domain")),
-        ),
+        "domain_retention": (findings.domain_retention, why_no_domain_retention(domain)),
         "closeness": (near and near.c, (near and near.why) or "it is not measured"),
     }[key]
     if ratio:

@@ -266,19 +266,13 @@ def chains_document(board: Chains) -> Document:
     for step in board.columns:
         named = {"name": step.name, "seeds": step.seeds, "runs": [run.path for run in step.members]}
         steps.append(named | _plain({"scores": board.means(step), "distance": step.distance}))
-    differences = [
-        {"of": of, "against": against, **_plain(found)} for of, against, found in board.differences
-    ]
-    kept = []
-    for name, teacher, suite, share in board.kept:
-        kept.append({"step": name, "teacher": teacher, "suite": suite, "kept": _plain(share)})
     return {
         "suites": {name: suite.description for name, suite in board.suites.items()},
         "base": _plain(board.means(board.base)),
         "steps": steps,
         "chains": [{"name": c.name, "seeds": len(c.lines)} | _plain(c.figures) for c in board.chains],
-        "differences": differences,
-        "kept": kept,
+        "differences": [_plain(row._asdict()) for row in board.differences],
+        "kept": [_plain(row._asdict()) for row in board.kept],
         "faults": board.faults,
         "notes": board.notes,
     }

@@ -11,8 +11,9 @@ from opdcl.errors import UsageError
 from opdcl.results import intervals
 from opdcl.results.compare import compare_runs, comparison_page, write_comparison
 from opdcl.results.render import summarise
+from opdcl.results.status import STATES
 from opdcl.rundir.files import read_json
-from opdcl.rundir.layout import RunDir
+from opdcl.rundir.layout import ADAPTER, RunDir
 
 
 @pytest.fixture
@@ -81,12 +82,8 @@ def test_a_run_without_results_is_refused(three):
     assert re.search(r"general has no results yet -> opdcl eval .*general$", refused(three))
 
 
-def test_a_repeated_run_is_refused(three):
-    assert "general is named twice" in refused([*three, RunDir(three[0].path / ".." / "general")])
-
-
 def test_different_suites_are_refused_with_the_command_that_fixes_it(three):
-    for state in ("base", "tuned", "recovered"):
+    for state in STATES:
         three[1].eval_result(state, "handbook").unlink()
         measure(three[1], state, {"manual": range(9)})
     change(three[1], "eval", domain=["manual"])
@@ -101,7 +98,7 @@ def test_different_suites_are_refused_with_the_command_that_fixes_it(three):
 
 def test_without_domain_suites_only_retention_is_compared(three, tmp_path):
     for run in three:
-        for state in ("base", "tuned", "recovered"):
+        for state in STATES:
             run.eval_result(state, "handbook").unlink()
         change(run, "eval", domain=[])
         if run is three[0]:
@@ -122,7 +119,7 @@ def test_without_domain_suites_only_retention_is_compared(three, tmp_path):
     ],
 )
 def test_different_prompts_or_metrics_are_refused(three, other, message):
-    for state in ("base", "tuned", "recovered"):
+    for state in STATES:
         measure(three[2], state, {"instructions": range(8)}, **other)
     assert message in refused(three)
 
@@ -151,6 +148,17 @@ def test_seeds_may_start_from_runs_that_differ_in_their_seed_and_in_nothing_else
         start_from(run, first.path, content=first.path.name)
     assert pooled(seeds) == [2]
     alter(firsts[1].config, workflow={"recover": {"steps": 9}})
+    assert pooled(seeds) == [1, 1]
+
+
+def test_seeds_of_which_one_start_was_trained_again_since_are_no_seeds_of_one_arm(make, seeds):
+    for seed, run in enumerate(seeds):
+        first = make(f"first-{seed}", 28, 32, seed=seed)
+        write(first.stage(2, "recover").record, {"status": "done"})
+        start_from(run, first.path, content="what it was")
+    assert pooled(seeds) == [2]
+    for name in (ADAPTER, "adapter_config.json"):
+        write(first.stage(2, "recover").adapter / name, {})
     assert pooled(seeds) == [1, 1]
 
 
@@ -240,9 +248,13 @@ def test_a_run_without_a_recovery_ends_with_tuned(make):
     (further,) = comparison["further"]
     assert further["arms"][0]["recovered"] == {}
     assert [row["tuned"]["value"] for row in further["arms"]] == [0.25, 0.25]
+    for state in STATES:
+        measure(runs[1], state, {"neighbours": range(10)}, prompt="Another")
+    assert compared(runs)["further"] == []
 
 
 def test_a_tuned_model_measured_on_fewer_suites_is_the_same_model(make):
     runs = [make("a", 28, 32), make("b", 28, 32, steps=9)]
     runs[0].eval_result("tuned", "handbook").unlink()
-    assert [r["name"] for r in compared(runs)["references"]] == ["base", "tuned"]
+    base, tuned = compared(runs)["references"]
+    assert (base["name"], tuned["name"], tuned["domain"]["value"]) == ("base", "tuned", 0.9)

@@ -7,6 +7,7 @@ import pytest
 from helpers.synthetic import alter, change, compared, held, measure_states, pages, workflow, write
 
 from opdcl.results.compare import compare_runs, comparison_page, list_runs
+from opdcl.results.gates import judge_gates
 from opdcl.results.origins import split_seeds
 from opdcl.results.render import summarise
 from opdcl.results.sections import main_tables
@@ -220,6 +221,15 @@ def test_a_run_of_an_older_version_has_none(tmp_path):
     assert summary["closeness"] is None
     assert "Closeness" not in pages(run)["report.md"]
     assert [table.title for table in main_tables(Results(run).summary)] == ["Scores"]
+
+
+def test_a_limit_of_the_distance_is_judged_by_the_whole_interval(tmp_path):
+    results = Results(make(tmp_path / "run"))
+    found = results.summary.closeness.states["recovered"]["distance"]
+    limits = {found.high + 0.01: "passed", found.value: "inconclusive", found.low - 0.01: "missed"}
+    for limit, outcome in limits.items():
+        (record,) = judge_gates({"max_drop": {"closeness": limit}}, results)
+        assert record["outcome"] == outcome
 
 
 def test_runs_are_listed_with_the_distance_of_their_last_model(tmp_path):
