@@ -70,7 +70,7 @@ def ls(
     json: opt.Json = False,
 ) -> None:
     """List the runs in a folder: what each has, R, D, its distance to base, and when it was begun."""
-    from opdcl.results.listing import list_runs
+    from opdcl.results.compare import list_runs
 
     start(json)
     table, data = list_runs(folder)

@@ -6,30 +6,23 @@ steps of `opdcl.results.chains` are columns too.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from opdcl.errors import UsageError
+from opdcl.results import ratios
 from opdcl.results.intervals import Estimate, difference, mean
-from opdcl.results.measurements import MeasuredSuite, pooled, section, states_of
+from opdcl.results.measurements import MeasuredSuite, section, stacked, states_of
 from opdcl.results.origins import START, as_key, count_learned, learned_by, line_of, without_seed
-from opdcl.results.ratios import (
-    Closeness,
-    Findings,
-    ResponseTests,
-    alike,
-    closeness_of,
-    compared_with_base,
-    domain_retention,
-    findings,
-)
+from opdcl.results.ratios import Closeness, Findings, ResponseTests, findings
 from opdcl.results.status import HEADLINE_ROLES, STATES
 from opdcl.results.summary import Results
 from opdcl.results.verdict import unlike_base
@@ -38,6 +31,9 @@ from opdcl.rundir.layout import RunDir
 
 # Settings of the evaluation that do not change how a suite is measured.
 HARMLESS = {f"eval.{option}" for option in (*HEADLINE_ROLES, "control", "limit")}
+
+# The suites of a comparison by name; the headline suites of arms by role.
+Suites = dict[str, MeasuredSuite]
 
 # The findings of a model that has no R and no D of its own.
 NOTHING_FOUND = findings(None, None)
@@ -56,13 +52,18 @@ class Column:
     """Suite -> `(S, N)` scores, for the suites that are measured."""
     members: list[Results] = field(default_factory=list)
     """Its runs, which differ only in their seeds. A reference, base or tuned, has none of its own."""
-    pooled: list[Results] = field(default_factory=list)
+    counted: list[Results] = field(default_factory=list)
     """Those behind its numbers: the finished ones, or all if none is finished."""
     findings: Findings = NOTHING_FOUND
     writing: ResponseTests = field(default_factory=dict)
     closeness: Closeness | None = None
     learned: str | None = None
     """Of a step: the domain suite that it learned, where that is known."""
+
+    @property
+    def distance(self) -> Estimate | None:
+        """How far it is from base, in nats per token."""
+        return self.closeness.states[self.state].get("distance") if self.closeness else None
 
     @property
     def label(self) -> str:
@@ -73,8 +74,7 @@ class Column:
 class Board:
     """Suites, and the models that were measured on them, each in one column."""
 
-    suites: dict[str, MeasuredSuite]
-    """By name; the headline suites of arms by role."""
+    suites: Suites
     columns: list[Column]
     faults: list[str]
     notes: list[str]
@@ -82,23 +82,18 @@ class Board:
 
     def means(self, column: Column) -> dict[str, Estimate]:
         """Return a model's score on each suite that it is measured on."""
-        scores = column.scores.items()
-        return {name: mean(numbers, self.suites[name].clusters).rounded() for name, numbers in scores}
+        measured = {name: suite for name, suite in self.suites.items() if name in column.scores}
+        return {name: mean(column.scores[name], suite.clusters).rounded() for name, suite in measured.items()}
 
-    def changes(self, one: Column, other: Column) -> dict[str, Estimate]:
-        """Return the paired difference of two models on each suite that both are measured on."""
-        found = {}
-        for name, suite in self.suites.items():
-            if name in one.scores and name in other.scores:
-                change = difference(one.scores[name], other.scores[name], suite.clusters)
-                found[name] = change.rounded()
-        return found
 
-    @property
-    def measured(self) -> str:
-        """The suites with results, as `a (40 prompts), b (9 prompts) and c (40 prompts)`."""
-        named = [f"{s.name} ({len(s.measured)} prompts)" for s in self.suites.values() if s.rows]
-        return " and ".join(filter(None, [", ".join(named[:-1]), *named[-1:]]))
+class Further(NamedTuple):
+    """What an arm scores on a suite beside the headline suites."""
+
+    arm: str
+    states: dict[str, Estimate]
+    """Without those that are not measured."""
+    kept: Estimate | None
+    """D, if the suite is one of the domain."""
 
 
 @dataclass(frozen=True)
@@ -115,32 +110,26 @@ class Arms(Board):
         return {role: self.suites[role].name if role in self.suites else None for role in HEADLINE_ROLES}
 
     @property
-    def finished(self) -> list[Column]:
-        return [arm for arm in self.columns if not any(run.missing for run in arm.pooled)]
-
-    @property
-    def further(self) -> list[MeasuredSuite]:
-        """Every further suite that all finished arms answered on the same prompts."""
-        members = [run for arm in self.finished for run in arm.pooled]
-        suites = members[0].suites if members else []
-        headline = members[0].headline.values() if members else []
-        return [s for s in suites if s not in headline and all(_answered(run, s) for run in members)]
-
-    def on_further(self, arm: Column, suite: MeasuredSuite) -> tuple[dict[str, Estimate], Estimate | None]:
-        """Return state -> an arm's score on a further suite, and D if it is one of the domain."""
-        own, scores = [run.named[suite.name] for run in arm.pooled], {}
-        for state in STATES:
-            if (found := pooled(own, state)) is not None:
-                scores[state] = mean(found, suite.clusters).rounded()
-        states = states_of(own)
-        kept = domain_retention(states) if states and suite.role == "domain" else None
-        return scores, kept and kept.rounded()
+    def further(self) -> list[tuple[MeasuredSuite, list[Further]]]:
+        """Every further suite that all finished arms answered on the same prompts, and their scores on it."""
+        finished = [arm for arm in self.columns if not any(run.missing for run in arm.counted)]
+        runs = [run for arm in finished for run in arm.counted]
+        found = []
+        for suite in runs[0].suites if runs else []:
+            if suite not in runs[0].headline.values() and all(_answered(run, suite) for run in runs):
+                found.append((suite, [_on_further(arm, suite) for arm in finished]))
+        return found
 
     @property
     def against_first(self) -> dict[str, dict[str, Estimate]]:
-        """Other arm -> role -> how much higher the first one scores."""
+        """Other arm -> role -> how much higher the first one scores on the same prompts, where both do."""
         first, *others = self.columns
-        return {arm.name: self.changes(first, arm) for arm in others}
+        found: dict[str, dict[str, Estimate]] = {arm.name: {} for arm in others}
+        for arm in others:
+            for role in first.scores.keys() & arm.scores.keys():
+                change = difference(first.scores[role], arm.scores[role], self.suites[role].clusters)
+                found[arm.name][role] = change.rounded()
+        return found
 
 
 def compare_arms(runs: Sequence[RunDir]) -> Arms:
@@ -149,35 +138,34 @@ def compare_arms(runs: Sequence[RunDir]) -> Arms:
     Raises:
         UsageError: A run has no results, or was not measured like the others.
     """
-    groups = load_arms(runs)
-    members = [member for group in groups.values() for member in group]
-    headline = {role: _first_measured(members, role).headline.get(role) for role in HEADLINE_ROLES}
-    suites = {role: suite for role, suite in headline.items() if suite}
-    measured = (run.near for group in groups.values() for run in _finished(group) if run.near.rows)
-    near = next(measured, None)
-    arms = [_arm(name, group, [*suites], near) for name, group in groups.items()]
-    references = [*_references("base", arms, suites), *_references("tuned", arms, suites)]
-    differences = _differences(arms)
-    faults, of_runs = said_by(members)
-    notes = _notes(arms, references, differences, near) + of_runs + seed_notes({arm.seeds for arm in arms})
-    return Arms(suites, arms, faults, faults + notes, references, differences)
-
-
-def load_arms(runs: Sequence[RunDir]) -> dict[str, list[Results]]:
-    """Load runs, and group those that differ only in their seeds; return arm -> runs."""
     members = [Results(run) for run in runs]
     for member in members:
         if not any(suite.rows for suite in member.headline.values()):
             hint = f"opdcl eval {shlex.quote(member.path)}"
             raise UsageError(f"{member.path} has no results yet", hint)
     _name_origins(members)
+    suites = {}
     for role in HEADLINE_ROLES:
-        model = _first_measured(members, role)
+        measured = (member for member in members if role in member.headline and member.headline[role].rows)
+        model = next(measured, members[0])
         for other in members:
             if reason := _mismatch(role, other.headline.get(role), model.headline.get(role)):
                 pair = f"{other.path} and {model.path}"
                 raise UsageError(f"{pair} cannot be compared: {reason}", _remedy(model, other))
-    return pool(members, [as_key(member.seeds) for member in members])
+        if role in model.headline:
+            suites[role] = model.headline[role]
+    arms = []
+    groups = pool(members, lambda run: as_key(run.seeds))
+    # The numbers of an arm are those of its finished runs, or of all if none is finished.
+    counted = {name: [run for run in group if not run.missing] or group for name, group in groups.items()}
+    near = next((run.near.asked for runs in counted.values() for run in runs if run.near.rows), None)
+    for name, group in groups.items():
+        arms.append(_with_findings(pooled_column(name, group, counted[name], suites, near)))
+    references = [*_references("base", arms), *_references("tuned", arms)]
+    differences = _differences(arms)
+    faults, of_runs = said_by(members)
+    notes = _notes(arms, references, differences, near) + of_runs + seed_notes({arm.seeds for arm in arms})
+    return Arms(suites, arms, faults, faults + notes, references, differences)
 
 
 def _name_origins(members: list[Results]) -> None:
@@ -191,11 +179,6 @@ def _name_origins(members: list[Results]) -> None:
         for key, origin in member.origins.items():
             if len(known[key, member.settings[key]]) > 1:
                 member.settings[key] += f" ({Identity(origin).key[:8]})"
-
-
-def _first_measured(members: list[Results], role: str) -> Results:
-    """Return the first run with results of a role, or the first run if there is none."""
-    return next((m for m in members if role in m.headline and m.headline[role].rows), members[0])
 
 
 def _mismatch(role: str, one: MeasuredSuite | None, other: MeasuredSuite | None) -> str:
@@ -229,57 +212,60 @@ def _remedy(model: Results, other: Results) -> str:
     return shlex.join(words)
 
 
-def _arm(name: str, members: list[Results], roles: Sequence[str], near: MeasuredSuite | None) -> Column:
-    """Return an arm: the scores of its runs' last models, and what follows from them.
+def scores_of(runs: Sequence[Results], suite: str, state: str = "") -> np.ndarray | None:
+    """Return the scores of a state, by default the last of each run; None unless all are measured."""
+    named = [(run.named.get(suite), state or run.end) for run in runs]
+    return stacked([own.column(measured) if own else None for own, measured in named])
 
-    It has a closeness if all its runs measured it on the prompts of `near`, those of the other arms.
+
+def pooled_column(
+    name: str, members: list[Results], counted: list[Results], suites: Suites, near: tuple | None
+) -> Column:
+    """Return the last model of some runs, of which only those `counted` are behind its numbers.
+
+    It has a closeness if all of these measured it on the prompts of `near`, the `asked` of a suite.
     """
-    end, scores, runs = members[0].end, {}, _finished(members)
-    own = {role: [run.headline[role] for run in runs] for role in roles}
-    for role, measured in own.items():
-        ends = pooled([suite for suite in measured if end in suite.rows], end)
-        if ends is not None:
-            scores[role] = ends
-    retention, domain = (own.get(role, []) for role in HEADLINE_ROLES)
-    tests, distances = compared_with_base(retention), [run.near for run in runs]
-    found = findings(states_of(retention), states_of(domain), alike(tests))
-    is_near = near is not None and all(suite.rows and suite.asked == near.asked for suite in distances)
+    distances = [run.near for run in counted]
+    scores = {key: scores_of(counted, suite.name) for key, suite in suites.items()}
     return Column(
         name=name,
-        state=end,
-        seeds=len(runs),
-        scores=scores,
+        state=members[0].end,
+        seeds=len(counted),
+        scores={key: found for key, found in scores.items() if found is not None},
         members=members,
-        pooled=runs,
-        findings=replace(found, status=members[0].status(found)),
-        writing=tests,
-        closeness=closeness_of(distances) if is_near else None,
+        counted=counted,
+        closeness=ratios.closeness_of(distances) if all(suite.asked == near for suite in distances) else None,
     )
 
 
-def _finished(members: list[Results]) -> list[Results]:
-    """Return the runs of an arm that its numbers are made of: the finished ones, or all if none is."""
-    return [member for member in members if not member.missing] or members
+def _with_findings(arm: Column) -> Column:
+    """Return an arm with what follows from its scores."""
+    headlines = [run.headline for run in arm.counted]
+    retention, domain = ([own[role] for own in headlines if role in own] for role in HEADLINE_ROLES)
+    tests = ratios.compared_with_base(retention)
+    found = findings(states_of(retention), states_of(domain), ratios.alike(tests))
+    return replace(arm, findings=replace(found, status=arm.members[0].status(found)), writing=tests)
 
 
-def _references(state: str, arms: list[Column], suites: Mapping[str, MeasuredSuite]) -> list[Column]:
+def _references(state: str, arms: list[Column]) -> list[Column]:
     """Return a column for each different result of base or tuned."""
     results: list[dict[str, np.ndarray]] = []
     # The results that the runs of an arm have, by their numbers -> the names of the arms.
     arms_of: dict[tuple[int, ...], list[str]] = {}
     for arm in arms:
         # The end of a run is its arm's own column.
-        runs = [run for run in arm.pooled if state != run.end]
+        runs = [run for run in arm.counted if state != run.end]
         own = ({r: s.values(state) for r, s in run.headline.items() if state in s.rows} for run in runs)
         if found := {_index(results, scores) for scores in own if scores}:
             arms_of.setdefault(tuple(sorted(found)), []).append(arm.name)
     references = []
     for indices, names in arms_of.items():
-        means = {}
-        for role in suites:
-            if measured := [results[i][role] for i in indices if role in results[i]]:
-                means[role] = np.stack(measured)
+        measured = defaultdict(list)
+        for index in indices:
+            for role, scores in results[index].items():
+                measured[role].append(scores)
         name = state if len(names) == len(arms) else f"{state} of {', '.join(names)}"
+        means = {role: np.stack(scores) for role, scores in measured.items()}
         references.append(Column(name, state, len(indices), means))
     return references
 
@@ -297,7 +283,15 @@ def _index(results: list[dict[str, np.ndarray]], scores: dict[str, np.ndarray]) 
 def _answered(member: Results, suite: MeasuredSuite) -> bool:
     """Return whether a run's last model answered the prompts of another run's suite."""
     own = member.named.get(suite.name)
-    return own is not None and member.end in own.rows and not _mismatch(suite.role, own, suite)
+    return own is not None and member.end in own.rows and own.asked == suite.asked
+
+
+def _on_further(arm: Column, suite: MeasuredSuite) -> Further:
+    """Return an arm's scores on a further suite, of all its states, and D if it is one of the domain."""
+    scores = {state: scores_of(arm.counted, suite.name, state) for state in STATES}
+    means = {s: mean(found, suite.clusters).rounded() for s, found in scores.items() if found is not None}
+    own = [run.named[suite.name] for run in arm.counted if suite.role == "domain"]
+    return Further(arm.name, means, findings(None, states_of(own)).domain_retention)
 
 
 def _differences(arms: list[Column]) -> dict[str, dict[str, Any]]:
@@ -305,24 +299,19 @@ def _differences(arms: list[Column]) -> dict[str, dict[str, Any]]:
     settings = {arm.name: arm.members[0].settings for arm in arms}
     differences: dict[str, dict[str, Any]] = {}
     for key in dict.fromkeys(key for of_arm in settings.values() for key in of_arm):
-        # If an arm lacks a section, its flat keys hold the section's name alone.
-        section_name = key.split(".")[0]
-        is_value = key == START  # every other key without a dot names a section
-        having = [name for name, of_arm in settings.items() if is_value or section_name not in of_arm]
+        # If an arm lacks a section, its flat keys hold the section's name alone. The start is in no section.
+        of_section = key.split(".")[0]
+        having = [name for name, of_arm in settings.items() if key == START or of_section not in of_arm]
         values = {name: settings[name][key] for name in having if key in settings[name]}
-        if key == section_name and not is_value:
-            if having:
-                differences[key] = {name: "given" if name in having else "left out" for name in settings}
-        elif len(values) < len(having) or len({as_key(value) for value in values.values()}) > 1:
+        if key == of_section != START:
+            values = {name: "given" if name in having else "left out" for name in settings if having}
+        if len(values) < len(having) or len({as_key(value) for value in values.values()}) > 1:
             differences[key] = values
     return differences
 
 
 def _notes(
-    arms: list[Column],
-    references: list[Column],
-    differences: dict[str, dict[str, Any]],
-    near: MeasuredSuite | None,
+    arms: list[Column], references: list[Column], differences: dict[str, dict[str, Any]], near: tuple | None
 ) -> list[str]:
     """Say what sets arms apart besides their scores, and what is not measured yet, or on other prompts."""
     notes = []
@@ -342,10 +331,10 @@ def _notes(
         for member in arm.members:
             if member.missing:
                 what = f"{member.path} is not finished: no result of {', '.join(member.missing)}"
-                left_out = "" if member in arm.pooled else f", and is left out of {arm.name}"
+                left_out = "" if member in arm.counted else f", and is left out of {arm.name}"
                 notes.append(f"{what}{left_out}.")
     for arm in arms:
-        if near and any(run.near.rows and run.near.asked != near.asked for run in arm.pooled):
+        if any(run.near.rows and run.near.asked != near for run in arm.counted):
             notes.append(f"{arm.name}: its closeness to base was measured on other prompts.")
     return notes
 
@@ -353,13 +342,12 @@ def _notes(
 def said_by(members: Sequence[Results]) -> tuple[list[str], list[str]]:
     """Return faults and notes of several runs; a note that all of them have appears once, without paths."""
     faults: list[str] = []
-    runs_of: dict[str, list[str]] = {}
+    runs_of: dict[str, list[str]] = defaultdict(list)
     for member in members:
         summary = member.summary
         faults += [f"{member.path}: {fault}" for fault in summary.faults]
-        for note in summary.notes:
-            if note not in summary.faults:
-                runs_of.setdefault(note, []).append(member.path)
+        for note in summary.notes[len(summary.faults) :]:
+            runs_of[note].append(member.path)
     notes = []
     for note, runs in runs_of.items():
         notes.append(note if len(runs) == len(members) else f"{', '.join(sorted(runs))}: {note}")
@@ -377,21 +365,18 @@ def seed_notes(counts: set[int]) -> list[str]:
     return notes
 
 
-def pool(members: list[Results], seeds: list[str]) -> dict[str, list[Results]]:
+def pool(members: list[Results], seeds_of: Callable[[Results], str]) -> dict[str, list[Results]]:
     """Group runs with the same settings, in the order of their seeds; return name -> group.
 
     If a seed occurs twice, the group stays apart: one result counted twice makes the interval too narrow.
     """
-    groups: dict[str, list[tuple[str, Results]]] = {}
-    for member, seed in zip(members, seeds, strict=True):
-        groups.setdefault(member.identity, []).append((seed, member))
+    groups: dict[str, list[Results]] = defaultdict(list)
+    for member in members:
+        groups[member.identity].append(member)
     pooled: list[list[Results]] = []
     for group in groups.values():
-        if len({seed for seed, _ in group}) == len(group):
-            group.sort(key=lambda pair: pair[0])
-            pooled.append([member for _, member in group])
-        else:
-            pooled += [[member] for _, member in group]
+        is_repeated = len({*map(seeds_of, group)}) < len(group)
+        pooled += [[member] for member in group] if is_repeated else [sorted(group, key=seeds_of)]
     names = [_common_name(group) for group in pooled]
     named = {}
     for name, runs in zip(names, pooled, strict=True):
@@ -403,9 +388,5 @@ def pool(members: list[Results], seeds: list[str]) -> dict[str, list[Results]]:
 def _common_name(members: list[Results]) -> str:
     """Return the common start of the run directories' names, up to a hyphen, underscore or dot."""
     parts = [re.split(r"([-_.])", member.place.name) for member in members]
-    shared = ""
-    for column in zip(*parts, strict=False):
-        if len(set(column)) > 1:
-            break
-        shared += column[0]
-    return " ".join(shared.rstrip("-_.").split())
+    same = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*parts, strict=False))
+    return " ".join("".join(part for part, *_ in same).rstrip("-_.").split())

@@ -10,6 +10,7 @@ and Ranzato, arXiv 1706.08840). For retention suites the best earlier score incl
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,29 +18,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from opdcl.results.arms import Board, Column, pool, said_by, seed_notes
-from opdcl.results.intervals import Estimate, change_over, mean_over
-from opdcl.results.measurements import MeasuredSuite, States, section, stacked
+from opdcl.results.arms import Board, Column, Suites, pool, pooled_column, said_by, scores_of, seed_notes
+from opdcl.results.intervals import Change, Estimate, change_over, mean_over
+from opdcl.results.measurements import MeasuredSuite, States, section
 from opdcl.results.origins import count_learned, holder, learned_by, places_of, rows_set_aside, without_seed
-from opdcl.results.ratios import closeness_of, domain_retention
+from opdcl.results.ratios import domain_retention
 from opdcl.results.summary import Results
 from opdcl.rundir.layout import RunDir
 
 # The name of the run that a run starts from, among those that it builds on; teachers have names of their own.
 START = ""
 
-# Suite -> scores whose means are added, and those whose means are taken away.
-Figure = dict[str, tuple[list[np.ndarray], list[np.ndarray]]]
-
-
-class TeacherRetention(NamedTuple):
-    """What a step has kept of what a teacher taught it."""
-
-    step: str
-    teacher: str
-    suite: str
-    share: Estimate | None
-    """Of the teacher's gain on the suite."""
+# Suite -> scores whose means are added, those whose means are taken away, and the clusters of their prompts.
+Figure = dict[str, Change]
 
 
 @dataclass(frozen=True)
@@ -49,6 +40,8 @@ class Chain:
     steps: list[Column]
     lines: dict[str, list[Results]]
     """Seeds of the last run -> its line."""
+    figures: dict[str, Estimate | None]
+    """Average, forgetting and backward transfer over all lines; None where one is not measured."""
 
     @property
     def name(self) -> str:
@@ -59,29 +52,24 @@ class Chain:
         """The domain suite that each step learned."""
         return [step.learned for step in self.steps]
 
-    def figures(self, seeds: Sequence[str], suites: dict[str, MeasuredSuite]) -> dict[str, Figure]:
-        """Return average, forgetting and backward transfer over some lines; empty where not measured."""
-        # The runs of each step, one per seed.
-        runs_of = [[self.lines[seed][step] for seed in seeds] for step in range(len(self.steps))]
-        learned_at = {name: step for step, name in enumerate(self.learned)}
-        counted = [name for name, suite in suites.items() if suite.role == "retention" or name in learned_at]
-        average: Figure = {}
-        forgetting: Figure = {}
-        transfer: Figure = {}
-        for name in counted:
-            end, is_domain = _scores_of(runs_of[-1], name), name in learned_at
-            # What it was before the last step: since it was learned, or from base on.
-            before = [] if is_domain else [_scores_of(runs_of[-1], name, "base")]
-            before += [_scores_of(runs, name) for runs in runs_of[learned_at.get(name, 0) : -1]]
-            measured = [scores for scores in before if scores is not None]
-            if end is not None:
-                average[name] = [end], []
-                if before and len(measured) == len(before):
-                    forgetting[name] = [max(measured, key=lambda scores: scores.mean())], [end]
-                    if is_domain:
-                        transfer[name] = [end], [measured[0]]
-        average = average if len(average) == len(counted) else {}
-        return {"average": average, "forgetting": forgetting, "backward_transfer": transfer}
+
+class Difference(NamedTuple):
+    """One chain minus another that learned the same domains, paired by prompt and seed."""
+
+    of: str
+    against: str
+    average: Estimate | None
+    forgetting: Estimate | None
+
+
+class TeacherRetention(NamedTuple):
+    """What a step has kept of what a teacher taught it."""
+
+    step: str
+    teacher: str
+    suite: str
+    kept: Estimate | None
+    """The share of the teacher's gain on the suite."""
 
 
 @dataclass(frozen=True)
@@ -90,47 +78,8 @@ class Chains(Board):
 
     base: Column
     chains: list[Chain]
+    differences: list[Difference]
     kept: list[TeacherRetention]
-
-    @property
-    def pairs(self) -> list[tuple[Chain, Chain]]:
-        """The chains that learned the same domains, with a seed in common."""
-        found = []
-        for one, other in itertools.combinations(self.chains, 2):
-            if one.learned == other.learned and one.lines.keys() & other.lines.keys():
-                found.append((one, other))
-        return found
-
-    def distance(self, step: Column) -> Estimate | None:
-        """Return a step's distance from base, in nats per token."""
-        return step.closeness.states[step.state]["distance"] if step.closeness else None
-
-    def figures(self, chain: Chain) -> dict[str, Estimate | None]:
-        """Return the figures of a chain, by name; None where one is not measured."""
-        figures = chain.figures([*chain.lines], self.suites).items()
-        return {name: self._estimate(figure) for name, figure in figures}
-
-    def differences(self, one: Chain, other: Chain) -> dict[str, Estimate | None]:
-        """Return average and forgetting of one chain minus another, paired by prompt and seed."""
-        seeds, found = [seed for seed in one.lines if seed in other.lines], {}
-        ours, theirs = (chain.figures(seeds, self.suites) for chain in (one, other))
-        for name in ("average", "forgetting"):
-            change: Figure = {}
-            if ours[name].keys() == theirs[name].keys():
-                for suite, (above, below) in ours[name].items():
-                    added, taken = theirs[name][suite]
-                    change[suite] = above + taken, below + added
-            found[name] = self._estimate(change)
-        return found
-
-    def _estimate(self, figure: Figure) -> Estimate | None:
-        """Estimate the mean over suites of scores, or of their differences; None if it is not measured."""
-        if not figure:
-            return None
-        changes = [(above, below, self.suites[name].clusters) for name, (above, below) in figure.items()]
-        if any(below for _, below, _ in changes):
-            return change_over(changes).rounded()
-        return mean_over([above[0] for above, _, _ in changes], [ids for _, _, ids in changes]).rounded()
 
 
 def build_on_one_another(runs: Sequence[RunDir]) -> bool:
@@ -158,18 +107,19 @@ def compare_chains(runs: Sequence[RunDir]) -> Chains:
     members = [Results(run) for run in runs]
     faults, of_runs = said_by(members)
     suites, left_out = _shared_suites(members)
-    groups = pool(members, [_seed_key(member) for member in members])
+    groups = pool(members, _seed_key)
     steps, unsure = [], []
     for name, group in groups.items():
         learned, note = _domain_suite(name, group[0])
-        steps.append(_step(name, group, suites, learned))
+        step = pooled_column(name, group, group, suites, group[0].near.asked)
+        steps.append(replace(step, learned=learned))
         unsure += [note] if note else []
-    chains = _chains(steps)
+    chains = _chains(steps, suites)
     base: dict[str, np.ndarray] = {}
-    for name in suites:
-        measured = (_scores_of([member], name, "base") for member in members)
-        if (first := next((scores for scores in measured if scores is not None), None)) is not None:
-            base[name] = first
+    for member in members:
+        for name, suite in member.named.items():
+            if "base" in suite.rows:
+                base.setdefault(name, suite.values("base"))
     return Chains(
         suites=suites,
         columns=steps,
@@ -177,13 +127,14 @@ def compare_chains(runs: Sequence[RunDir]) -> Chains:
         notes=[*faults, *left_out, *of_runs, *unsure, *_notes(steps, chains, suites)],
         base=Column("base", "base", 1, base),
         chains=chains,
+        differences=_differences(chains, suites),
         kept=_kept(steps, suites),
     )
 
 
-def _shared_suites(members: list[Results]) -> tuple[dict[str, MeasuredSuite], list[str]]:
+def _shared_suites(members: list[Results]) -> tuple[Suites, list[str]]:
     """Return the suites by name, and notes on runs with other prompts of one, which lose it."""
-    suites: dict[str, MeasuredSuite] = {}
+    suites: Suites = {}
     notes = []
     for member in members:
         member.named = {}
@@ -198,7 +149,7 @@ def _shared_suites(members: list[Results]) -> tuple[dict[str, MeasuredSuite], li
     return suites, notes
 
 
-def _shared_name(suite: MeasuredSuite, suites: dict[str, MeasuredSuite], member: Results) -> str:
+def _shared_name(suite: MeasuredSuite, suites: Suites, member: Results) -> str:
     """Return the name of a run's suite among all: the rows that each run sets aside have one name.
 
     Domain suites that ask the same are one, and those of one name without a prompt in common are two.
@@ -212,15 +163,6 @@ def _shared_name(suite: MeasuredSuite, suites: dict[str, MeasuredSuite], member:
     if known and not {row["prompt"] for row in suite.measured} & {row["prompt"] for row in known.measured}:
         return f"{suite.name} of {without_seed(member.place.name, member.seeds)}"
     return suite.name
-
-
-def _step(name: str, members: list[Results], suites: dict[str, MeasuredSuite], learned: str | None) -> Column:
-    """Return a step; its closeness only if every run measured its end, on the same prompts."""
-    near, end = [member.near for member in members], members[0].end
-    scores = {suite: found for suite in suites if (found := _scores_of(members, suite)) is not None}
-    is_near = all(end in suite.rows and suite.asked == near[0].asked for suite in near)
-    distance = closeness_of(near) if is_near else None
-    return Column(name, end, len(members), scores, members, members, closeness=distance, learned=learned)
 
 
 def _domain_suite(name: str, first: Results) -> tuple[str | None, str]:
@@ -239,15 +181,6 @@ def _domain_suite(name: str, first: Results) -> tuple[str | None, str]:
     return None, f"{name}: which of its domain suites it learned is unknown: {reason}; {remedy}."
 
 
-def _scores_of(runs: Sequence[Results], suite: str, state: str = "") -> np.ndarray | None:
-    """Return the scores of a state, by default the last of each run; None unless all are measured."""
-    columns = []
-    for run in runs:
-        found = run.named.get(suite)
-        columns.append(found.column(state or run.end) if found else None)
-    return stacked(columns)
-
-
 def _asks_rows_of(made: Results, shared: str) -> bool:
     """Return whether a suite asks what a run's own fine-tune learned, or what it has set aside."""
     suite, rows = made.named[shared], str(section(made.run, "finetune")["data"])
@@ -264,12 +197,12 @@ def _seed_key(member: Results) -> str:
     return str(sorted({str(seed) for seed in member.seeds.values()}))
 
 
-def _chains(steps: list[Column]) -> list[Chain]:
+def _chains(steps: list[Column], suites: Suites) -> list[Chain]:
     """Return every chain of at least two steps, from a first step to one that no other starts from."""
     step_of = {member: step for step in steps for member in step.members}
     by_place = {member.place: member for member in step_of}
     start_of = {place: _parents(member.run).get(START) for place, member in by_place.items()}
-    chains: dict[tuple[Column, ...], Chain] = {}
+    lines: dict[tuple[Column, ...], dict[str, list[Results]]] = defaultdict(dict)
     for place, member in by_place.items():
         if place in start_of.values():
             continue
@@ -277,25 +210,85 @@ def _chains(steps: list[Column]) -> list[Chain]:
         while before in by_place:
             line.insert(0, by_place[before])
             before = start_of[before]
-        steps_of_line = tuple(step_of[run] for run in line)
         if len(line) > 1:
-            chains.setdefault(steps_of_line, Chain([*steps_of_line], {})).lines[_seed_key(member)] = line
-    return list(chains.values())
+            lines[tuple(step_of[run] for run in line)][_seed_key(member)] = line
+    chains = []
+    for of_chain, by_seed in lines.items():
+        figures = _figures(of_chain, [*by_seed.values()], suites)
+        estimates = {name: _estimate(figure) for name, figure in figures.items()}
+        chains.append(Chain([*of_chain], by_seed, estimates))
+    return chains
 
 
-def _kept(steps: list[Column], suites: dict[str, MeasuredSuite]) -> list[TeacherRetention]:
+def _figures(steps: Sequence[Column], lines: Sequence[list[Results]], suites: Suites) -> dict[str, Figure]:
+    """Return average, forgetting and backward transfer over some lines; empty where not measured."""
+    # The runs of each step, one per line.
+    runs_of = [*zip(*lines, strict=True)]
+    learned_at = {step.learned: number for number, step in enumerate(steps)}
+    counted = [name for name, suite in suites.items() if suite.role == "retention" or name in learned_at]
+    average: Figure = {}
+    forgetting: Figure = {}
+    transfer: Figure = {}
+    for name in counted:
+        clusters, after = suites[name].clusters, [scores_of(runs, name) for runs in runs_of]
+        # Retention from base on, a domain since it was learned.
+        if name in learned_at:
+            *before, end = after[learned_at[name] :]
+        else:
+            *before, end = scores_of(runs_of[-1], name, "base"), *after
+        measured = [scores for scores in before if scores is not None]
+        if end is not None:
+            average[name] = [end], [], clusters
+            if before and len(measured) == len(before):
+                forgetting[name] = [max(measured, key=lambda scores: scores.mean())], [end], clusters
+                if name in learned_at:
+                    transfer[name] = [end], [measured[0]], clusters
+    average = average if len(average) == len(counted) else {}
+    return {"average": average, "forgetting": forgetting, "backward_transfer": transfer}
+
+
+def _estimate(figure: Figure) -> Estimate | None:
+    """Estimate the mean over suites of scores, or of their differences; None if it is not measured."""
+    changes = [*figure.values()]
+    if not changes:
+        return None
+    if any(below for _, below, _ in changes):
+        return change_over(changes).rounded()
+    return mean_over([above[0] for above, _, _ in changes], [clusters for *_, clusters in changes]).rounded()
+
+
+def _differences(chains: list[Chain], suites: Suites) -> list[Difference]:
+    found = []
+    for one, other in itertools.combinations(chains, 2):
+        seeds = [seed for seed in one.lines if seed in other.lines]
+        if one.learned != other.learned or not seeds:
+            continue
+        ours, theirs = (_figures(c.steps, [c.lines[seed] for seed in seeds], suites) for c in (one, other))
+        changes = []
+        for name in ("average", "forgetting"):
+            change: Figure = {}
+            if ours[name].keys() == theirs[name].keys():
+                for suite, (above, below, clusters) in ours[name].items():
+                    added, taken, _ = theirs[name][suite]
+                    change[suite] = [*above, *taken], [*below, *added], clusters
+            changes.append(_estimate(change))
+        found.append(Difference(one.name, other.name, *changes))
+    return found
+
+
+def _kept(steps: list[Column], suites: Suites) -> list[TeacherRetention]:
     """Return each step's share of each teacher's gain over base; each seed has its own teacher."""
     owners = {member.place: (step, member) for step in steps for member in step.members}
     rows = []
     for step in steps:
-        for teacher in _parents(step.members[0].run):
-            places = [_parents(member.run).get(teacher) for member in step.members]
-            found = [owners[place] for place in places if place in owners]
-            suite = found[0][0].learned if len(found) == len(places) else None
+        parents = [_parents(member.run) for member in step.members]
+        for teacher in parents[0]:
+            found = [owners[of_run[teacher]] for of_run in parents if of_run.get(teacher) in owners]
+            suite = found[0][0].learned if len(found) == len(parents) else None
             if teacher == START or suite is None:
                 continue
-            base, student = _scores_of(step.members, suite, "base"), step.scores.get(suite)
-            taught = _scores_of([member for _, member in found], suite)
+            base, student = scores_of(step.members, suite, "base"), step.scores.get(suite)
+            taught = scores_of([member for _, member in found], suite)
             if base is not None and taught is not None and student is not None:
                 floor, clusters = suites[suite].floor_values(), suites[suite].clusters
                 share = domain_retention(States(base, taught, student, floor, clusters))
@@ -303,7 +296,7 @@ def _kept(steps: list[Column], suites: dict[str, MeasuredSuite]) -> list[Teacher
     return rows
 
 
-def _notes(steps: list[Column], chains: list[Chain], suites: dict[str, MeasuredSuite]) -> list[str]:
+def _notes(steps: list[Column], chains: list[Chain], suites: Suites) -> list[str]:
     notes = []
     for step in steps:
         if missing := [name for name in suites if name not in step.scores]:

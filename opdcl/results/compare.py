@@ -1,4 +1,4 @@
-"""Compare runs, and write the comparison as Markdown, HTML and JSON."""
+"""Runs side by side: compared, and written as Markdown, HTML and JSON; or a folder of them, a line each."""
 
 from __future__ import annotations
 
@@ -6,38 +6,27 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from opdcl.errors import UsageError
-from opdcl.results.arms import Arms, Board, Column, compare_arms
+from opdcl.faults import translate
+from opdcl.results import format
+from opdcl.results.arms import Arms, Board, Column, Further, compare_arms
 from opdcl.results.chains import Chains, build_on_one_another, compare_chains
-from opdcl.results.format import (
-    CHANGE,
-    IN_DOMAIN_STYLE,
-    MISSING,
-    NATS,
-    SCORE,
-    SHARE,
-    Table,
-    Unit,
-    by_state,
-    cell,
-    distance_cells,
-    interval,
-    metric_words,
-    points,
-    with_rows,
-)
+from opdcl.results.format import CHANGE, MISSING, NATS, SCORE, Table, Unit, cell
 from opdcl.results.intervals import Estimate
 from opdcl.results.measurements import MeasuredSuite, Row
-from opdcl.results.render import arms_document, chains_document, render_page
+from opdcl.results.render import arms_document, chains_document, render_page, run_document
 from opdcl.results.samples import Group, answers_by_run
 from opdcl.results.sections import Page
 from opdcl.results.status import HEADLINE_ROLES, STATES
+from opdcl.results.summary import Results
 from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.layout import RunDir
+from opdcl.rundir.lock import owner_of
 from opdcl.sanitize import harmless
 
 Compared = Arms | Chains
@@ -113,18 +102,22 @@ def _reports(board: Board, folder: Path) -> dict[str, str]:
 def comparison_page(board: Compared) -> Page:
     """Lay out a comparison: arms side by side, or steps that build on one another."""
     names = ", ".join(column.name for column in board.columns)
+    suites = [
+        f"{suite.name} ({len(suite.measured)} prompts)" for suite in board.suites.values() if suite.rows
+    ]
+    measured = " and ".join(filter(None, [", ".join(suites[:-1]), *suites[-1:]]))
     if isinstance(board, Arms):
         heading, how = _difference_of(board), "compared on"
         tables = [_scores_table(board), _closeness_table(board), _rivals_table(board)]
-        tables += [*[_further_table(board, suite) for suite in board.further], _settings_table(board)]
+        tables += [*[_further_table(*found) for found in board.further], _settings_table(board)]
     else:
         heading, how = _end_of(board), "steps that build on one another, measured on"
         tables = [_steps_table(board), _chains_table(board), _kept_table(board)]
     return Page(
         name="Comparison",
         heading=heading,
-        sentence=f"{names}: {how} {board.measured}.",
-        sections=with_rows(tables),
+        sentence=f"{names}: {how} {measured}.",
+        sections=[table for table in tables if table.rows],
         details=[],
         faults=board.faults,
         notes=board.notes,
@@ -137,11 +130,11 @@ def _difference_of(board: Arms) -> str:
     if not others:
         return _alone(first)
     clauses: list[str] = []
-    for role in HEADLINE_ROLES:
+    for role, where in WHERE.items():
         changes = [found[role] for found in board.against_first.values() if role in found]
         if changes:
             clause = _compared(changes[0]) if len(others) == 1 else _count(changes)
-            clauses.append(clause.format("it" if clauses else others[0].name) + WHERE[role])
+            clauses.append(clause.format("it" if clauses else others[0].name) + where)
     if not clauses:
         return "Not measured yet"
     if all(clause.startswith("not shown") for clause in clauses):
@@ -153,7 +146,7 @@ def _difference_of(board: Arms) -> str:
 def _alone(arm: Column) -> str:
     """Sum up the only arm: the same run with several seeds."""
     ratios = {"R": arm.findings.recovery, "D": arm.findings.domain_retention}
-    known = [f", {name} = {interval(ratio)}" for name, ratio in ratios.items() if ratio]
+    known = [f", {name} = {format.interval(ratio)}" for name, ratio in ratios.items() if ratio]
     return f"{arm.seeds} seeds: {arm.findings.status}{''.join(known)}"
 
 
@@ -163,6 +156,27 @@ def _count(changes: list[Estimate]) -> str:
     if not above and not below:
         return f"not shown to differ from any of {len(changes)} other arms"
     return f"above {above or 'none'} and below {below or 'none'} of {len(changes)} other arms"
+
+
+def _end_of(board: Chains) -> str:
+    """Name the difference of the first two chains at the end, or what one chain has forgotten."""
+    for one, other, average, _ in board.differences:
+        if average:
+            return f"{one} is {_compared(average).format(other)} at the end, on average over all suites"
+    for chain in board.chains:
+        if forgetting := chain.figures["forgetting"]:
+            if forgetting.low <= 0:
+                return f"{chain.name}: no forgetting is shown"
+            return f"{chain.name}: {format.points(forgetting.value).lstrip('+')} points are forgotten"
+    return "Steps that build on one another"
+
+
+def _compared(change: Estimate) -> str:
+    """Say how far apart two models are; `{}` stands for the second one."""
+    size = f"{abs(100 * change.value):.1f} points"
+    if change.low > 0:
+        return f"{size} above {{}}"
+    return f"{size} below {{}}" if change.high < 0 else "not shown to differ from {}"
 
 
 def _setting(value: Any) -> str:
@@ -195,15 +209,15 @@ def _closeness_table(board: Arms) -> Table:
     for arm in board.columns:
         if near := arm.closeness:
             last = next(near.states[state] for state in reversed(STATES) if near.states.get(state))
-            shown = [cell(last["median"], NATS), cell(last["domain_manner"], SHARE), cell(near.c)]
-            rows.append([arm.label, *distance_cells(near), *shown])
+            shown = [cell(last["median"], NATS), cell(last["domain_manner"], format.SHARE), cell(near.c)]
+            rows.append([arm.label, *format.distance_cells(near), *shown])
     caption = (
         "The mean distance of each state from base, in nats per token, on answers at temperature 1; that of "
         "base is noise. Median and share in domain style are the last model's. C is the share of the "
         "distance that is gone, counted from tuned or from base's answers to unrelated prompts, whichever is "
         "nearer."
     )
-    return Table("Closeness to base", ["arm", *STATES, "median", IN_DOMAIN_STYLE, "C"], rows, caption)
+    return Table("Closeness to base", ["arm", *STATES, "median", format.IN_DOMAIN_STYLE, "C"], rows, caption)
 
 
 def _rivals_table(board: Arms) -> Table:
@@ -217,13 +231,10 @@ def _rivals_table(board: Arms) -> Table:
     return Table(title, ["arm", *HEADLINE_ROLES], rows, caption)
 
 
-def _further_table(board: Arms, suite: MeasuredSuite) -> Table:
-    is_domain, rows = suite.role == "domain", []
-    for arm in board.finished:
-        scores, kept = board.on_further(arm, suite)
-        rows.append([arm.name, *by_state(scores), *([cell(kept)] if is_domain else [])])
-    columns = ["arm", *STATES, *(["D"] if is_domain else [])]
-    words, n = metric_words(suite.metric or ""), len(suite.measured)
+def _further_table(suite: MeasuredSuite, scored: list[Further]) -> Table:
+    columns = ["arm", *STATES, *(["D"] if suite.role == "domain" else [])]
+    rows = [[arm, *format.by_state(states), cell(kept)][: len(columns)] for arm, states, kept in scored]
+    words, n = format.metric_words(suite.metric or ""), len(suite.measured)
     caption = f"Score: {words}, on {n} prompts. This suite does not affect the status."
     return Table(f"{suite.name}, {suite.role}", columns, rows, caption)
 
@@ -249,25 +260,11 @@ def _figure(board: Arms) -> str | None:
     return plots.frontier({role: suite.plain for role, suite in board.suites.items()}, marks)
 
 
-def _end_of(board: Chains) -> str:
-    """Name the difference of the first two chains at the end, or what one chain has forgotten."""
-    for one, other in board.pairs:
-        if average := board.differences(one, other)["average"]:
-            size = _compared(average).format(other.name)
-            return f"{one.name} is {size} at the end, on average over all suites"
-    for chain in board.chains:
-        if forgetting := board.figures(chain)["forgetting"]:
-            if forgetting.low <= 0:
-                return f"{chain.name}: no forgetting is shown"
-            return f"{chain.name}: {points(forgetting.value).lstrip('+')} points are forgotten"
-    return "Steps that build on one another"
-
-
 def _steps_table(board: Chains) -> Table:
     suites = [*board.suites]
     rows = [["base", *_cells(board.means(board.base), suites), ""]]
     for step in board.columns:
-        rows.append([step.label, *_cells(board.means(step), suites), cell(board.distance(step), NATS)])
+        rows.append([step.label, *_cells(board.means(step), suites), cell(step.distance, NATS)])
     caption = (
         "The model's scores after each step, and its distance to base in nats per token. Brackets are 95 % "
         "intervals over prompts, and over seeds if there are several."
@@ -277,13 +274,9 @@ def _steps_table(board: Chains) -> Table:
 
 
 def _chains_table(board: Chains) -> Table:
-    rows = []
-    for chain in board.chains:
-        rows.append([chain.name, *[cell(figure, SCORE) for figure in board.figures(chain).values()]])
-    for one, other in board.pairs:
-        changes = board.differences(one, other).values()
-        name = f"{one.name}\nminus {other.name}"
-        rows.append([name, *[cell(change, CHANGE) for change in changes], ""])
+    rows = [[chain.name, *[cell(found, SCORE) for found in chain.figures.values()]] for chain in board.chains]
+    for one, other, *changes in board.differences:
+        rows.append([f"{one}\nminus {other}", *[cell(change, CHANGE) for change in changes], ""])
     caption = (
         "Average: the mean at the end of all retention suites and learned domains. Forgetting: how far they "
         "lie below their best score before the last step, including base's retention. Backward transfer: how "
@@ -294,7 +287,7 @@ def _chains_table(board: Chains) -> Table:
 
 
 def _kept_table(board: Chains) -> Table:
-    rows = [[step, teacher, suite, cell(share)] for step, teacher, suite, share in board.kept]
+    rows = [[*names, cell(kept)] for *names, kept in board.kept]
     caption = (
         "The step's share of the teacher's gain over base, or over a higher floor, on the suite that the "
         "teacher learned."
@@ -328,9 +321,53 @@ def _cells(estimates: Mapping[str, Estimate], names: Sequence[str], unit: Unit =
     return [cell(estimates.get(name), unit) for name in names]
 
 
-def _compared(change: Estimate) -> str:
-    """Say how far apart two models are; `{}` stands for the second one."""
-    size = f"{abs(100 * change.value):.1f} points"
-    if change.low > 0:
-        return f"{size} above {{}}"
-    return f"{size} below {{}}" if change.high < 0 else "not shown to differ from {}"
+def list_runs(folder: Path) -> tuple[Table, list[dict[str, Any]]]:
+    """Return the runs in a folder, as a table and as plain data, the latest first. A damaged one says so.
+
+    Raises:
+        UsageError: There is no such folder.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder}", "opdcl run quickstart  # makes runs/quickstart")
+    found = []
+    for run in map(RunDir, sorted(folder.iterdir())):
+        if run.is_run():
+            try:
+                found.append(_line(run))
+            except Exception as fault:  # one folder must not hide the others
+                error = translate(fault)
+                cells = [str(run.path), f"damaged: {error}", *[MISSING] * 3, ""]
+                found.append((cells, {"run": str(run.path), "damaged": str(error)}))
+    found.sort(key=lambda line: line[1].get("begun", ""), reverse=True)
+    columns = ["run", "state", "R", "D", "distance, nats", "begun"]
+    return Table("", columns, [cells for cells, _ in found]), [data for _, data in found]
+
+
+def _line(run: RunDir) -> tuple[list[str], dict[str, Any]]:
+    """Return a run's cells, and its data: R, D and distance as in `opdcl report RUN --json`."""
+    results = Results(run)
+    summary, state = results.summary, _state_of(results)
+    begun, document = run.read_manifest().get("created") or "", run_document(summary)
+    distance = None
+    if near := summary.closeness:
+        distance = next(found["distance"] for state in reversed(STATES) if (found := near.states[state]))
+    ratios = [summary.findings.recovery, summary.findings.domain_retention]
+    cells = [str(run.path), state, *(format.value(ratio) if ratio else MISSING for ratio in ratios)]
+    cells.append(format.value(distance, NATS) if distance else MISSING)
+    cells.append(f"{datetime.fromisoformat(begun):%Y-%m-%d %H:%M}" if begun else "")
+    data = {"run": str(run.path), "state": state, "begun": begun}
+    data |= {key: document[key] for key in ("verdict", "recovery", "domain_retention")}
+    return cells, data | {"distance": distance.value if distance else None}
+
+
+def _state_of(results: Results) -> str:
+    """Return what a run is doing, where it stopped, or which adapter it has last."""
+    is_running = bool(owner_of(results.run))
+    for stage in results.run.stages():
+        if not stage.is_done():
+            return f"{'running' if is_running else 'stopped in'} {stage.name}, {stage.progress()}"
+    if is_running:
+        return "running eval"
+    if results.alone:
+        return "base alone"
+    return next(reversed(results.run.adapters()), "not begun")

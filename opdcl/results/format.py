@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from opdcl.results.status import DOMAIN_STYLE, FEWEST_PROMPTS, STATES
@@ -138,10 +138,6 @@ class Table(NamedTuple):
     columns: list[str]
     rows: list[list[str]]
     caption: str = ""
-
-
-def with_rows(tables: Sequence[Table]) -> list[Table]:
-    return [table for table in tables if table.rows]
 
 
 def by_state(estimates: Mapping[str, Estimate | None], unit: Unit = SCORE, n: int | None = None) -> list[str]:

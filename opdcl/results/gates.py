@@ -18,7 +18,6 @@ from opdcl.errors import GateError, InconclusiveError, OpdclError, UsageError
 from opdcl.results import intervals
 from opdcl.results.estimates import Summary
 from opdcl.results.format import DISTANCE, POINTS, interval
-from opdcl.results.intervals import Estimate
 from opdcl.results.measurements import MeasuredSuite
 from opdcl.results.ratios import Closeness
 from opdcl.results.status import FAULT, NoRatio, Retention
@@ -47,10 +46,7 @@ def judge_gates(gates: Mapping[str, Any], results: Results) -> list[Record]:
         UsageError: `max_drop` names a suite that the run does not have.
     """
     summary = results.summary
-    found = []
-    for key in RATIOS:
-        if gates.get(key) is not None:
-            found.append(_ratio(key, gates[key], results))
+    found = [_ratio(key, gates[key], results) for key in RATIOS if gates.get(key) is not None]
     if gates.get("max_drop") is not None:
         found += _drops(gates["max_drop"], results)
     if summary.findings.status == FAULT:
@@ -58,13 +54,9 @@ def judge_gates(gates: Mapping[str, Any], results: Results) -> list[Record]:
     return found
 
 
-def _record(gate: str, sentence: str, excess: Estimate | None = None) -> Record:
+def _record(gate: str, sentence: str, low: float = -math.inf, high: float = math.inf) -> Record:
     """Judge by the interval of how far a requirement is exceeded; without one, nothing is decided."""
-    outcome = "inconclusive"
-    if excess and min(excess.low, excess.high) >= 0:
-        outcome = "passed"
-    elif excess and max(excess.low, excess.high) < 0:
-        outcome = "missed"
+    outcome = "passed" if low >= 0 else "missed" if high < 0 else "inconclusive"
     return {"gate": gate, "outcome": outcome, "sentence": sentence}
 
 
@@ -82,23 +74,22 @@ def refuse(verdicts: Sequence[Record], hint: str) -> None:
 
 def _ratio(key: str, required: float, results: Results) -> Record:
     """Judge R, D or C; higher is better."""
-    summary, findings, name = results.summary, results.summary.findings, f"{key} ({RATIOS[key]})"
-    near, domain = summary.closeness, results.headline.get("domain")
-    no_c = near.why if near and near.why else "it is not measured"
+    summary, name = results.summary, f"{key} ({RATIOS[key]})"
+    findings, near, domain = summary.findings, summary.closeness, results.headline.get("domain")
     ratio, why = {
         "recovery": (findings.recovery, why_no_ratio(summary)),
         "domain_retention": (findings.domain_retention, why_no_domain_retention(domain)),
-        "closeness": (near.c if near else None, no_c),
+        "closeness": (near and near.c, (near and near.why) or "it is not measured"),
     }[key]
     if ratio:
-        excess = Estimate(ratio.value - required, ratio.low - required, ratio.high - required)
-        return _record(key, f"{name} is {interval(ratio)}, required {required:g}", excess)
+        said = f"{name} is {interval(ratio)}, required {required:g}"
+        return _record(key, said, ratio.low - required, ratio.high - required)
     harm = summary.changes["recovered_minus_base"]
     if key == "recovery" and findings.no_recovery_because is NoRatio.NO_DROP and harm and harm.high < 0:
-        return _record(key, f"{name} is not known, but recovered - base is {interval(harm, POINTS)}", harm)
+        said = f"{name} is not known, but recovered - base is {interval(harm, POINTS)}"
+        return _record(key, said, harm.low, harm.high)
     if key == "recovery" and findings.retention_status is Retention.NO_FORGETTING:
-        sentence = f"{name}: there was no measurable forgetting to recover from"
-        return {"gate": key, "outcome": "passed", "sentence": sentence}
+        return _record(key, f"{name}: there was no measurable forgetting to recover from", low=0)
     return _record(key, f"{name} is not known: {why}")
 
 
@@ -120,18 +111,23 @@ def _drops(limits: float | Mapping[str, float], results: Results) -> list[Record
 
 def judge_drop(suite: MeasuredSuite, limit: float) -> Record:
     """Judge how far the last measured state lies below base on a suite; `limit` is in points."""
-    gate, state = f"max_drop {suite.name}", suite.latest
+    gate = f"max_drop {suite.name}"
+    state = next((state for state in ("recovered", "tuned") if state in suite.rows), None)
     if "base" not in suite.rows or state is None:
         fault = suite.faults[0] if suite.faults else "base and tuned are not both measured"
         return _record(gate, f"{suite.name}: {fault}")
     change = intervals.difference(suite.values(state), suite.values("base"), suite.clusters)
-    excess = Estimate(100 * change.value + limit, 100 * change.low + limit, 100 * change.high + limit)
-    prompts = len(suite.measured)
-    said = f"{suite.name}: {state} - base is {interval(change, POINTS)}, n = {prompts}, allowed -{limit:g}"
-    record = _record(gate, said, excess)
+    value, low, high = (100 * number + limit for number in (change.value, change.low, change.high))
+    n = len(suite.measured)
+    said = f"{suite.name}: {state} - base is {interval(change, POINTS)}, n = {n}, allowed -{limit:g}"
+    record = _record(gate, said, low, high)
     if record["outcome"] == "inconclusive":
-        half_width = (excess.high - excess.low) / 2
-        record["sentence"] += f"; {_prompts_that_decide(prompts, half_width, excess.value)}"
+        # Of prompts that would decide, if the drop is as large as it was measured.
+        needed = n * (FOUND * (high - low) / 2 / value) ** 2 if value else math.inf
+        decide = "it lies at the limit, and no number of prompts would decide"
+        if needed <= PROMPTS_NEEDED_AT_MOST:
+            decide = f"about {math.ceil(needed):,} prompts would decide"
+        record["sentence"] += f"; {decide}"
     return record
 
 
@@ -142,19 +138,8 @@ def _distance(near: Closeness | None, limit: float) -> Record:
         if near and near.states[state]:
             found = near.states[state]["distance"]
             said = f"closeness: {state} is {interval(found, DISTANCE)} from base, allowed {limit:g}"
-            excess = Estimate(limit - found.value, limit - found.high, limit - found.low)
-            return _record(gate, said, excess)
+            return _record(gate, said, limit - found.high, limit - found.low)
     return _record(gate, "closeness is not measured: eval.closeness names its prompts")
-
-
-def _prompts_that_decide(prompts: int, half_width: float, excess: float) -> str:
-    """Say how many prompts would decide, if the drop is as large as it was measured."""
-    if (
-        not excess
-        or (needed := math.ceil(prompts * (FOUND * half_width / excess) ** 2)) > PROMPTS_NEEDED_AT_MOST
-    ):
-        return "it lies at the limit, and no number of prompts would decide"
-    return f"about {needed:,} prompts would decide"
 
 
 def judge_again(run: RunDir, file: Path) -> tuple[Summary, list[Record]]:

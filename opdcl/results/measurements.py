@@ -73,11 +73,6 @@ class MeasuredSuite:
         return [state for state in STATES if state not in self.rows]
 
     @property
-    def latest(self) -> str | None:
-        """The state that a user would ship: recovered, or tuned if nothing is recovered."""
-        return next((state for state in ("recovered", "tuned") if state in self.rows), None)
-
-    @property
     def floor(self) -> float | None:
         """The best headline score of a content-free answer, or None if it was not measured."""
         answers = [answer for found in self._floors for answer in found.values()]
@@ -99,14 +94,9 @@ class MeasuredSuite:
         return next(iter(self.rows.values()), [])
 
     @property
-    def prompts(self) -> list[tuple]:
-        """The number and text of each prompt, and the answer to it, in the order of the rows."""
-        return [(row["doc_id"], row["prompt"], row.get("target")) for row in self.measured]
-
-    @property
     def asked(self) -> tuple[str | None, list[tuple]]:
-        """The metric and the prompts: where they are equal, two runs were asked the same."""
-        return self.metric, self.prompts
+        """The metric; number, text and answer of each prompt. Equal where two runs were asked the same."""
+        return self.metric, [(row["doc_id"], row["prompt"], row.get("target")) for row in self.measured]
 
     @property
     def description(self) -> dict[str, Any]:

@@ -122,29 +122,23 @@ def origins_of(run: RunDir, below: tuple[Path, ...] = ()) -> dict[str, str]:
     path = run.path.resolve()
     if path in below:
         raise UsageError(f"{run.path} builds on itself", "name another run as its start or teacher")
-    _, seeds = split_seeds(run)
-    contents = run.recorded_contents()
+    contents, seeds = run.recorded_contents(), split_seeds(run)[1]
     found = {}
     for key, place in places_of(run).items():
-        found[key] = _origin(place, contents.get(key), seeds, (*below, path))
+        maker, stage = holder(place)
+        content, without = contents.get(key), without_seed(place, seeds)
+        if maker and (stage is None or content is None or _content(stage) in (None, content)):
+            own = {}
+            for option, value in split_seeds(maker)[0].items():
+                if not (is_adapter(option) or option.startswith("eval.")):
+                    own[option] = value
+            made_in = stage.path.name if stage else ""
+            found[key] = Identity([own, made_in, origins_of(maker, (*below, path))]).key
+        elif without != place and not Path(place).exists():
+            found[key] = without  # the run of the same seed, which is not here any more
+        else:
+            found[key] = content or place
     return found
-
-
-def _origin(place: str, content: str | None, seeds: dict[str, Any], below: tuple[Path, ...]) -> str:
-    """Return what made the adapter at a place; `content` is the hash that was recorded of it."""
-    maker, stage = holder(place)
-    if maker and (stage is None or content is None or _content(stage) in (None, content)):
-        settings, _ = split_seeds(maker)
-        own = {}
-        for key, value in settings.items():
-            if not (is_adapter(key) or key.startswith("eval.")):
-                own[key] = value
-        made_in = stage.path.name if stage else ""
-        return Identity([own, made_in, origins_of(maker, below)]).key
-    without = without_seed(place, seeds)
-    if without != place and not Path(place).exists():
-        return without  # the run of the same seed, which is not here any more
-    return content or place
 
 
 def holder(place: str) -> tuple[RunDir | None, StageDir | None]:

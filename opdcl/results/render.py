@@ -240,12 +240,11 @@ def arms_document(board: Arms) -> Document:
         scores, writing = _measured(HEADLINE_ROLES, board.means(arm)), _plain({"writing": arm.writing})
         more = writing | {"closeness": _closeness(arm.closeness), "runs": runs}
         arms.append({"name": arm.name, "seeds": arm.seeds} | scores | _plain(arm.findings) | more)
-    for suite in board.further:
+    for suite, scored in board.further:
         rows = []
-        for column in board.finished:
-            states, kept = board.on_further(column, suite)
-            scores = _measured(STATES, states) | _plain({"domain_retention": kept})
-            rows.append({"name": column.name} | scores)
+        for name, states, kept in scored:
+            ratio = _plain({"domain_retention": kept})
+            rows.append({"name": name} | _measured(STATES, states) | ratio)
         further.append({"name": suite.name, **suite.description, "arms": rows})
     rivals = board.against_first.items()
     return {
@@ -263,24 +262,17 @@ def arms_document(board: Arms) -> Document:
 
 def chains_document(board: Chains) -> Document:
     """Return steps that build on one another, with the keys of `opdcl compare --json`."""
-    steps, chains, differences, kept = [], [], [], []
+    steps = []
     for step in board.columns:
         named = {"name": step.name, "seeds": step.seeds, "runs": [run.path for run in step.members]}
-        steps.append(named | _plain({"scores": board.means(step), "distance": board.distance(step)}))
-    for chain in board.chains:
-        chains.append({"name": chain.name, "seeds": len(chain.lines)} | _plain(board.figures(chain)))
-    for one, other in board.pairs:
-        named = {"of": one.name, "against": other.name}
-        differences.append(named | _plain(board.differences(one, other)))
-    for name, teacher, suite, share in board.kept:
-        kept.append({"step": name, "teacher": teacher, "suite": suite, "kept": _plain(share)})
+        steps.append(named | _plain({"scores": board.means(step), "distance": step.distance}))
     return {
         "suites": {name: suite.description for name, suite in board.suites.items()},
         "base": _plain(board.means(board.base)),
         "steps": steps,
-        "chains": chains,
-        "differences": differences,
-        "kept": kept,
+        "chains": [{"name": c.name, "seeds": len(c.lines)} | _plain(c.figures) for c in board.chains],
+        "differences": [_plain(row._asdict()) for row in board.differences],
+        "kept": [_plain(row._asdict()) for row in board.kept],
         "faults": board.faults,
         "notes": board.notes,
     }

@@ -19,6 +19,7 @@ from helpers.synthetic import STRICT, alter, change, measure, measure_states, me
 from matplotlib.figure import Figure
 
 from opdcl import api
+from opdcl.results.compare import MOST_RUNS
 from opdcl.results.render import markdown
 from opdcl.results.status import STATES
 from opdcl.results.verdict import DOMAIN_HEADINGS, OUTCOMES
@@ -232,6 +233,17 @@ def chain(make) -> list[RunDir]:
     return [first, second]
 
 
+def answered(make, arms: int) -> list[RunDir]:
+    """Arms with answers, one of which has the name of a model; each passes other prompts."""
+    runs = []
+    for number in range(arms):
+        run = make("base" if number == 1 else f"arm_{number}", None, None, steps=number + 1)
+        own = {"recovered": lambda i, name=run.path.name: {"response": f"Answer {i} of {name}."}}
+        measured(run, (4, 1, {*range(number, min(number + 4, 6))}), 6, (0, 2, number % 3), 3, **own)
+        runs.append(run)
+    return runs
+
+
 COMPARISONS = {
     "three arms": three_arms,
     "one arm": lambda make: [make(f"ours-s{seed}", 28 + seed, 32, seed=seed) for seed in range(3)],
@@ -242,6 +254,8 @@ COMPARISONS = {
     "nothing measured": lambda make: [make("a", None, None), make("b", None, None, steps=9)],
     "seeds and unfinished runs": seeds_and_unfinished,
     "a chain": chain,
+    "answers of two arms": lambda make: answered(make, 2),
+    "answers of more arms than there is room for": lambda make: answered(make, MOST_RUNS + 1),
 }
 
 

@@ -1,15 +1,19 @@
-"""Pooling runs into arms, and refusing runs that cannot be compared."""
+"""Arms of small synthetic runs, whose numbers are known: pooling, refusals, scores, settings that differ."""
 
 import re
 import shutil
 
+import numpy as np
 import pytest
-from helpers.synthetic import alter, change, compared, measure, write
+from helpers.synthetic import TUNED, N, alter, change, compared, measure, write
 
 from opdcl.errors import UsageError
-from opdcl.results.compare import compare_runs, write_comparison
+from opdcl.results import intervals
+from opdcl.results.compare import compare_runs, comparison_page, write_comparison
+from opdcl.results.render import summarise
+from opdcl.results.status import STATES
 from opdcl.rundir.files import read_json
-from opdcl.rundir.layout import RunDir
+from opdcl.rundir.layout import ADAPTER, RunDir
 
 
 @pytest.fixture
@@ -57,6 +61,15 @@ def test_an_unfinished_seed_is_left_out_of_the_mean_with_a_note(make):
     assert any("a-s1 is not finished" in note and "left out of a." in note for note in comparison["notes"])
 
 
+def test_of_unfinished_seeds_a_score_is_shown_where_all_have_it(make):
+    """It is headed by their number, so it must not be that of one of them."""
+    runs = [make("a-s0", 28, None), make("a-s1", None, None, seed=1), make("b", 28, 32, steps=9)]
+    assert [(row["seeds"], bool(row["retention"])) for row in compared(runs)["arms"]] == [
+        (2, False),
+        (1, True),
+    ]
+
+
 def refused(runs: list[RunDir]) -> str:
     with pytest.raises(UsageError) as fault:
         compared(runs)
@@ -69,13 +82,8 @@ def test_a_run_without_results_is_refused(three):
     assert re.search(r"general has no results yet -> opdcl eval .*general$", refused(three))
 
 
-def test_a_single_run_and_a_repeated_run_are_refused(three):
-    assert "at least two" in refused(three[:1])
-    assert "general is named twice" in refused([*three, RunDir(three[0].path / ".." / "general")])
-
-
 def test_different_suites_are_refused_with_the_command_that_fixes_it(three):
-    for state in ("base", "tuned", "recovered"):
+    for state in STATES:
         three[1].eval_result(state, "handbook").unlink()
         measure(three[1], state, {"manual": range(9)})
     change(three[1], "eval", domain=["manual"])
@@ -88,19 +96,13 @@ def test_different_suites_are_refused_with_the_command_that_fixes_it(three):
     )
 
 
-def test_a_run_without_a_domain_suite_does_not_match_one_that_has_it(three):
-    shutil.rmtree(three[0].evals)
-    for state, k in (("base", 32), ("tuned", 8), ("recovered", 28)):
-        measure(three[0], state, {"instructions": range(k)})
-    change(three[0], "eval", domain=[])
-    assert "their domain suites are none and handbook" in refused(three)
-
-
 def test_without_domain_suites_only_retention_is_compared(three, tmp_path):
     for run in three:
-        for state in ("base", "tuned", "recovered"):
+        for state in STATES:
             run.eval_result(state, "handbook").unlink()
         change(run, "eval", domain=[])
+        if run is three[0]:
+            assert "their domain suites are none and handbook" in refused(three)
     comparison = compared(three)
     assert comparison["headline"] == {"retention": "instructions", "domain": None}
     assert [row["domain"] for row in comparison["arms"]] == [{}, {}, {}]
@@ -117,7 +119,7 @@ def test_without_domain_suites_only_retention_is_compared(three, tmp_path):
     ],
 )
 def test_different_prompts_or_metrics_are_refused(three, other, message):
-    for state in ("base", "tuned", "recovered"):
+    for state in STATES:
         measure(three[2], state, {"instructions": range(8)}, **other)
     assert message in refused(three)
 
@@ -149,7 +151,110 @@ def test_seeds_may_start_from_runs_that_differ_in_their_seed_and_in_nothing_else
     assert pooled(seeds) == [1, 1]
 
 
+def test_seeds_of_which_one_start_was_trained_again_since_are_no_seeds_of_one_arm(make, seeds):
+    for seed, run in enumerate(seeds):
+        first = make(f"first-{seed}", 28, 32, seed=seed)
+        write(first.stage(2, "recover").record, {"status": "done"})
+        start_from(run, first.path, content="what it was")
+    assert pooled(seeds) == [2]
+    for name in (ADAPTER, "adapter_config.json"):
+        write(first.stage(2, "recover").adapter / name, {})
+    assert pooled(seeds) == [1, 1]
+
+
 def test_runs_on_other_weights_of_one_name_are_no_seeds_of_one_arm(seeds):
     for run, weights in zip(seeds, ("1" * 64, "2" * 64), strict=True):
         write(run.manifest, {"base": {"fingerprint_before": weights}})
     assert pooled(seeds) == [1, 1]
+
+
+def test_an_arm_of_one_run_has_the_numbers_of_its_report(three):
+    same = ("recovery", "domain_retention", "status")
+    for row, run in zip(compared(three)["arms"], three, strict=True):
+        alone = summarise(run)
+        assert row["retention"] == alone["suites"]["instructions"]["recovered"]
+        assert row["domain"] == alone["suites"]["handbook"]["recovered"]
+        assert [row[key] for key in same] == [alone[key] for key in same]
+
+
+def test_different_tuned_models_have_a_row_each_and_a_note(make):
+    runs = [make("a", 28, 32), make("b", 28, 32, tuned=TUNED | {"instructions": range(9)}, steps=9)]
+    comparison = compared(runs)
+    assert [r["name"] for r in comparison["references"]] == ["base", "tuned of a", "tuned of b"]
+    assert any("2 different results of tuned" in note for note in comparison["notes"])
+
+
+def test_missing_settings_and_missing_sections_are_differences(three):
+    change(three[0], "recover", optimizer={"weight_decay": 0.1})
+    alter(three[2].config, workflow={"recover": None})
+    comparison = compared(three)
+    assert comparison["differences"] == {
+        "recover.method": {"ours": "alternating", "general": "general"},
+        "recover.optimizer.weight_decay": {"ours": 0.1},
+        "recover": {"ours": "given", "general": "given", "scaled": "left out"},
+    }
+    rows = comparison_page(compare_runs(three)).sections[-1].rows
+    assert ["recover.optimizer.weight_decay", "0.1", "–", "–"] in rows  # noqa: RUF001
+
+
+def test_different_evaluation_settings_get_a_note(three):
+    change(three[1], "eval", max_new_tokens=20)
+    said = "measured with different settings (eval.max_new_tokens)"
+    assert any(said in note for note in compared(three)["notes"])
+
+
+def test_runs_that_differ_only_in_seeds_form_one_arm_with_their_mean(make):
+    runs = [make(f"ours-s{seed}", k, 32, seed=seed) for seed, k in ((2, 30), (0, 20), (1, 28))]
+    (row,) = compared(runs)["arms"]
+    assert row["recovery"]["value"] == pytest.approx(((30 + 20 + 28) / 3 - 8) / 24, abs=1e-5)
+    of_runs = {run["seeds"]["recover.seed"]: run["retention"]["value"] for run in row["runs"]}
+    assert of_runs == {0: 0.5, 1: 0.7, 2: 0.75}
+    passed = [(np.arange(N) < k).astype(float) for k in (20, 28, 30)]
+    assert row["retention"] == vars(intervals.mean(np.stack(passed)).rounded())
+    alone = vars(intervals.mean(passed[1]).rounded())
+    assert row["retention"]["high"] - row["retention"]["low"] > alone["high"] - alone["low"]
+
+
+def test_arms_over_the_same_fine_tunes_share_the_mean_of_tuned(make):
+    runs = []
+    for seed, lost in ((0, 8), (1, 10)):
+        for name, method, kept in (("ours", "alternating", 28), ("scaled", "interpolate", 20 + seed)):
+            tuned = TUNED | {"instructions": range(lost)}
+            run = make(f"{name}-s{seed}", kept, 32, tuned=tuned, method=method, seed=seed)
+            change(run, "finetune", seed=seed)
+            runs.append(run)
+    comparison = compared(runs)
+    assert [(r["name"], r["results"], r["retention"]["value"]) for r in comparison["references"]] == [
+        ("base", 1, 0.8),
+        ("tuned", 2, pytest.approx(9 / 40)),
+    ]
+    # R of the seeds is 20/24 and 18/22; the arm's R divides the means.
+    assert comparison["arms"][0]["recovery"]["value"] == pytest.approx(19 / 23, abs=1e-5)
+
+
+def test_a_run_without_a_recovery_ends_with_tuned(make):
+    alone = make("mix", None, None, tuned={"instructions": range(30), "handbook": range(38)})
+    alter(alone.config, workflow={"recover": None})
+    runs = [alone, make("ours", 28, 32)]
+    for run in runs:
+        measure(run, "base", {"neighbours": range(20)})
+        measure(run, "tuned", {"neighbours": range(10)})
+    measure(runs[1], "recovered", {"neighbours": range(16)})
+    comparison = compared(runs)
+    assert [arm["runs"][0]["state"] for arm in comparison["arms"]] == ["tuned", "recovered"]
+    assert comparison["against_first"][0]["retention"]["value"] == pytest.approx(2 / 40, abs=1e-6)
+    # Its end is its own row; tuned of the other run is a reference.
+    assert [r["name"] for r in comparison["references"]] == ["base", "tuned of ours"]
+    (further,) = comparison["further"]
+    assert further["arms"][0]["recovered"] == {}
+    assert [row["tuned"]["value"] for row in further["arms"]] == [0.25, 0.25]
+    for state in STATES:
+        measure(runs[1], state, {"neighbours": range(10)}, prompt="Another")
+    assert compared(runs)["further"] == []
+
+
+def test_a_tuned_model_measured_on_fewer_suites_is_the_same_model(make):
+    runs = [make("a", 28, 32), make("b", 28, 32, steps=9)]
+    runs[0].eval_result("tuned", "handbook").unlink()
+    base, tuned = compared(runs)["references"]
+    assert (base["name"], tuned["name"], tuned["domain"]["value"]) == ("base", "tuned", 0.9)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from helpers.synthetic import alter, change, compared, held, measure_states, pages, workflow, write
 
-from opdcl.results.arms import load_arms
-from opdcl.results.compare import compare_runs, comparison_page
+from opdcl.results.compare import compare_runs, comparison_page, list_runs
+from opdcl.results.gates import judge_gates
 from opdcl.results.origins import split_seeds
 from opdcl.results.render import summarise
 from opdcl.results.sections import main_tables
@@ -223,6 +223,22 @@ def test_a_run_of_an_older_version_has_none(tmp_path):
     assert [table.title for table in main_tables(Results(run).summary)] == ["Scores"]
 
 
+def test_a_limit_of_the_distance_is_judged_by_the_whole_interval(tmp_path):
+    results = Results(make(tmp_path / "run"))
+    found = results.summary.closeness.states["recovered"]["distance"]
+    limits = {found.high + 0.01: "passed", found.value: "inconclusive", found.low - 0.01: "missed"}
+    for limit, outcome in limits.items():
+        (record,) = judge_gates({"max_drop": {"closeness": limit}}, results)
+        assert record["outcome"] == outcome
+
+
+def test_runs_are_listed_with_the_distance_of_their_last_model(tmp_path):
+    ends = {make(tmp_path / "whole"): "recovered", make(tmp_path / "tuned", recovered=None): "tuned"}
+    listed = {line["run"]: line["distance"] for line in list_runs(tmp_path)[1]}
+    for run, state in ends.items():
+        assert listed[str(run.path)] == summarise(run)["closeness"][state]["distance"]["value"]
+
+
 def test_seeds_are_pooled_and_widen_the_interval_as_for_r(tmp_path):
     runs = [make(tmp_path / f"mine-{seed}", recovered=r, seed=seed) for seed, r in enumerate((0.1, 0.2, 0.3))]
     other = make(tmp_path / "other", steps=9)
@@ -253,4 +269,4 @@ def test_its_prompts_do_not_keep_seeds_apart(tmp_path):
     runs = [make(tmp_path / f"mine-{seed}", seed=seed) for seed in (0, 1)]
     change(runs[0], "eval", closeness="requests")
     assert "eval.closeness" not in split_seeds(runs[0])[0]
-    assert len(load_arms(runs)) == 1
+    assert len(compared(runs)["arms"]) == 1

@@ -5,7 +5,6 @@ from helpers.synthetic import N, change, compared, measure, measure_states, page
 
 from opdcl.errors import UsageError
 from opdcl.results.compare import compare_runs
-from opdcl.results.listing import list_runs
 from opdcl.results.measurements import load_suites
 from opdcl.results.origins import question_key, sets_asked
 from opdcl.results.samples import regained_prompts
@@ -122,25 +121,6 @@ def test_a_chain_of_runs_that_set_rows_aside_measures_what_is_forgotten_of_each(
     assert chain["average"]["value"] == pytest.approx((30 + 20 + 38) / 3 / N)
     assert chain["forgetting"]["value"] == pytest.approx(((36 - 20) + 0) / 2 / N)
     assert chain["backward_transfer"]["value"] == pytest.approx((20 - 36) / N)
-
-
-def distances(run: RunDir, **of_state: float) -> None:
-    for state, distance in of_state.items():
-        scores = {"distance": distance, "forward": distance, "reverse": 0.0}
-        rows = [
-            {"doc_id": i, "prompt": f"Request {i}", "response": f"Done {i}", "scores": scores}
-            for i in range(N)
-        ]
-        result = {"role": "closeness", "metric": "distance", "metrics": {}, "floor": {}, "n": N}
-        write(run.eval_result(state, "closeness"), result)
-        write(run.eval_samples(state, "closeness"), rows)
-
-
-def test_a_run_without_a_recovery_is_listed_with_its_distance(make, tmp_path):
-    distances(make("whole", 28, 32), base=0.0, tuned=0.8, recovered=0.2)
-    distances(make("tuned", None, None), base=0.0, tuned=0.8)
-    found = {line["run"].rsplit("/", 1)[-1]: line["distance"] for line in list_runs(tmp_path)[1]}
-    assert found == {"whole": 0.2, "tuned": 0.8}
 
 
 def test_the_loss_of_a_fine_tune_is_that_of_the_users_rows(tmp_path):
