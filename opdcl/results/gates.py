@@ -93,7 +93,7 @@ def _ratio(key: str, required: float, results: Results) -> Record:
     if ratio:
         excess = Estimate(ratio.value - required, ratio.low - required, ratio.high - required)
         return _record(key, f"{name} is {interval(ratio)}, required {required:g}", excess)
-    harm = summary.changes["recovered_minus_base"]
+    harm = summary.tests.changes["recovered_minus_base"]
     if key == "recovery" and findings.no_recovery_because is NoRatio.NO_DROP and harm and harm.high < 0:
         return _record(key, f"{name} is not known, but recovered - base is {interval(harm, POINTS)}", harm)
     if key == "recovery" and findings.retention_status is Retention.NO_FORGETTING:

@@ -5,9 +5,9 @@ import pytest
 from scipy.stats import t as student
 
 from opdcl.repetition import repetition
-from opdcl.results import estimates, ratios
+from opdcl.results import ratios
 from opdcl.results.measurements import OF_ANSWERS, MeasuredSuite, States, response_values, script_of
-from opdcl.results.ratios import MARGINS, ResponseTest
+from opdcl.results.ratios import AS_WRITTEN, MARGINS, ResponseTest, figures_of
 
 ENGLISH, GERMAN, RUSSIAN, CHINESE = "Keep it short.", "Fasse dich kurz.", "Пиши коротко.", "请简短回答。"
 
@@ -77,7 +77,7 @@ def test_what_rows_do_not_tell_is_left_out():
 
 def test_every_measure_has_its_mean_with_an_interval():
     rows = [{"response": ENGLISH, "tokens": 10 * i, "ended": i < 3} for i in range(4)]
-    base = estimates.writing_of(suite_of(base=rows))["base"]
+    base = figures_of([suite_of(base=rows)], "base", AS_WRITTEN)
     assert base["ended"].value == 0.75
     assert base["tokens"].value == 15
     assert all(e.low <= e.value <= e.high for e in base.values())
