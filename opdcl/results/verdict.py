@@ -75,9 +75,9 @@ TO_TELL = 400
 
 # What is wrong with answers unlike base's; the first is said first.
 DEFECTS = {
-    "ended": "{cut:.0f} % of its answers run into the token limit (base {base_cut:.0f} %)",
-    "repetition": "{own:.0f} % of the 4-grams in its answers are repetitions (base {base:.0f} %)",
-    "tokens": "its answers are {size:.0f} % {than} than base's",
+    "ended": "{cut} of its answers run into the token limit (base {base_cut})",
+    "repetition": "{own} of the 4-grams in its answers are repetitions (base {base})",
+    "tokens": "its answers are {size} {than} than base's",
 }
 
 # The place of the run in a command. A page that may be moved says RUN.
@@ -158,15 +158,9 @@ def _outcome(summary: Summary, run: RunDir, faults: Sequence[str]) -> tuple[str,
 
 def _recovery(summary: Summary, suite: Scores, change: Estimate) -> str:
     """Return the recovery's outcome: the sentence of its status, with its numbers."""
-    findings, near, gain = (
-        summary.findings,
-        _deciding(summary),
-        summary.tests.changes["recovered_minus_tuned"],
-    )
-    r, (base, tuned, *recovered) = (
-        findings.recovery,
-        [percent(score.value) for score in suite.states.values()],
-    )
+    findings, near, r = summary.findings, _deciding(summary), summary.findings.recovery
+    gain = summary.tests.changes["recovered_minus_tuned"]
+    base, tuned, *recovered = (percent(score.value) for score in suite.states.values())
     levels = f"the fine-tune changed {suite.plain} by {interval(change, POINTS, n=suite.n)}"
     levels += f", from {base} to {tuned}"
     if recovered:
@@ -255,12 +249,11 @@ def unlike_base(tests: ResponseTests) -> list[str]:
             measure, _, where = key.partition(" ")
             is_better = name == "ended" and test and test.value > 0
             if test and measure == name and test.different and not (test.shown or is_better):
-                own, base, size = 100 * test.recovered, 100 * test.base, 100 * abs(test.value)
-                than = "shorter" if test.value < 0 else "longer"
-                more = {"cut": 100 * (1 - test.recovered), "base_cut": 100 * (1 - test.base), "than": than}
-                said.append(
-                    f"{where}{', ' if where else ''}{words.format(own=own, base=base, size=size, **more)}"
-                )
+                shares = {"own": test.recovered, "base": test.base, "size": abs(test.value)}
+                shares |= {"cut": 1 - test.recovered, "base_cut": 1 - test.base}
+                percents = {name: f"{100 * share:.0f} %" for name, share in shares.items()}
+                text = words.format(than="shorter" if test.value < 0 else "longer", **percents)
+                said.append(f"{where}, {text}" if where else text)
     return said
 
 
