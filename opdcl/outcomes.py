@@ -89,7 +89,7 @@ class Result(Outcome):
     def __init__(self, path: Path, results: Summary, gates: Sequence[dict[str, str]] = ()):
         from opdcl.results.render import run_document
         from opdcl.results.sections import brief_table, main_tables
-        from opdcl.results.verdict import at_place, severity
+        from opdcl.results.verdict import at_place
 
         place = typed(path)
         results = at_place(results, place)
@@ -107,7 +107,7 @@ class Result(Outcome):
             remarks=results.notes,
             brief=brief_table(results),
             more=f"opdcl report {place} --all",
-            severity=severity(results),
+            severity=results.verdict.severity,
         )
 
     def pull_request(self) -> str:
@@ -160,10 +160,10 @@ class Comparison(Outcome):
             rows = [[*cells, status.replace(" ", "\n")] for *cells, status in rows]
         tables = [scores._replace(title="", rows=rows), *others]
         super().__init__(
-            sentence=page.heading,
+            sentence=page.verdict.heading,
             tables=tables,
             data=plain(comparison),
-            notes=[page.sentence],
+            notes=[page.verdict.sentence],
             faults=page.faults,
             remarks=page.notes,
         )

@@ -16,6 +16,7 @@ from opdcl.faults import translate
 from opdcl.results import format
 from opdcl.results.arms import Arms, Board, Column, Further, compare_arms
 from opdcl.results.chains import Chains, build_on_one_another, compare_chains
+from opdcl.results.estimates import Verdict
 from opdcl.results.format import CHANGE, MISSING, NATS, SCORE, Table, Unit, cell
 from opdcl.results.intervals import Estimate
 from opdcl.results.measurements import MeasuredSuite, Row
@@ -82,7 +83,7 @@ def write_comparison(board: Compared, folder: Path) -> list[Path]:
         left_out = [arm.name for arm in board.columns[MOST_RUNS:]]
     more = {"svg": svg, "left_out": left_out, "several": len(board.columns) > 1}
     text, html, data = (folder / f"compare.{ending}" for ending in ("md", "html", "json"))
-    write_atomic(text, render_page("compare.md", page))
+    write_atomic(text, render_page("page.md", page, form="compare"))
     write_atomic(html, render_page("page.html", page, reports=_reports(board, folder), **more))
     write_json(data, plain(board))
     return [text, html, data]
@@ -115,10 +116,8 @@ def comparison_page(board: Compared) -> Page:
         tables = [_steps_table(board), _chains_table(board), _kept_table(board)]
     return Page(
         name="Comparison",
-        heading=heading,
-        sentence=f"{names}: {how} {measured}.",
+        verdict=Verdict(heading, f"{names}: {how} {measured}."),
         sections=[table for table in tables if table.rows],
-        details=[],
         faults=board.faults,
         notes=board.notes,
     )
@@ -210,7 +209,7 @@ def _closeness_table(board: Arms) -> Table:
         if near := arm.closeness:
             last = next(near.states[state] for state in reversed(STATES) if near.states.get(state))
             shown = [cell(last["median"], NATS), cell(last["domain_manner"], format.SHARE), cell(near.c)]
-            rows.append([arm.label, *format.distance_cells(near), *shown])
+            rows.append([arm.label, *format.distance_cells(near.states, near.n), *shown])
     caption = (
         "The mean distance of each state from base, in nats per token, on answers at temperature 1; that of "
         "base is noise. Median and share in domain style are the last model's. C is the share of the "

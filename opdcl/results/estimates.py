@@ -5,22 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from opdcl.results.format import percent
+from opdcl.results import format
 from opdcl.results.intervals import Estimate, clustered_mean, difference, mean
-from opdcl.results.measurements import MeasuredSuite, response_values, states_of
-from opdcl.results.ratios import Closeness, Findings, ResponseTests, findings
-from opdcl.results.status import STATES
+from opdcl.results.measurements import MeasuredSuite, states_of
+from opdcl.results.ratios import AS_WRITTEN, Closeness, Findings, ResponseTests, figures_of, findings
 
 COMPARED = (("tuned", "base"), ("recovered", "tuned"), ("recovered", "base"))
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of the measured states on one suite, or on a group of its prompts."""
+    """The scores of the measured states on one suite."""
 
-    plain: str
-    """What it measures, in words."""
     n: int
+    """The number of prompts."""
     floor: float | None
     states: dict[str, Estimate]
     """Without those that are not measured."""
@@ -30,13 +28,39 @@ class Scores:
     """Further metric -> state -> value."""
     writing: dict[str, dict[str, Estimate]]
     """State -> measure -> mean over prompts, of how the answers are written."""
+    plain: str
+    """What it measures, in words."""
+    floor_is: str
+    """What reaches the floor, in words."""
     decoding: str
     """Whether the answers are greedy or sampled."""
 
     @property
-    def size(self) -> str:
-        floor = "" if self.floor is None else f", floor {percent(self.floor)}"
-        return f"{self.n} prompts{floor}"
+    def words(self) -> str:
+        """Its metric, as people read it."""
+        return format.metric_words(self.metric or "")
+
+
+@dataclass(frozen=True)
+class GroupScores:
+    """The scores on one group of the headline's prompts, with an R of their own."""
+
+    n: int
+    floor: float | None
+    states: dict[str, Estimate]
+    recovery: Estimate | None
+    recovery_raw: Estimate | None
+
+
+@dataclass(frozen=True)
+class Tests:
+    """What is tested of the headline suites."""
+
+    changes: dict[str, Estimate | None]
+    """Pair of states, such as `tuned_minus_base` -> paired difference of the retention suite, and behind
+    `domain_` of the domain suite; None where a state is not measured."""
+    detectable_drop: float | None
+    writing: ResponseTests
 
 
 @dataclass(frozen=True)
@@ -50,11 +74,18 @@ class Verdict:
     why: str = ""
     """What the next command is for; empty where nothing is missing, or it goes without saying."""
     next: str = ""
-    """The command that follows from the verdict."""
+    """The command that follows from the verdict; RUN is the run."""
+    severity: str = ""
+    """`good` in both halves, `mixed`, `bad` in one, or empty where all is open."""
 
     @property
     def text(self) -> str:
         return f"{self.heading}: {self.sentence}"
+
+    @property
+    def opening(self) -> str:
+        """The sentence where it begins a paragraph."""
+        return self.sentence[:1].upper() + self.sentence[1:]
 
     @property
     def lead_on(self) -> str:
@@ -64,7 +95,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Summary:
-    """What was measured of a run, what follows from it by statistics, and the verdict."""
+    """What was measured of a run, what follows from it by statistics, and the verdict.
+
+    Fields are keys of the JSON, in its order (`opdcl.results.render`).
+    """
 
     name: str
     alone: bool
@@ -73,20 +107,15 @@ class Summary:
     suites: dict[str, Scores]
     findings: Findings
     closeness: Closeness | None
-    groups: dict[str, tuple[Scores, Findings]]
-    """The groups of the headline's prompts, with an R of their own."""
-    changes: dict[str, Estimate | None]
-    """Pair of states, such as `tuned_minus_base` -> paired difference of the retention suite, and behind
-    `domain_` of the domain suite; None where a state is not measured."""
-    detectable_drop: float | None
-    writing: ResponseTests
+    groups: dict[str, GroupScores]
+    tests: Tests
     cost: dict[str, dict[str, Any]]
     faults: list[str]
     notes: list[str]
     """What to know when reading the results. It begins with the faults."""
-    verdict: Verdict = Verdict("", "")
     trained: tuple[str, str] | None = None
     """What the last stage did, and its size in words, where that is all that can be said of the run."""
+    verdict: Verdict = field(default_factory=lambda: Verdict("", ""))
 
     def headline_suite(self, role: str) -> Scores | None:
         name = self.headline[role]
@@ -100,68 +129,59 @@ class Summary:
     @property
     def writing_tests(self) -> ResponseTests:
         """How recovered writes beside base: greedily on the suite, and sampled for the closeness."""
-        tests = dict(self.writing)
-        if self.closeness:
-            for measure, test in self.closeness.writing.items():
-                tests[f"{measure} at temperature 1"] = test
-        return tests
+        sampled = self.closeness.writing if self.closeness else {}
+        return self.tests.writing | {f"{name} at temperature 1": test for name, test in sampled.items()}
 
 
 def suite_scores(suite: MeasuredSuite) -> Scores:
     """Return the number of prompts, the floor, and the estimated score of each measured state."""
-    floor = suite.floor_values()
     metrics: dict[str, dict[str, float]] = {}
     for state, result in suite.results.items():
         for metric, value in result["metrics"].items():
             if metric != suite.metric:
                 metrics.setdefault(metric, {})[state] = value
+    # Of a suite that is sampled, base answers a second time.
+    is_sampled = any("again" in row for row in suite.rows.get("base", []))
     return Scores(
-        plain=suite.plain,
-        n=len(suite.measured),
-        floor=suite.floor if floor is None else float(floor.mean()),
-        states={state: _score(suite, state).rounded() for state in STATES if state in suite.rows},
+        *_levels(suite),
         role=suite.role,
         metric=suite.metric,
         metrics=metrics,
-        writing=writing_of(suite),
-        # Of a suite that is sampled, base answers a second time.
-        decoding="sampled" if any("again" in row for row in suite.rows.get("base", [])) else "greedy",
+        writing={state: figures_of([suite], state, AS_WRITTEN) for state in suite.rows},
+        plain=suite.plain,
+        floor_is=suite.floor_is,
+        decoding="sampled" if is_sampled else "greedy",
     )
 
 
-def _score(suite: MeasuredSuite, state: str) -> Estimate:
-    parts = suite.parts(state)
-    if any(len(of_prompt) != 1 for of_prompt in parts):
-        return clustered_mean(parts, suite.clusters)
-    return mean(suite.values(state), suite.clusters)
-
-
-def writing_of(suite: MeasuredSuite) -> dict[str, dict[str, Estimate]]:
-    """Return state -> measure -> mean over prompts, of how the answers are written."""
-    found = {}
+def _levels(suite: MeasuredSuite) -> tuple[int, float | None, dict[str, Estimate]]:
+    """Return the number of prompts, the floor, and the score of each measured state."""
+    floor, states = suite.floor_values(), {}
     for state in suite.rows:
-        columns = response_values(suite, state).items()
-        found[state] = {name: mean(column, suite.clusters).rounded() for name, column in columns}
-    return found
+        parts = suite.parts(state)
+        score = mean(suite.values(state), suite.clusters)
+        if any(len(of_prompt) != 1 for of_prompt in parts):
+            score = clustered_mean(parts, suite.clusters)
+        states[state] = score.rounded()
+    return len(suite.measured), suite.floor if floor is None else float(floor.mean()), states
 
 
-def groups_of(retention: MeasuredSuite | None) -> dict[str, tuple[Scores, Findings]]:
+def groups_of(retention: MeasuredSuite | None) -> dict[str, GroupScores]:
     """Return what the headline shows on each group of its prompts; empty unless there are several groups."""
-    if retention is None or len(retention.groups) < 2:
-        return {}
     groups = {}
-    for name in retention.groups:
+    for name in retention.groups if retention and len(retention.groups) > 1 else ():
         suite = retention.only(name)
-        groups[name] = suite_scores(suite), findings(states_of([suite]), None)
+        found = findings(states_of([suite]), None)
+        groups[name] = GroupScores(*_levels(suite), found.recovery, found.recovery_raw)
     return groups
 
 
 def changes_of(suite: MeasuredSuite | None) -> dict[str, Estimate | None]:
     """Return each pair of states, such as `tuned_minus_base`, with the paired difference of their scores."""
-    changes: dict[str, Estimate | None] = {}
+    found: dict[str, Estimate | None] = {}
     for later, earlier in COMPARED:
         change = None
         if suite and {later, earlier} <= suite.rows.keys():
             change = difference(suite.values(later), suite.values(earlier), suite.clusters).rounded()
-        changes[f"{later}_minus_{earlier}"] = change
-    return changes
+        found[f"{later}_minus_{earlier}"] = change
+    return found

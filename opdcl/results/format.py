@@ -10,7 +10,6 @@ from opdcl.results.status import DOMAIN_STYLE, FEWEST_PROMPTS, STATES
 
 if TYPE_CHECKING:
     from opdcl.results.intervals import Estimate
-    from opdcl.results.ratios import Closeness
 
 MISSING = "\N{EN DASH}"
 
@@ -145,6 +144,6 @@ def by_state(estimates: Mapping[str, Estimate | None], unit: Unit = SCORE, n: in
     return [cell(estimates.get(state), unit, n) for state in STATES]
 
 
-def distance_cells(near: Closeness, name: str = "distance", unit: Unit = NATS) -> list[str]:
-    """Return each state's distance to base, or another number of its closeness."""
-    return by_state({state: found.get(name) for state, found in near.states.items()}, unit, near.n)
+def distance_cells(states: Mapping[str, Mapping[str, Estimate]], n: int) -> list[str]:
+    """Return each state's distance to base."""
+    return by_state({state: found.get("distance") for state, found in states.items()}, NATS, n)

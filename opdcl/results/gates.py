@@ -84,7 +84,7 @@ def _ratio(key: str, required: float, results: Results) -> Record:
     if ratio:
         said = f"{name} is {interval(ratio)}, required {required:g}"
         return _record(key, said, ratio.low - required, ratio.high - required)
-    harm = summary.changes["recovered_minus_base"]
+    harm = summary.tests.changes["recovered_minus_base"]
     if key == "recovery" and findings.no_recovery_because is NoRatio.NO_DROP and harm and harm.high < 0:
         said = f"{name} is not known, but recovered - base is {interval(harm, POINTS)}"
         return _record(key, said, harm.low, harm.high)

@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
@@ -136,8 +136,9 @@ def _plot_curves(
         if step == best:
             axes.plot(step, value, label="adapter kept", linestyle="none", **ring)
     if curves[HELD_OUT]:
-        text = f"{curves[HELD_OUT][-1][1]:.2f}"
-        _label(axes, text, raised[HELD_OUT][-1], (0, 9), ha="right", va="bottom", color=colour)
+        style: dict[str, Any] = {"fontweight": "bold", "color": colour, "ha": "right", "va": "bottom"}
+        text, place = f"{curves[HELD_OUT][-1][1]:.2f}", raised[HELD_OUT][-1]
+        axes.annotate(text, place, (0, 9), textcoords="offset points", **style)
     axes.set_yscale("log")
     axes.set_ylim(lowest / 1.4, 1.4 * highest)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if highest < 100 * lowest else (1,)))
@@ -160,20 +161,25 @@ def frontier(names: dict[str, str], marks: list[Mark]) -> Markup | None:
         axes.margins(0.08)
         axes.set_xlabel(f"Domain: {_plain(names['domain'])} (%)")
         axes.set_title(f"Retention: {_plain(names['retention'])} (%)")
+        shown = []
         for i, mark in enumerate(marks):
-            size = 7 + 6 * coinciding(mark, marks[:i])
-            _cross(axes, mark, label=mark.label, markerfacecolor="none", markersize=size)
+            x, y = mark.centre
+            shown.append(f"{mark.label} {y:.0f} % at {x:.0f} % domain")
+            # The mark at the place of others is larger, or it would hide them.
+            size = 7 + 6 * sum(math.dist((x, y), other.centre) < 1 for other in marks[:i])
+            across, up = (
+                [[100 * (score.value - score.low)], [100 * (score.high - score.value)]]
+                for score in (mark.domain, mark.retention)
+            )
+            style: dict[str, Any] = {
+                "fmt": mark.shape,
+                "color": PAINT[mark.colour],
+                "linewidth": 1.2,
+                "markersize": size,
+            }
+            axes.errorbar([x], [y], xerr=across, yerr=up, label=mark.label, markerfacecolor="none", **style)
         figure.legend(loc="outside lower left", ncols=columns, frameon=False)
-        return _svg(figure, "frontier", _where(marks))
-
-
-def _where(marks: Sequence[Mark]) -> str:
-    """Describe a figure with these marks."""
-    shown = []
-    for mark in marks:
-        x, y = mark.centre
-        shown.append(f"{mark.label} {y:.0f} % at {x:.0f} % domain")
-    return escape(f"Retention against domain: {'; '.join(shown)}")
+        return _svg(figure, "frontier", escape(f"Retention against domain: {'; '.join(shown)}"))
 
 
 def arm_styles() -> Iterator[tuple[str, str]]:
@@ -181,29 +187,9 @@ def arm_styles() -> Iterator[tuple[str, str]]:
     return zip(itertools.cycle(ARM_SHAPES), itertools.cycle(ARM_COLOURS), strict=True)
 
 
-def coinciding(mark: Mark, drawn: Sequence[Mark]) -> int:
-    """Count the drawn marks at the place of a mark: its own must be larger, or it would hide them."""
-    return sum(math.dist(mark.centre, other.centre) < 1 for other in drawn)
-
-
-def _cross(axes: Axes, mark: Mark, markersize: int = 7, **style: Any) -> None:
-    """Mark the point of two estimates, in percent, with both intervals."""
-    style |= {"fmt": mark.shape, "color": PAINT[mark.colour], "linewidth": 1.2, "markersize": markersize}
-    x, y = mark.centre
-    across, up = (
-        [[100 * (score.value - score.low)], [100 * (score.high - score.value)]]
-        for score in (mark.domain, mark.retention)
-    )
-    axes.errorbar([x], [y], xerr=across, yerr=up, **style)
-
-
 def _plain(name: str) -> str:
     """Return a name without `$`, which starts a formula, and without characters that fonts or XML lack."""
     return "".join(c for c in name if c.isprintable() and c not in "$\\")[:40]
-
-
-def _label(axes: Axes, text: str, at: tuple, offset: tuple[int, int], **style: Any) -> None:
-    axes.annotate(text, at, offset, textcoords="offset points", fontweight="bold", **style)
 
 
 @contextmanager

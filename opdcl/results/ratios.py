@@ -9,12 +9,13 @@ model with base's style and other content recovers nothing, however far away tun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from opdcl.results.format import IN_DOMAIN_STYLE, LENGTH, NATS, SCORE, SHARE, Unit
 from opdcl.results.intervals import (
     TWO_SIDED,
     Clusters,
@@ -55,8 +56,58 @@ POWER = 0.8
 # its mean length, as a share of base's.
 MARGINS = {"ended": 0.05, "repetition": 0.05, "tokens": 0.10}
 
-# How a state writes at temperature 1, and the columns of it.
-OF_SAMPLES = {"length": "tokens", "ended": "ended", "repetition": "repetition", "distinct": "distinct"}
+
+class Figure(NamedTuple):
+    """What is estimated of each state, and how tables show it."""
+
+    column: str
+    """Of `MeasuredSuite.column`."""
+    label: str = ""
+    """Empty where JSON alone has it."""
+    unit: Unit = SCORE
+    estimate: Callable[[np.ndarray, Clusters], Estimate] = mean
+
+
+def nats(distances: np.ndarray, clusters: Clusters) -> Estimate:
+    """Estimate the mean of distances, which have no upper end."""
+    return total([([distances], clusters)])
+
+
+def in_domain_style(distances: np.ndarray, clusters: Clusters) -> Estimate:
+    """Estimate the share of requests that are answered in domain style."""
+    return mean(np.array(distances > DOMAIN_STYLE, float), clusters)
+
+
+# How the answers to a suite are written, by their keys in the JSON.
+AS_WRITTEN = {
+    "ended": Figure("ended", "answers that end"),
+    "tokens": Figure("tokens", "tokens per answer", LENGTH),
+    "repetition": Figure("repetition", "repeated 4-grams"),
+    "script": Figure("script", "in the prompt's script"),
+}
+# How far the answers at temperature 1 are from base, and how they are written.
+FROM_BASE = {
+    "distance": Figure("distance", "distance to base, mean\nnats per token", NATS, nats),
+    "forward": Figure("forward", estimate=nats),
+    "reverse": Figure("reverse", estimate=nats),
+    "median": Figure("distance", "distance to base, median\nnats per token", NATS, median),
+    "domain_manner": Figure("distance", IN_DOMAIN_STYLE, SHARE, in_domain_style),
+    "length": Figure("tokens"),
+    "ended": Figure("ended"),
+    "repetition": Figure("repetition"),
+    "distinct": Figure("distinct"),
+}
+
+
+def figures_of(
+    suites: Sequence[MeasuredSuite], state: str, figures: Mapping[str, Figure]
+) -> dict[str, Estimate]:
+    """Return the figures of a state that are measured, on one suite or the same one of several seeds."""
+    found = {}
+    for key, figure in figures.items():
+        if (numbers := pooled(suites, state, figure.column)) is not None:
+            found[key] = figure.estimate(numbers, suites[0].clusters).rounded()
+    return found
 
 
 @dataclass(frozen=True)
@@ -335,9 +386,7 @@ class Closeness:
     floor: float | None
     noise: float
     states: dict[str, dict[str, Estimate]]
-    """State -> `distance`, the mean over requests, its two directions `forward` and `reverse`, its `median`,
-    `domain_manner`, the share of requests answered in domain style, and how the state writes. Empty without a
-    measurement."""
+    """State -> figures `FROM_BASE`; empty without a measurement."""
     writing: ResponseTests
     seconds: float
 
@@ -383,27 +432,10 @@ def closeness_of(suites: Sequence[MeasuredSuite]) -> Closeness | None:
         why=why,
         floor=None if floor is None else round(float(floor.mean()), 6),
         noise=round(float(distances["base"].mean()), 6),
-        states={state: _from_base(suites, state) for state in STATES},
+        states={state: figures_of(suites, state, FROM_BASE) for state in STATES},
         writing=compared_with_base(suites) if "recovered" in distances else {},
         seconds=round(sum(((result.get("cost") or {}).get("seconds", 0.0) for result in results), 0.0), 1),
     )
-
-
-def _from_base(suites: Sequence[MeasuredSuite], state: str) -> dict[str, Estimate]:
-    """Return a state's distance: mean, both directions, median, share in domain style; and how it writes."""
-    clusters = suites[0].clusters
-    found: dict[str, Estimate] = {}
-    for name in ("distance", "forward", "reverse"):
-        if (numbers := pooled(suites, state, name)) is not None:
-            found[name] = total([([numbers], clusters)]).rounded()
-    if (distances := pooled(suites, state, "distance")) is None:
-        return {}
-    found["median"] = median(distances, clusters).rounded()
-    found["domain_manner"] = mean(np.array(distances > DOMAIN_STYLE, float), clusters).rounded()
-    for name, column in OF_SAMPLES.items():
-        if (numbers := pooled(suites, state, column)) is not None:
-            found[name] = mean(numbers, clusters).rounded()
-    return found
 
 
 def _share_gone(

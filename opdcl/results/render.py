@@ -20,7 +20,7 @@ from markupsafe import Markup
 
 from opdcl.results import format
 from opdcl.results.estimates import Summary
-from opdcl.results.samples import RULE, WHAT_PASSES
+from opdcl.results.samples import EXAMPLE_ANSWER, LONGEST_ANSWER, RULE, WHAT_PASSES
 from opdcl.results.sections import Page, run_page
 from opdcl.results.status import HEADLINE_ROLES, STATES
 from opdcl.results.summary import Results
@@ -33,9 +33,12 @@ if TYPE_CHECKING:
     from opdcl.results.arms import Arms
     from opdcl.results.chains import Chains
     from opdcl.results.intervals import Estimate
-    from opdcl.results.ratios import Closeness
 
 Document = dict[str, Any]
+
+# Fields whose content stands in their place in the JSON, as do `states` and `c`; and fields for texts alone.
+INLINE = ("findings", "changes")
+HIDDEN = ("plain", "floor_is", "decoding", "trained", "verdict")
 
 # What is exported -> its relation to base and the library that loads it, in the Hub's words. Its `merge`
 # is made of several models.
@@ -56,7 +59,7 @@ def write(results: Results) -> list[Path]:
         last[row.get("step", 0), "validation" in row, "loss" in row] = row
     rows = [last[key] for key in sorted(last)]
     texts = [
-        render_page("report.md", page),
+        render_page("page.md", page, form="report"),
         render_page("page.html", page, kl=plots.recovery_kl(rows, _teachers(results.run))),
         _render_card(page, results.summary, []),
     ]
@@ -77,7 +80,7 @@ def _teachers(run: RunDir) -> dict[str, str]:
 
 def pull_request(run: RunDir, gates: Sequence[Mapping[str, str]]) -> str:
     """Return the results as Markdown of about thirty lines; the report has the answers."""
-    return render_page("pull_request.md", run_page(Results(run)), gates=gates).strip() + "\n"
+    return render_page("page.md", run_page(Results(run)), form="pull_request", gates=gates).strip() + "\n"
 
 
 def card(
@@ -118,7 +121,7 @@ def _render_card(page: Page, summary: Summary, datasets: list[str]) -> str:
         model_name=harmless(summary.name) if scores else None,
         eval_results=scores or None,
     )
-    return f"---\n{metadata.to_yaml()}\n---\n\n{render_page('card.md', page)}"
+    return f"---\n{metadata.to_yaml()}\n---\n\n{render_page('page.md', page, form='card')}"
 
 
 def render_page(template: str, page: Page, **more: Any) -> str:
@@ -144,9 +147,10 @@ def _environment(is_html: bool) -> jinja2.Environment:
     )
     for filter in (format.percent, code, fence, quoted):
         environment.filters[filter.__name__] = lambda value, write=filter: Markup(write(value))
-    environment.filters |= {"unbroken": unbroken, "position": position}
+    environment.filters |= {"unbroken": unbroken, "position": position, "shorten": format.shorten}
     environment.globals |= {"states": STATES, "missing": format.MISSING}
     environment.globals |= {"sample_rule": RULE, "what_passes": WHAT_PASSES}
+    environment.globals |= {"example_answer": EXAMPLE_ANSWER, "longest_answer": LONGEST_ANSWER}
     return environment
 
 
@@ -197,30 +201,9 @@ def summarise(run: RunDir) -> Document:
 
 def run_document(summary: Summary) -> Document:
     """Return the results of a run with the keys of `opdcl report RUN --json`."""
-    suites, groups = {}, {}
-    for name, suite in summary.suites.items():
-        more = {key: getattr(suite, key) for key in ("role", "metric", "metrics", "writing")}
-        suites[name] = {"n": suite.n, "floor": suite.floor} | _measured(STATES, suite.states) | _plain(more)
-    for name, (group, found) in summary.groups.items():
-        ratios = _plain({"recovery": found.recovery, "recovery_raw": found.recovery_raw})
-        groups[name] = {"n": group.n, "floor": group.floor} | _measured(STATES, group.states) | ratios
-    tests = {**summary.changes, "detectable_drop": summary.detectable_drop, "writing": summary.writing}
-    return {
-        "verdict": summary.verdict.text,
-        "further": summary.verdict.further,
-        "to_do": summary.verdict.lead_on if summary.verdict.why else "",
-        "name": summary.name,
-        "alone": summary.alone,
-        "headline": summary.headline,
-        "suites": suites,
-        **_plain(summary.findings),
-        "closeness": _closeness(summary.closeness),
-        "groups": groups,
-        "tests": _plain(tests),
-        "cost": summary.cost,
-        "faults": summary.faults,
-        "notes": summary.notes,
-    }
+    said = summary.verdict
+    words = {"verdict": said.text, "further": said.further, "to_do": said.lead_on if said.why else ""}
+    return words | _plain(summary)
 
 
 def arms_document(board: Arms) -> Document:
@@ -238,7 +221,7 @@ def arms_document(board: Arms) -> Document:
             status = {"status": run.status(found)}
             runs.append(named | _measured(HEADLINE_ROLES, run.ends) | _plain(ratios) | status)
         scores, writing = _measured(HEADLINE_ROLES, board.means(arm)), _plain({"writing": arm.writing})
-        more = writing | {"closeness": _closeness(arm.closeness), "runs": runs}
+        more = writing | {"closeness": _plain(arm.closeness), "runs": runs}
         arms.append({"name": arm.name, "seeds": arm.seeds} | scores | _plain(arm.findings) | more)
     for suite, scored in board.further:
         rows = []
@@ -278,24 +261,27 @@ def chains_document(board: Chains) -> Document:
     }
 
 
-def _closeness(near: Closeness | None) -> Document | None:
-    """Return the closeness with C's value and bounds, and its states, beside its other numbers."""
-    if near is None:
-        return None
-    found = _plain(near)
-    c, states = found.pop("c") or dict.fromkeys(("value", "low", "high")), found.pop("states")
-    last = {key: found.pop(key) for key in ("writing", "seconds")}
-    return {"n": near.n} | c | found | states | last
-
-
 def _measured(names: Sequence[str], estimates: Mapping[str, Estimate]) -> Document:
     """Return all names with their estimates, and what is not measured as empty."""
     return {name: _plain(estimates[name]) if name in estimates else {} for name in names}
 
 
 def _plain(value: Any) -> Any:
-    """Return estimates, and other values with fields, as dicts, and a status as its text."""
+    """Return values with fields as dicts, and a status as its text."""
     if isinstance(value, Enum):
         return value.value
-    fields = vars(value) if is_dataclass(value) else value
-    return {key: _plain(field) for key, field in fields.items()} if isinstance(fields, dict) else value
+    if isinstance(value, dict):
+        return {key: _plain(content) for key, content in value.items()}
+    if not is_dataclass(value):
+        return value
+    document: Document = {}
+    for key, content in vars(value).items():
+        if key == "states":
+            document |= _measured(STATES, content)
+        elif key == "c":
+            document |= _plain(content) or dict.fromkeys(("value", "low", "high"))
+        elif key in INLINE:
+            document |= _plain(content)
+        elif key not in HIDDEN:
+            document[key] = _plain(content)
+    return document

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ import numpy as np
 from opdcl.repetition import REPEATED_WORD
 from opdcl.results import format, measurements
 from opdcl.results.measurements import MeasuredSuite
-from opdcl.results.status import STATES
 
 LONGEST_PROMPT, LONGEST_ANSWER = 900, 700
 # Of each group in the report; a page of several thousand prompts would be slow.
@@ -29,37 +28,29 @@ RULE = (
     "length to its teacher's, which is base, or tuned on the domain."
 )
 
-PASS, FAIL = True, False
-
-# The outcomes of a prompt: whether base, tuned and, if it is measured, recovered pass it -> the title of
-# its group. The groups of a page are in this order; those that the fine-tune changed come first.
+REGAINED = "Lost by the fine-tune, regained by recovery"
+# The title of each group -> the outcomes of its prompts: whether base, tuned and, if measured, recovered
+# pass. The groups of a page are in this order; those that the fine-tune changed come first.
 SKILL = {
-    (PASS, FAIL, PASS): "Lost by the fine-tune, regained by recovery",
-    (PASS, FAIL, FAIL): "Lost by the fine-tune, not regained",
-    (PASS, FAIL): "Lost by the fine-tune",
-    (PASS, PASS, FAIL): "Newly lost in the recovery",
-    (PASS, PASS, PASS): "Never lost",
-    (PASS, PASS): "Never lost",
-    (FAIL, FAIL, PASS): "Passed by recovered, not by base",
-    (FAIL, PASS, PASS): "Passed by recovered, not by base",
-    (FAIL, PASS): "Passed by tuned, not by base",
-    (FAIL, FAIL, FAIL): "Passed by neither base nor recovered",
-    (FAIL, PASS, FAIL): "Passed by neither base nor recovered",
-    (FAIL, FAIL): "Passed by neither base nor tuned",
+    REGAINED: ["+-+"],
+    "Lost by the fine-tune, not regained": ["+--"],
+    "Lost by the fine-tune": ["+-"],
+    "Newly lost in the recovery": ["++-"],
+    "Never lost": ["+++", "++"],
+    "Passed by recovered, not by base": ["--+", "-++"],
+    "Passed by tuned, not by base": ["-+"],
+    "Passed by neither base nor recovered": ["---", "-+-"],
+    "Passed by neither base nor tuned": ["--"],
 }
 DOMAIN = {
-    (FAIL, PASS, PASS): "Learned by the fine-tune, kept by recovery",
-    (FAIL, PASS, FAIL): "Learned by the fine-tune, lost again",
-    (FAIL, PASS): "Learned by the fine-tune",
-    (FAIL, FAIL, PASS): "Newly learned in the recovery",
-    (FAIL, FAIL, FAIL): "Not learned",
-    (FAIL, FAIL): "Not learned",
-    (PASS, PASS, PASS): "Passed by base already",
-    (PASS, FAIL, PASS): "Passed by base already",
-    (PASS, PASS): "Passed by base already",
-    (PASS, PASS, FAIL): "Passed by base, not by recovered",
-    (PASS, FAIL, FAIL): "Passed by base, not by recovered",
-    (PASS, FAIL): "Passed by base, not by tuned",
+    "Learned by the fine-tune, kept by recovery": ["-++"],
+    "Learned by the fine-tune, lost again": ["-+-"],
+    "Learned by the fine-tune": ["-+"],
+    "Newly learned in the recovery": ["--+"],
+    "Not learned": ["---", "--"],
+    "Passed by base already": ["+++", "+-+", "++"],
+    "Passed by base, not by recovered": ["++-", "+--"],
+    "Passed by base, not by tuned": ["+-"],
 }
 # The beginning of the titles of the prompts that the fine-tune changed.
 CHANGED = ("Lost by the fine-tune", "Learned by the fine-tune")
@@ -100,13 +91,12 @@ class Group:
 
 @dataclass(frozen=True)
 class PickedExample:
-    """A prompt for the top of the report: one of `count`, among `of` that the fine-tune changed."""
+    """A prompt for the top of the report: one of a group, among `of` that the fine-tune changed."""
 
-    title: str
+    group: Group
+    """Its first sample is shown."""
     suite: str
-    count: int
     of: int
-    sample: Sample
 
 
 def sort_samples(suite: MeasuredSuite) -> list[Group]:
@@ -116,12 +106,13 @@ def sort_samples(suite: MeasuredSuite) -> list[Group]:
     """
     if not {"base", "tuned"} <= set(suite.rows):
         return []
-    titles: Mapping[tuple[bool, ...], str] = DOMAIN if suite.role == "domain" else SKILL
+    titles = DOMAIN if suite.role == "domain" else SKILL
 
     def title_of(passed: dict[str, bool]) -> str:
-        return titles[tuple(passed[state] for state in STATES if state in passed)]
+        outcome = "".join("-+"[passed[state]] for state in suite.rows)
+        return next(title for title, outcomes in titles.items() if outcome in outcomes)
 
-    return _grouped(suite, list(titles.values()), title_of)
+    return _grouped(suite, [*titles], title_of)
 
 
 def answers_by_run(suite: MeasuredSuite) -> list[Group]:
@@ -172,12 +163,7 @@ def pick_examples(samples: Mapping[str, Sequence[Group]]) -> list[PickedExample]
     for name, groups in samples.items():
         changed = [group for group in groups if group.title.startswith(CHANGED)]
         if changed:
-            first, of = changed[0], sum(group.count for group in changed)
-            sample, short = first.samples[0], []
-            for answer in sample.answers:
-                short.append(replace(answer, text=format.shorten(answer.text, EXAMPLE_ANSWER)))
-            shown = replace(sample, answers=short)
-            examples.append(PickedExample(first.title, name, first.count, of, shown))
+            examples.append(PickedExample(changed[0], name, sum(group.count for group in changed)))
     return examples
 
 
@@ -193,7 +179,7 @@ def regained_prompts(suites: Sequence[MeasuredSuite], most: int = 3) -> list[str
             continue
         conversations = {row["doc_id"] for row in suite.measured if "question" in row}
         for group in sort_samples(suite):
-            for sample in group.samples if group.title == SKILL[PASS, FAIL, PASS] else ():
+            for sample in group.samples if group.title == REGAINED else ():
                 if len(sample.prompt) <= SUGGESTED_PROMPT and sample.number not in conversations:
                     prompts.append(sample.prompt)
     return prompts[:most]

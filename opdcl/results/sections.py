@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -11,30 +12,18 @@ from opdcl.config.shipped import SHIPPED_DATA
 from opdcl.errors import typed
 from opdcl.hub import HUB_IDS
 from opdcl.results import format
-from opdcl.results.estimates import Summary
-from opdcl.results.format import NATS, SCORE, SHARE, Table, by_state, cell, distance_cells
+from opdcl.results.estimates import Summary, Verdict
+from opdcl.results.format import Table, by_state, cell, distance_cells
+from opdcl.results.intervals import Estimate
 from opdcl.results.measurements import section
 from opdcl.results.origins import as_named
-from opdcl.results.ratios import Closeness
+from opdcl.results.ratios import AS_WRITTEN, FROM_BASE, Figure
 from opdcl.results.samples import Group, PickedExample, pick_examples, sort_samples
 from opdcl.results.status import HEADLINE_ROLES, STATES
 from opdcl.results.summary import Results
-from opdcl.results.verdict import at_place, severity
+from opdcl.results.verdict import at_place
 from opdcl.rundir.layout import RunDir
 
-# Labels and units of the response statistics.
-WRITING = {
-    "ended": ("answers that end", SCORE),
-    "tokens": ("tokens per answer", format.LENGTH),
-    "repetition": ("repeated 4-grams", SCORE),
-    "script": ("in the prompt's script", SCORE),
-}
-# Labels and units of a state's closeness.
-DISTANCES = {
-    "distance": ("distance to base, mean\nnats per token", NATS),
-    "median": ("distance to base, median\nnats per token", NATS),
-    "domain_manner": (format.IN_DOMAIN_STYLE, SHARE),
-}
 # Where the axis of a pair of bars may end.
 AXES = (0.05, 0.1, 0.25, 0.5, 1.0)
 
@@ -68,25 +57,17 @@ class Page:
     """What a run or a comparison shows; each form takes what it has room for."""
 
     name: str
-    heading: str
-    """The verdict's first words, or what a comparison has found."""
-    sentence: str
+    verdict: Verdict
+    """Of a comparison: what it has found, and what was compared."""
     sections: list[Table]
-    details: list[Table]
-    """Tables that few readers look up."""
     faults: list[str]
     notes: list[str]
     """They begin with the faults."""
 
-    verdict: str = ""
-    """Heading and sentence of a run in one."""
-    further: list[str] = field(default_factory=list)
-    """The sentences after the verdict."""
-    next: str = ""
-    """The next command, in which `place` is the run."""
-    why: str = ""
+    details: list[Table] = field(default_factory=list)
+    """Tables that few readers look up."""
     place: str = "RUN"
-    severity: str = ""
+    """Where the run is, in the verdict's command."""
     bars: list[dict[str, Any]] = field(default_factory=list)
     about_base: list[str] = field(default_factory=list)
     """What is special about the weights that the scores are of."""
@@ -109,7 +90,6 @@ def run_page(results: Results) -> Page:
     manifest = {"created": None, "device": None, "opdcl": None} | run.read_manifest()
     base = dict.fromkeys(("id", "revision", "license", "quantization")) | section(run, "model")
     base |= manifest.get("base") or {}
-    said = summary.verdict
     answers = {suite.name: groups for suite in results.suites if (groups := sort_samples(suite))}
     headline = {suite.name: answers.get(suite.name, []) for suite in results.headline.values()}
     embedded, model = str(base["id"]) in HUB_IDS, _public(str(base["id"] or "unknown"))
@@ -118,18 +98,12 @@ def run_page(results: Results) -> Page:
         about_base.append(QUANTIZED.format(model, base["quantization"]))
     return Page(
         name=summary.name,
-        heading=said.heading,
-        sentence=said.sentence[:1].upper() + said.sentence[1:],
+        verdict=summary.verdict,
         sections=main_tables(summary),
         details=cost_table(summary),
         faults=summary.faults,
         notes=summary.notes,
-        verdict=said.text,
-        further=said.further,
-        next=said.next,
-        why=said.why,
         place=place,
-        severity=severity(summary),
         bars=bars(summary),
         examples=pick_examples(headline),
         answers=answers,
@@ -141,24 +115,14 @@ def run_page(results: Results) -> Page:
 
 
 def bars(summary: Summary) -> list[dict[str, Any]]:
-    """Return what a page draws as bars: the scores of each measured headline suite, and their axis."""
+    """Return what a page draws as bars: each measured headline suite, and where their axis ends."""
     blocks = []
     for role in HEADLINE_ROLES:
         suite = summary.headline_suite(role)
         if suite and suite.states:
-            words = format.metric_words(suite.metric or "")
             highest = max(estimate.high for estimate in suite.states.values())
-            block = {
-                "role": role,
-                "title": f"{suite.plain}, {words}, {suite.n} prompts",
-                "axis": next((end for end in AXES if end >= highest), 1.0),
-                "floor": suite.floor,
-                "scores": {
-                    state: suite.states.get(state) for state in STATES[: 1 if summary.alone else None]
-                },
-                "spans": not format.is_few(suite.n),
-            }
-            blocks.append(block)
+            axis = next((end for end in AXES if end >= highest), 1.0)
+            blocks.append({"role": role, "suite": suite, "axis": axis, "spans": not format.is_few(suite.n)})
     return blocks
 
 
@@ -182,49 +146,51 @@ def brief_table(summary: Summary) -> list[Table]:
     for role in HEADLINE_ROLES:
         suite = summary.headline_suite(role)
         if suite and suite.n:
-            what = f"{suite.plain}\n{format.metric_words(suite.metric or '')}\n{suite.n} prompts"
+            what = f"{suite.plain}\n{suite.words}\n{suite.n} prompts"
             rows.append([what, *by_state(suite.states, n=suite.n)])
     if near := summary.closeness:
-        rows.append([f"distance to base\nnats, {near.n} requests", *distance_cells(near)])
+        rows.append([f"distance to base\nnats, {near.n} requests", *distance_cells(near.states, near.n)])
     return shown(Table("", ["", *STATES], rows))
 
 
 def main_tables(summary: Summary) -> list[Table]:
     """Return the scores with R and D, and closeness to base."""
     rows: list[list[str]] = []
-    findings = summary.findings
     for name, suite in summary.suites.items():
         if suite.n:
-            what = f"{name}\n{suite.role}: {format.metric_words(suite.metric or '')}\n{suite.size}"
+            floor = "" if suite.floor is None else f", floor {format.percent(suite.floor)}"
+            what = f"{name}\n{suite.role}: {suite.words}\n{suite.n} prompts{floor}"
             rows.append([what, *by_state(suite.states, n=suite.n)])
             if suite.role == "retention":
-                for measure, (label, unit) in WRITING.items():
-                    found = {
-                        s: written[measure] for s, written in suite.writing.items() if measure in written
-                    }
-                    is_plain = measure == "script" and all(share.value == 1 for share in found.values())
-                    if found and not is_plain:
-                        small = f"{name}, {suite.decoding}"
-                        rows.append([f"{label}\n{small}", *by_state(found, unit, suite.n)])
-    for name, role, ratio in (
-        ("R\nof the lost score, the share that is back", "retention", findings.recovery),
-        ("D\nof the domain gain, the share that is kept", "domain", findings.domain_retention),
+                rows += _figure_rows(AS_WRITTEN, suite.writing, suite.n, f"\n{name}, {suite.decoding}")
+    for label, role, ratio in (
+        ("R\nof the lost score, the share that is back", "retention", summary.findings.recovery),
+        ("D\nof the domain gain, the share that is kept", "domain", summary.findings.domain_retention),
     ):
         if ratio:
-            rows.append([name, "", "", cell(ratio, n=summary.prompts_of(role))])
-    return shown(
-        Table("Scores", ["suite", *STATES], rows, WHAT_SCORES_ARE),
-        *([_closeness_table(summary.closeness)] if summary.closeness else []),
-    )
+            rows.append([label, "", "", cell(ratio, n=summary.prompts_of(role))])
+    tables = [Table("Scores", ["suite", *STATES], rows, WHAT_SCORES_ARE)]
+    if near := summary.closeness:
+        distances = _figure_rows(FROM_BASE, near.states, near.n)
+        if near.c:
+            distances.append([f"C\ncompared with {near.start}", "", "", cell(near.c, n=near.n)])
+        about_c = f"There is no C: {near.why}." if near.why else WHAT_C_IS
+        what = WHAT_DISTANCE_IS.format(near.n) + about_c
+        tables.append(Table("Closeness to base", ["", *STATES], distances, what))
+    return shown(*tables)
 
 
-def _closeness_table(near: Closeness) -> Table:
-    """Return the distances of the states from base."""
-    rows = [[label, *distance_cells(near, name, unit)] for name, (label, unit) in DISTANCES.items()]
-    if near.c:
-        rows.append([f"C\ncompared with {near.start}", "", "", cell(near.c, n=near.n)])
-    about_c = f"There is no C: {near.why}." if near.why else WHAT_C_IS
-    return Table("Closeness to base", ["", *STATES], rows, WHAT_DISTANCE_IS.format(near.n) + about_c)
+def _figure_rows(
+    figures: Mapping[str, Figure], found: Mapping[str, Mapping[str, Estimate]], n: int, small: str = ""
+) -> list[list[str]]:
+    """Return a row for each labelled figure that a state has; `found` is state -> key -> estimate."""
+    rows = []
+    for key, figure in figures.items():
+        shares = {state: of_state[key] for state, of_state in found.items() if key in of_state}
+        is_plain = key == "script" and all(share.value == 1 for share in shares.values())
+        if figure.label and shares and not is_plain:
+            rows.append([figure.label + small, *by_state(shares, figure.unit, n)])
+    return rows
 
 
 def cost_table(summary: Summary) -> list[Table]:

@@ -73,8 +73,9 @@ UNFIT = {
     NoRatio.TOO_FEW: Retention.TOO_FEW,
 }
 
-# Instead of a status: a score of a headline suite is no number; base is measured alone; in a comparison, a
-# run has no recovery, so that it ends with tuned.
+# The status of full success. Instead of one: a score of a headline suite is no number; base is measured
+# alone; in a comparison, a run has no recovery, so that it ends with tuned.
+BOTH = "recovered and kept"
 FAULT = "fault"
 ALONE = "base alone"
 NO_RECOVERY = "no recovery"
@@ -83,6 +84,6 @@ NO_RECOVERY = "no recovery"
 def both_halves(retention: Retention, domain: Domain) -> str:
     """Return the status of a run, from those of its halves."""
     if (retention, domain) == (Retention.RECOVERED, Domain.KEPT):
-        return "recovered and kept"
+        return BOTH
     is_open = (retention, domain) == (Retention.NOT_MEASURED, Domain.NOT_MEASURED)
     return retention.value if is_open else f"{retention}, domain {domain}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from opdcl.errors import UsageError
 from opdcl.results import notes, verdict
-from opdcl.results.estimates import Summary, changes_of, groups_of, suite_scores
+from opdcl.results.estimates import Summary, Tests, changes_of, groups_of, suite_scores
 from opdcl.results.intervals import Estimate
 from opdcl.results.measurements import MeasuredSuite, headline_of, load_closeness, load_suites, states_of
 from opdcl.results.origins import is_adapter, origins_of, split_seeds
@@ -50,33 +50,33 @@ class Results:
     @cached_property
     def summary(self) -> Summary:
         with _damage_is_named(self.run):
-            return verdict.conclude(self.measured, self.run, self.headline, notes.inert(self.suites))
+            invalid = notes.inert(self.suites)
+            invalid += [fault for suite in self.headline.values() for fault in suite.faults]
+            return verdict.conclude(self.measured, self.run, invalid)
 
     @cached_property
     def measured(self) -> Summary:
         """What was measured, and what follows by statistics: a summary without a verdict."""
         run, suites, near = self.run, self.suites, self.near
-        headline = {role: self.headline.get(role) for role in HEADLINE_ROLES}
-        retention, domain = headline["retention"], headline["domain"]
+        retention, domain = (self.headline.get(role) for role in HEADLINE_ROLES)
         of_retention, of_domain = ([suite] if suite else [] for suite in (retention, domain))
-        changes, tests = changes_of(retention), compared_with_base(of_retention)
+        changes, written = changes_of(retention), compared_with_base(of_retention)
         detectable = None
         if retention and changes["tuned_minus_base"]:
             base, tuned = retention.values("base"), retention.values("tuned")
             detectable = detectable_difference(tuned, base, retention.clusters)
+        changes |= {f"domain_{pair}": change for pair, change in changes_of(domain).items()}
         faults = notes.inert(suites) + notes.faults_of(run, [*suites, near])
         remarks = [note for suite in suites for note in notes.suite_notes(suite)] + notes.recovery_notes(run)
         return Summary(
             name=run.settings().get("name") or run.path.name,
             alone=self.alone,
-            headline={role: suite.name if suite else None for role, suite in headline.items()},
+            headline=dict.fromkeys(HEADLINE_ROLES) | {role: s.name for role, s in self.headline.items()},
             suites={suite.name: suite_scores(suite) for suite in suites},
-            findings=findings(states_of(of_retention), states_of(of_domain), alike(tests)),
+            findings=findings(states_of(of_retention), states_of(of_domain), alike(written)),
             closeness=closeness_of([near]),
             groups=groups_of(retention),
-            changes=changes | {f"domain_{pair}": change for pair, change in changes_of(domain).items()},
-            detectable_drop=detectable,
-            writing=tests,
+            tests=Tests(changes, detectable, written),
             cost=_cost(run, [*suites, near]),
             faults=faults,
             notes=faults + remarks,

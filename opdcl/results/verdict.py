@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.results import ratios
-from opdcl.results.estimates import Summary, Verdict
+from opdcl.results.estimates import Scores, Summary, Verdict
 from opdcl.results.format import POINTS, SCORE, SHARE, interval, is_few, percent, value
+from opdcl.results.intervals import Estimate
 from opdcl.results.measurements import MeasuredSuite
 from opdcl.results.origins import rows_set_aside
 from opdcl.results.ratios import Closeness, Findings, ResponseTests
 from opdcl.results.status import (
     ALONE,
+    BOTH,
     FAULT,
     MOST_OF_THE_GAIN,
     SMALLEST_DROP,
@@ -37,13 +39,15 @@ class Words(NamedTuple):
     sentence: str = "{levels}; {why}"
     """`{levels}` are the scores, `{back}` is the share that came back, `{why}` says why there is none."""
     severity: str = ""
-    """The colour of the heading: good, mixed, bad, or none where all is open."""
 
 
 BACK = "{back} of the lost {skill} is back"
 
-# `docs/reading-the-report.md` explains each of them.
-OUTCOMES = {
+# By the status of the run, or else by that of the recovery. `docs/reading-the-report.md` explains each.
+OUTCOMES: dict[str, Words] = {
+    FAULT: Words("Fault", "{fault}. So there is no R, no D and no verdict", "bad"),
+    ALONE: Words("Base alone", "{scores}"),
+    BOTH: Words("Recovered and kept", BACK, "good"),
     Retention.RECOVERED: Words("Recovered", BACK, "mixed"),
     Retention.PARTLY: Words("Partly recovered", BACK, "mixed"),
     Retention.NOT_SHOWN: Words("Recovery not shown", f"{{levels}}; {BACK}", "bad"),
@@ -55,13 +59,10 @@ OUTCOMES = {
 }
 # Where the suite has no headroom, so that closeness decides.
 BY_CLOSENESS = "{gone} of the distance to base is gone, counted from {start}"
-# What is open, or a matter of degree, only the sentence says.
+# Of what is open, or a matter of degree, only the sentence speaks.
 DOMAIN_HEADINGS = {
     Domain.KEPT: "domain kept",
-    Domain.PARTLY: "",
     Domain.LOST: "domain lost",
-    Domain.NOT_SHOWN: "",
-    Domain.LEARNED: "",
     Domain.GAIN_NOT_SHOWN: "domain not shown to be learned",
     Domain.NOT_MEASURED: "domain not measured",
 }
@@ -72,45 +73,29 @@ FIRST_LOOK = 100
 # This many prompts detect the smallest relevant drop, even if half of all answers change sides.
 TO_TELL = 400
 
-# What is wrong with answers unlike base's; `{}` is recovered's share, then base's. The first is said first.
+# What is wrong with answers unlike base's; the first is said first.
 DEFECTS = {
-    "ended": "{} of its answers run into the token limit (base {})",
-    "repetition": "{} of the 4-grams in its answers are repetitions (base {})",
-    "tokens": "its answers are {} than base's",
+    "ended": "{cut} of its answers run into the token limit (base {base_cut})",
+    "repetition": "{own} of the 4-grams in its answers are repetitions (base {base})",
+    "tokens": "its answers are {size} {than} than base's",
 }
 
 # The place of the run in a command. A page that may be moved says RUN.
 PLACE = re.compile(r"(opdcl [a-z]+ |-o )RUN\b")
 
 
-def conclude(
-    summary: Summary, run: RunDir, headline: Mapping[str, MeasuredSuite], faults: Sequence[str] = ()
-) -> Summary:
-    """Return the results of a run: its summary, with settled findings, and the verdict.
-
-    `faults` are those of the run; a headline suite has faults of its own.
-    """
-    faults = [*faults, *(fault for suite in headline.values() for fault in suite.faults)]
+def conclude(summary: Summary, run: RunDir, faults: Sequence[str] = ()) -> Summary:
+    """Return the summary with settled findings and the verdict; with one of these faults, there is none."""
     summary = replace(summary, findings=_settled(summary, faults))
-    why, command = _next(summary, run)
-    if summary.findings.status == FAULT:
-        more = f"; {len(faults) - 1} more of this kind" if len(faults) > 1 else ""
-        heading, sentence = "Fault", f"{faults[0]}{more}. So there is no R, no D and no verdict"
-    elif summary.findings.status == ALONE:
-        scores = []
-        for suite in summary.suites.values():
-            if base := suite.states.get("base"):
-                scores.append(f"{suite.plain} {interval(base, SCORE)} on {suite.n} prompts")
-        heading, sentence = "Base alone", ", ".join(scores)
-    else:
-        heading, sentence = _outcome(summary, run, headline.get("retention"))
-    first, *others = [*_defects(summary), ""]
-    is_told = summary.findings.retention_status in (Retention.RECOVERED, Retention.PARTLY)
-    said, unsaid = (f" But {first}.", others) if is_told and first else ("", [first, *others])
-    unlike = "; ".join(filter(None, unsaid))
-    further = [_distance(summary.closeness), f"Unlike base, {unlike}." if unlike else ""]
-    verdict = Verdict(heading, f"{sentence}.{said}", [*filter(None, further)], why, command)
-    return replace(summary, verdict=verdict)
+    found, kept = summary.findings.retention_status, summary.findings.domain_status
+    heading, sentence = _outcome(summary, run, faults)
+    severity = _words(summary.findings).severity if kept is not Domain.LOST else "bad"
+    defects, but = _defects(summary), ""
+    if defects and found in (Retention.RECOVERED, Retention.PARTLY):
+        but = f" But {defects.pop(0)}."
+    further = [_distance(summary.closeness), f"Unlike base, {'; '.join(defects)}." if defects else ""]
+    said = Verdict(heading, f"{sentence}.{but}", [*filter(None, further)], *_next(summary, run), severity)
+    return replace(summary, verdict=said)
 
 
 def _settled(summary: Summary, faults: Sequence[str]) -> Findings:
@@ -130,44 +115,56 @@ def _settled(summary: Summary, faults: Sequence[str]) -> Findings:
 
 def at_place(summary: Summary, place: str) -> Summary:
     """Return the summary with `place`, where the run lies, in its command."""
-    said = summary.verdict
-    command = PLACE.sub(lambda found: f"{found[1]}{place}", said.next)
-    return replace(summary, verdict=replace(said, next=command))
+    command = PLACE.sub(lambda found: f"{found[1]}{place}", summary.verdict.next)
+    return replace(summary, verdict=replace(summary.verdict, next=command))
 
 
-def _outcome(summary: Summary, run: RunDir, retention: MeasuredSuite | None) -> tuple[str, str]:
+def _words(findings: Findings) -> Words:
+    return OUTCOMES.get(findings.status) or OUTCOMES[findings.retention_status]
+
+
+def _outcome(summary: Summary, run: RunDir, faults: Sequence[str]) -> tuple[str, str]:
     """Return the first words, and the outcome in one sentence."""
     heading, findings = OUTCOMES[Retention.NOT_MEASURED].heading, summary.findings
-    if retention is None or not retention.rows:
+    words = _words(findings)
+    if findings.status == FAULT:
+        more = f"; {len(faults) - 1} more of this kind" if len(faults) > 1 else ""
+        return words.heading, words.sentence.format(fault=faults[0] + more)
+    if findings.status == ALONE:
+        measured = [suite for suite in summary.suites.values() if "base" in suite.states]
+        scores = [f"{s.plain} {interval(s.states['base'], SCORE)} on {s.n} prompts" for s in measured]
+        return words.heading, words.sentence.format(scores=", ".join(scores))
+    suite, change = summary.headline_suite("retention"), summary.tests.changes["tuned_minus_base"]
+    if suite is None or not suite.n:
         if summary.trained:
             did, size = summary.trained
             return did, f"{size}; not measured yet"
-        missing = f"suite {retention.name} has no results" if retention else "there is no retention suite"
+        missing = "there is no retention suite"
+        if suite:
+            missing = f"suite {summary.headline['retention']} has no results"
         return heading, missing if summary.suites else "nothing was evaluated"
-    if not summary.changes["tuned_minus_base"]:
-        states, missing = summary.suites[retention.name].states.items(), " and ".join(retention.missing)
-        known = ", ".join(f"{state} {percent(score.value)}" for state, score in states)
-        return heading, f"{retention.plain} has no result for {missing} (so far: {known})"
-    heading, few = _heading(summary), {}
-    if findings.retention_status is Retention.LOST and "recovered" in run.adapters():
-        heading = "Recovered, but not measured yet"
+    if change is None:
+        missing = " and ".join(state for state in STATES if state not in suite.states)
+        known = ", ".join(f"{state} {percent(score.value)}" for state, score in suite.states.items())
+        return heading, f"{suite.plain} has no result for {missing} (so far: {known})"
+    few = []
     for role, ratio in (("retention", findings.recovery), ("domain", findings.domain_retention)):
         if ratio and summary.prompts_of(role) < FIRST_LOOK:
-            few[role] = f"{summary.prompts_of(role)} {role}"
-    look = f". {' and '.join(few.values())} prompts are a first look" if few else ""
-    return heading, "; ".join(filter(None, (_recovery(summary, retention), _domain(summary)))) + look
+            few.append(f"{summary.prompts_of(role)} {role}")
+    look = f". {' and '.join(few)} prompts are a first look" if few else ""
+    halves = filter(None, (_recovery(summary, suite, change), _domain(summary)))
+    return _heading(summary, "recovered" in run.adapters()), "; ".join(halves) + look
 
 
-def _recovery(summary: Summary, retention: MeasuredSuite) -> str:
+def _recovery(summary: Summary, suite: Scores, change: Estimate) -> str:
     """Return the recovery's outcome: the sentence of its status, with its numbers."""
-    findings, near, suite = summary.findings, _deciding(summary), summary.suites[retention.name]
-    change, gain = summary.changes["tuned_minus_base"], summary.changes["recovered_minus_tuned"]
-    r, scores = findings.recovery, [percent(score.value) for score in suite.states.values()]
-    levels = f"the fine-tune changed {retention.plain}"
-    if change:
-        levels += f" by {interval(change, POINTS, n=suite.n)}, from {scores[0]} to {scores[1]}"
-    if scores[2:]:
-        levels += f", and recovered has {scores[2]}"
+    findings, near, r = summary.findings, _deciding(summary), summary.findings.recovery
+    gain = summary.tests.changes["recovered_minus_tuned"]
+    base, tuned, *recovered = (percent(score.value) for score in suite.states.values())
+    levels = f"the fine-tune changed {suite.plain} by {interval(change, POINTS, n=suite.n)}"
+    levels += f", from {base} to {tuned}"
+    if recovered:
+        levels += f", and recovered has {recovered[0]}"
     if gain and gain.high < 0:
         levels += ", measurably below tuned"
     elif (findings.retention_status, findings.no_recovery_because) == (Retention.NOT_SHOWN, NoRatio.NO_DROP):
@@ -177,15 +174,15 @@ def _recovery(summary: Summary, retention: MeasuredSuite) -> str:
         sentence = "{levels}; {why}"
     said = sentence.format(
         levels=levels,
-        skill=retention.plain,
+        skill=suite.plain,
         back=r and interval(r, SHARE, n=suite.n),
         why=why_no_ratio(summary),
-        floor_is=retention.floor_is,
+        floor_is=suite.floor_is,
         floor=percent(suite.floor or 0.0),
         gone=near and near.c and interval(near.c, SHARE, n=near.n),
         start=near and f"{near.start}, on {near.n} prompts",
     )
-    _, unseen = summary.groups.get("unseen", (None, None))
+    unseen = summary.groups.get("unseen")
     if r and unseen and unseen.recovery:
         said += f" ({interval(unseen.recovery, SHARE)} on kinds that the recovery did not practise)"
     return said
@@ -196,8 +193,7 @@ def _domain(summary: Summary) -> str:
     findings, suite = summary.findings, summary.headline_suite("domain")
     if kept := findings.domain_retention:
         return f"{interval(kept, SHARE, n=summary.prompts_of('domain'))} of the domain gain is kept"
-    change = summary.changes["domain_tuned_minus_base"]
-    if suite is None or change is None:
+    if suite is None or summary.tests.changes["domain_tuned_minus_base"] is None:
         return ""
     before, after = (percent(suite.states[state].value) for state in STATES[:2])
     if findings.domain_status is Domain.GAIN_NOT_SHOWN:
@@ -208,23 +204,25 @@ def _domain(summary: Summary) -> str:
 
 def _is_unlearned(summary: Summary) -> bool:
     """Return whether the domain shows no gain, nor one of a size that more rows would show."""
-    change = summary.changes["domain_tuned_minus_base"]
+    change = summary.tests.changes["domain_tuned_minus_base"]
     is_open = summary.findings.domain_status is Domain.GAIN_NOT_SHOWN
     return is_open and change is not None and change.value < SMALLEST_DROP
 
 
-def _heading(summary: Summary) -> str:
-    """Return the first words: what is shown of the recovery, and of the domain."""
+def _heading(summary: Summary, is_trained: bool) -> str:
+    """Return the first words: what is shown of the recovery, which `is_trained` or not, and of the domain."""
     findings, r = summary.findings, summary.findings.recovery
     found, kept = findings.retention_status, findings.domain_status
-    if (found, kept) == (Retention.RECOVERED, Domain.KEPT):
-        return "Recovered and kept"
-    words, is_as_good = OUTCOMES[found].heading, findings.non_inferiority and findings.non_inferiority.shown
+    words, is_as_good = _words(findings).heading, findings.non_inferiority and findings.non_inferiority.shown
+    if findings.status == BOTH:
+        return words
+    if found is Retention.LOST and is_trained:
+        return "Recovered, but not measured yet"
     if found is Retention.PARTLY and is_as_good and not _deciding(summary):
         words = "Score recovered, writing not"
     elif found is Retention.PARTLY and r and r.high >= 1:
         words = "Recovered at least in part"
-    return ", ".join(filter(None, (words, DOMAIN_HEADINGS[kept])))
+    return ", ".join([words, DOMAIN_HEADINGS[kept]] if kept in DOMAIN_HEADINGS else [words])
 
 
 def _deciding(summary: Summary) -> Closeness | None:
@@ -249,17 +247,13 @@ def unlike_base(tests: ResponseTests) -> list[str]:
     for name, words in DEFECTS.items():
         for key, test in tests.items():
             measure, _, where = key.partition(" ")
-            if not test or measure != name or not test.different or test.shown:
-                continue
-            if name == "tokens":
-                size = f"{100 * abs(test.value):.0f} % {'shorter' if test.value < 0 else 'longer'}"
-                text = words.format(size)
-            elif name == "ended" and test.value > 0:
-                continue
-            else:
-                shares = [abs(share - (name == "ended")) for share in (test.recovered, test.base)]
-                text = words.format(*(f"{100 * share:.0f} %" for share in shares))
-            said.append(f"{where}, {text}" if where else text)
+            is_better = name == "ended" and test and test.value > 0
+            if test and measure == name and test.different and not (test.shown or is_better):
+                shares = {"own": test.recovered, "base": test.base, "size": abs(test.value)}
+                shares |= {"cut": 1 - test.recovered, "base_cut": 1 - test.base}
+                percents = {name: f"{100 * share:.0f} %" for name, share in shares.items()}
+                text = words.format(than="shorter" if test.value < 0 else "longer", **percents)
+                said.append(f"{where}, {text}" if where else text)
     return said
 
 
@@ -277,7 +271,7 @@ def _next(summary: Summary, run: RunDir) -> tuple[str, str]:
     settings, adapters, findings = run.settings(), run.adapters(), summary.findings
     found, kept = findings.retention_status, findings.domain_retention
     finetune, recover = settings.get("finetune") or {}, settings.get("recover") or {}
-    if summary.faults or findings.status == FAULT:
+    if summary.faults:
         return "checks the files", "opdcl verify RUN"
     if summary.alone and summary.suites:
         base = settings.get("model", {}).get("id", "MODEL")
@@ -303,8 +297,6 @@ def _next(summary: Summary, run: RunDir) -> tuple[str, str]:
     is_unknown = found is Retention.NOT_MEASURED and "recovered" not in adapters
     if found is Retention.LOST or is_unknown:
         return "", recovery
-    almost_all = findings.recovery and findings.recovery.value >= MOST_OF_THE_GAIN
-    is_open = almost_all and ratios.alike(summary.writing_tests)
     if found is Retention.TOO_FEW:
         return _more_prompts(summary, settings, "to tell")
     if kept and kept.value < MOST_OF_THE_GAIN and kept.high < 1:
@@ -315,12 +307,12 @@ def _next(summary: Summary, run: RunDir) -> tuple[str, str]:
     if found is Retention.NOT_SHOWN and findings.no_recovery_because is NoRatio.NO_DROP:
         return "compares with tuned, which has lost nothing that is shown", "opdcl chat RUN"
     if found in (Retention.PARTLY, Retention.NOT_SHOWN):
+        is_almost_all = findings.recovery and findings.recovery.value >= MOST_OF_THE_GAIN
+        is_open = is_almost_all and ratios.alike(summary.writing_tests)
         if summary.prompts_of("retention") < FIRST_LOOK or is_open:
             return _more_prompts(summary, settings, "to show more")
-        return (
-            "more steps bring more back",
-            f"opdcl recover RUN --steps {_twice(recover.get('steps'))} -o RUN-2",
-        )
+        more = f"opdcl recover RUN --steps {_twice(recover.get('steps'))} -o RUN-2"
+        return "more steps bring more back", more
     if found is Retention.NO_HEADROOM:
         return "lists other suites", "opdcl suites ls"
     return "", "opdcl chat RUN"
@@ -336,10 +328,10 @@ def _more_prompts(summary: Summary, settings: Mapping[str, Any], why: str) -> tu
     if not limit or measured < limit:
         return f"{why}, a suite with more prompts", "opdcl suites ls"
     enough = 4 * measured  # four times as many: intervals half as wide
-    is_floor_too_near = summary.findings.no_recovery_because is NoRatio.FLOOR_TOO_NEAR
-    is_open = summary.findings.retention_status is Retention.TOO_FEW and not is_floor_too_near
-    if is_open or is_few(measured):
-        enough = _prompts_to_tell(measured, summary.detectable_drop or 0.0)
+    findings, detectable = summary.findings, summary.tests.detectable_drop or 0.0
+    is_open = findings.retention_status is Retention.TOO_FEW
+    if is_few(measured) or (is_open and findings.no_recovery_because is not NoRatio.FLOOR_TOO_NEAR):
+        enough = _prompts_to_tell(measured, detectable)
     return why, f"opdcl eval RUN --limit {enough}"
 
 
@@ -357,26 +349,23 @@ def _prompts_to_tell(prompts: int, detectable: float) -> int:
 
 def why_no_ratio(summary: Summary) -> str:
     """Say why there is no R, with the numbers behind the reason."""
-    findings, detectable = summary.findings, summary.detectable_drop
-    suite, change = summary.headline_suite("retention"), summary.changes["tuned_minus_base"]
-    found, reason = findings.retention_status, findings.no_recovery_because
-    if findings.status == FAULT:
-        return "a score is not a number"
-    if suite is None or change is None or detectable is None:
+    found, reason = summary.findings.retention_status, summary.findings.no_recovery_because
+    suite, change = summary.headline_suite("retention"), summary.tests.changes["tuned_minus_base"]
+    if suite is None or change is None:
         return "base and tuned are not both measured"
     if reason in (NoRatio.FLOOR_TOO_HIGH, NoRatio.FLOOR_TOO_NEAR):
         return reason.value
     if change.low > 0:
         return "nothing is lost"
-    needed, shown = f"{100 * SMALLEST_DROP:.0f}", 100 * detectable
+    detectable, needed = summary.tests.detectable_drop or 0.0, f"{100 * SMALLEST_DROP:.0f}"
     if found is Retention.TOO_FEW:
-        seen = f"show a loss from {shown:.0f} points on"
-        if is_few(suite.n) or shown >= 100:
+        seen = f"show a loss from {100 * detectable:.0f} points on"
+        if is_few(suite.n) or detectable >= 1:
             seen = "show nothing"
         enough = _prompts_to_tell(suite.n, detectable)
         return f"{suite.n} prompts {seen}, a loss of {needed} points takes about {enough}"
     if found is Retention.NO_FORGETTING:
-        return f"{suite.n} prompts would show a loss of {shown:.1f} points"
+        return f"{suite.n} prompts would show a loss of {100 * detectable:.1f} points"
     if "recovered" not in suite.states:
         return "recovered is not measured"
     if reason is NoRatio.NO_DROP:
@@ -390,17 +379,6 @@ def why_no_domain_retention(domain: MeasuredSuite | None) -> str:
     """Say why there is no D."""
     if domain is None:
         return "there is no domain suite"
-    if domain.faults:
-        return "a score is not a number"
     if not domain.complete:
         return f"{domain.name} is not measured on {', '.join(domain.missing)}"
     return "tuned's score on the domain is not measurably above base's and the floor"
-
-
-def severity(summary: Summary) -> str:
-    """Return whether the outcome is `good` in both halves, `mixed`, `bad` in one, or open: an empty text."""
-    findings = summary.findings
-    found, kept = findings.retention_status, findings.domain_status
-    if findings.status == FAULT or kept is Domain.LOST:
-        return "bad"
-    return "good" if (found, kept) == (Retention.RECOVERED, Domain.KEPT) else OUTCOMES[found].severity

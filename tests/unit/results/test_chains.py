@@ -156,7 +156,7 @@ def test_one_prompt_of_a_hundred_is_no_forgetting_that_is_shown(step):
     before, after = ((np.arange(100) < passed).astype(float) for passed in (99, 98))
     forgetting = comparison.chains[0].figures["forgetting"]
     assert forgetting == intervals.difference(before, after).rounded()
-    assert comparison_page(comparison).heading.endswith("no forgetting is shown")
+    assert comparison_page(comparison).verdict.heading.endswith("no forgetting is shown")
 
 
 def test_a_change_over_suites_is_claimed_seldom_where_there_is_none():

@@ -26,11 +26,6 @@ def test_a_suite_at_its_ceiling_says_what_it_cannot_show(run, passed):
     assert any("for the fine-tune to learn" in note for note in notes_on(run, "handbook")) == (passed >= 38)
 
 
-def test_a_suite_at_its_floor_cannot_show_forgetting(run):
-    measure_states(run, "instructions", (2, 1, 2), fields=lambda i: {"floor": i < 2})
-    assert any("neither a loss nor a recovery" in note for note in notes_on(run, "instructions"))
-
-
 def test_base_against_itself_is_told_where_its_answers_were_drawn_twice(run):
     rows = read_jsonl(run.eval_samples("base", "instructions"))
     metric = json.loads(run.eval_result("base", "instructions").read_text())["metric"]

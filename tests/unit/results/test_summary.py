@@ -4,12 +4,25 @@ import json
 import shutil
 
 import pytest
-from helpers.synthetic import STRICT, N, change, measure_fully, measure_states, pages, rewrite_samples, write
+from helpers.synthetic import (
+    STRICT,
+    N,
+    change,
+    measure,
+    measure_fully,
+    measure_states,
+    pages,
+    rewrite_samples,
+    workflow,
+    write,
+)
 
 from opdcl.errors import UsageError
+from opdcl.results import intervals
 from opdcl.results.render import summarise
 from opdcl.results.status import STATES
-from opdcl.rundir.files import read_json
+from opdcl.rundir.files import read_json, read_jsonl
+from opdcl.rundir.layout import RunDir
 
 
 def test_scores_ratios_and_cost_equal_those_worked_out_by_hand(run):
@@ -163,3 +176,18 @@ def test_a_recovery_without_trouble_has_no_notes(run):
         ],
     )
     assert not [note for note in summarise(run)["notes"] if note.startswith("Recovery")]
+
+
+def test_a_prompt_with_more_parts_weighs_more_and_its_parts_stay_together(tmp_path):
+    run, metric = RunDir(tmp_path), "inst_level_strict_acc"
+    write(run.config, {"workflow": workflow(), "origins": {}})
+    measure(run, "base", {"instructions": range(8)}, n=12, metric=metric)
+    parts = [[True, True, True] if i % 2 else [i % 3 > 0] for i in range(12)]
+    rows = read_jsonl(run.eval_samples("base", "instructions"))
+    for row, scores in zip(rows, parts, strict=True):
+        row["scores"][metric] = scores
+    rewrite_samples(run, "base", "instructions", rows)
+    base = summarise(run)["suites"]["instructions"]["base"]
+    assert base == vars(intervals.clustered_mean(parts).rounded())
+    assert base["value"] == round((18 + 4) / (18 + 6), 6)
+    assert base["value"] > sum(map(all, parts)) / 12

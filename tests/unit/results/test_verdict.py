@@ -149,7 +149,7 @@ def concluded(run, c, **tests):
         seconds=0.0,
     )
     results = Results(run)
-    return run_document(conclude(replace(results.measured, closeness=near), run, results.headline))
+    return run_document(conclude(replace(results.measured, closeness=near), run))
 
 
 @pytest.mark.parametrize(
