@@ -158,7 +158,7 @@ def prompt_ids(count: int, tokenizer: Any) -> list[list[int]]:
 
 def queue_of(backbone: Backbone, config: RecoverConfig, ids: list[list[int]]) -> tuple[RolloutQueue, Learner]:
     """Return what samples and what grades in a recovery towards base."""
-    teachers = {"general": {"": Teacher(backbone, "base")}}
+    teachers = {"general": {"": Teacher(backbone, "base")}, "domain": {}}
     learner = Learner(backbone, teachers, "recover.max_new_tokens", config.micro_batch_tokens, KEPT_ROOM)
     student, plan = Teacher(backbone, "student"), plan_steps(config, len(ids), 0)
     given = {"general": [*map(Prompt, ids)], "domain": []}
