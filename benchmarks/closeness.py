@@ -16,11 +16,11 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from datetime import date
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from common import head, parser_of, store
 
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.model import ModelConfig
@@ -36,7 +36,7 @@ from opdcl.results.ratios import closeness_of
 from opdcl.rundir.layout import RunDir
 from opdcl.train import teachers
 from opdcl.train.losses import forward_kl, reverse_kl
-from opdcl.words import Prompt, Rollout
+from opdcl.words import Example, Prompt, Rollout
 
 # Prompt, answer so far, log-probabilities of base -> those of the spoilt model.
 Rule = Callable[[list[int], list[int], torch.Tensor], torch.Tensor]
@@ -103,13 +103,12 @@ def spoilt(rule: Rule) -> Iterator[None]:
             cache, log_p = found.past_key_values, found.logits[:, -1].float().log_softmax(-1)
             drawn = []
             for rollout, row, u in zip(rollouts, log_p, uniform[:, step], strict=True):
-                if rollout.finished:
-                    drawn.append(eos_ids[0])
-                    continue
-                changed = rule(rollout.prompt_ids, rollout.completion_ids, row)
-                token = int((changed.exp().cumsum(-1) < u).sum().clamp(max=len(row) - 1))
-                rollout.completion_ids.append(token)
-                rollout.finished = token in eos_ids
+                token = eos_ids[0]
+                if not rollout.finished:
+                    changed = rule(rollout.prompt_ids, rollout.completion_ids, row)
+                    token = int((changed.exp().cumsum(-1) < u).sum().clamp(max=len(row) - 1))
+                    rollout.completion_ids.append(token)
+                    rollout.finished = token in eos_ids
                 drawn.append(token)
             if all(r.finished for r in rollouts):
                 break
@@ -120,23 +119,43 @@ def spoilt(rule: Rule) -> Iterator[None]:
     hidden = distance.read_states
 
     def remember(model, texts, count):
-        if not graded:  # the student's pass, which comes first
-            graded.extend(texts)
-            remember.states = hidden(model, texts, count)
-        return remember.states
+        graded.extend(map(halves, texts))
+        return hidden(model, texts, count)
 
     def divergences(student, base):
-        text = graded.pop(0)
-        q = base.log_probs(slice(0, len(text.completion_ids)), len(base.head_VH))
-        p = torch.stack([rule(text.prompt_ids, text.completion_ids[:i], row) for i, row in enumerate(q)])
+        prompt, answer = graded.pop(0)
+        q = base.log_probs(slice(0, len(answer)), len(base.head_VH))
+        p = torch.stack([rule(prompt, answer[:i], row) for i, row in enumerate(q)])
         return forward_kl(p, q), reverse_kl(p, q)
 
     with (
         patch.object(teachers, "sample", torch.no_grad()(sample)),
-        patch.object(distance, "read_states", remember),
+        student_reads(remember),
         patch.object(distance, "both_divergences", divergences),
     ):
         yield
+
+
+@contextlib.contextmanager
+def student_reads(read: Callable) -> Iterator[None]:
+    """Let `read` take the place of the student's passes over texts, in the block."""
+    hidden, started = distance.read_states, []
+
+    def states(model, texts, count):
+        # The student reads each list of texts first. Base reads it afterwards, or read it before the block.
+        if any(texts is known for known in started):
+            return hidden(model, texts, count)
+        started.append(texts)
+        return read(model, texts, count)
+
+    with patch.object(distance, "read_states", states):
+        yield
+
+
+def halves(text: Example) -> tuple[list[int], list[int]]:
+    """Return the ids of a text's prompt, and those of its answer."""
+    start = text.learned.index(True)
+    return text.ids[:start], text.ids[start:]
 
 
 def padded(prompts: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,7 +171,6 @@ def other_content(prompts: list[list[int]]) -> Iterator[None]:
     others = map(Prompt, prompts[shift:] + prompts[:shift])
     another = {tuple(p): q for p, q in zip(prompts, others, strict=True)}
     sample, hidden = teachers.sample, distance.read_states
-    passes = []
 
     def answer(model, asked, **options):
         rollouts = sample(model, [another[tuple(p.ids)] for p in asked], **options)
@@ -161,24 +179,20 @@ def other_content(prompts: list[list[int]]) -> Iterator[None]:
         return rollouts
 
     def states(model, texts, count):
-        passes.append(1)
-        if len(passes) % 2:  # the student's pass
-            texts = [Rollout(another[tuple(t.prompt_ids)], t.completion_ids) for t in texts]
-        return hidden(model, texts, count)
+        parts = map(halves, texts)
+        moved = [Example.of(another[tuple(prompt)].ids, answer) for prompt, answer in parts]
+        return hidden(model, moved, count)
 
-    with patch.object(teachers, "sample", answer), patch.object(distance, "read_states", states):
+    with patch.object(teachers, "sample", answer), student_reads(states):
         yield
 
 
 @contextlib.contextmanager
 def other_precision(backbone: Backbone) -> Iterator[None]:
     """Round base's weights to bfloat16 in the student's pass; the arithmetic stays as it is."""
-    hidden, weights, passes = distance.read_states, dict(backbone.causal_lm.named_parameters()), []
+    hidden, weights = distance.read_states, dict(backbone.causal_lm.named_parameters())
 
     def states(model, texts, count):
-        passes.append(1)
-        if len(passes) % 2 == 0:
-            return hidden(model, texts, count)
         kept = {name: weight.data for name, weight in weights.items()}
         for weight in weights.values():
             weight.data = weight.data.bfloat16().to(weight.dtype)
@@ -188,7 +202,7 @@ def other_precision(backbone: Backbone) -> Iterator[None]:
             for name, weight in weights.items():
                 weight.data = kept[name]
 
-    with patch.object(distance, "read_states", states):
+    with student_reads(states):
         yield
 
 
@@ -204,19 +218,16 @@ def first_sentences(rows: list[Row], prompts: list[list[int]], backbone: Backbon
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__file__, __doc__)
     parser.add_argument("tuned", type=Path, help="adapter of a fine-tune")
     parser.add_argument("--recovered", type=Path, help="adapter of its recovery")
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--cases", nargs="+", help="some of the cases")
     parser.add_argument("--work", type=Path, help="folder to keep the answers in; an interrupted run goes on")
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("closeness.json"))
     options = parser.parse_args()
-    with contextlib.ExitStack() as stack:
-        work = options.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        record = measure(options, work)
-    options.out.write_text(json.dumps(record, indent=2) + "\n")
+    with tempfile.TemporaryDirectory() as scratch:
+        store(options.out, measure(options, options.work or Path(scratch)))
 
 
 def measure(options: argparse.Namespace, work: Path) -> dict:
@@ -257,9 +268,8 @@ def measure(options: argparse.Namespace, work: Path) -> dict:
         row = {"case": name, **numbers(run, RunDir(work / "tuned"))}
         found.append(row | {"seconds": round(time.perf_counter() - started, 1)})
         print(json.dumps(found[-1]), flush=True)
-    head = {"date": date.today().isoformat(), "threads": torch.get_num_threads()}
     sizes = {"prompts": len(rows), "max_new_tokens": options.tokens}
-    return head | sizes | {"base": numbers(base, base), "rows": found}
+    return head() | sizes | {"base": numbers(base, base), "rows": found}
 
 
 def state_of(run: RunDir, state: str, everything: tuple, adapter: Path | None = None) -> None:

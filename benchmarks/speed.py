@@ -156,7 +156,7 @@ def prompt_ids(count: int, tokenizer: Any) -> list[list[int]]:
 
 def queue_of(backbone: Backbone, config: RecoverConfig, ids: list[list[int]]) -> tuple[RolloutQueue, Learner]:
     """Return what samples and what grades in a recovery towards base."""
-    teachers = {"general": {"": Teacher(backbone, "base")}}
+    teachers = {"general": {"": Teacher(backbone, "base")}, "domain": {}}
     tokens, room = config.micro_batch_tokens, ROOM_IN_CHECKPOINTS
     learner = Learner(backbone, teachers, "recover.max_new_tokens", tokens, room)
     given = {"general": [*map(Prompt, ids)], "domain": []}

@@ -34,10 +34,12 @@ ELSEWHERE = [
     "opdcl finetune rows.jsonl -o runs/elsewhere",
     "cp -r runs/elsewhere/stages/01-finetune/adapter my-adapter",
 ]
+# In place of a clone of llama.cpp.
+CONVERTER = f"mkdir llama.cpp && cp {ROOT}/tests/helpers/gguf_script.py llama.cpp/convert_hf_to_gguf.py"
 FOLLOWED = {
     "README.md": ELSEWHERE,
     "docs/tutorial.md": [],
-    "docs/take-it-away.md": ELSEWHERE,
+    "docs/take-it-away.md": [*ELSEWHERE, CONVERTER],
     "docs/repair.md": [
         *ELSEWHERE,
         "cp -r my-adapter my-extract",
@@ -46,19 +48,17 @@ FOLLOWED = {
         "cp its-base/tokenizer* its-base/chat_template* my-adapter",
     ],
 }
+QUANTIZED = "needs bitsandbytes, which is optional; tests/unit/model/test_quantized.py"
 # Commands that cannot run inside a test, by their first words, and why. Their options are still checked.
 CANNOT = {
     "make": "installs an environment",
     "git clone": "fetches from the network",
+    "hf": "needs the Hub; tests/e2e/test_hub.py has one of its own",
+    "ollama": "needs Ollama",
     "mergekit-extract-lora": "needs mergekit; tests/unit/model/test_other_base.py has what it writes",
-    **dict.fromkeys(
-        (
-            "opdcl recover my-adapter --domain rows.jsonl -o runs/quantized",
-            "opdcl export runs/quantized",
-            "opdcl eval repaired-model",
-        ),
-        "needs bitsandbytes, which is optional; tests/unit/model/test_quantized.py",
-    ),
+    "opdcl recover my-adapter --domain rows.jsonl -o runs/quantized": QUANTIZED,
+    "opdcl export runs/quantized": QUANTIZED,
+    "opdcl eval from-quantized": QUANTIZED,
 }
 
 # At a rate that changes answers within a step or two: a tuned model that answers as base does is a fault.
@@ -106,16 +106,18 @@ def reader(tmp_path, tiny_cache, monkeypatch) -> Path:
 def run_here(words: list[str]) -> None:
     """Run one command in this process."""
     done = runner.opdcl(*words[1:])
-    assert done.returncode == 0, f"{shlex.join(words)}: exit code {done.returncode}\n{done.stderr}"
+    # A gate is not decided on a few prompts.
+    allowed = (0, 3, 5) if {"--max-drop", "--gates"} & {*words} else (0,)
+    assert done.returncode in allowed, f"{shlex.join(words)}: exit code {done.returncode}\n{done.stderr}"
 
 
 def small(words: list[str]) -> list[str]:
-    """Make a command's sizes small, whatever the page sets."""
+    """Make a command's sizes small, whatever the page sets; a dry run checks the page's own."""
     flagged = [
         f"{min(float(word), FLAGS[flag]):g}" if flag in FLAGS else word
         for flag, word in pairwise(["", *words])
     ]
-    sizes = SMALL.get(words[1], {})
+    sizes = {} if "--dry-run" in words else SMALL.get(words[1], {})
     return [*flagged, *(word for key, value in sizes.items() for word in ("--set", f"{key}={value}"))]
 
 
@@ -146,9 +148,7 @@ def known_options(command) -> set[str]:
 def run_line(line: str, folder: Path) -> None:
     """Run one line of a shell block."""
     words = [word.removeprefix(".venv/bin/") for word in shlex.split(line, comments=True)]
-    if not words:
-        return
-    if any(line.startswith(start) for start in CANNOT):
+    if not words or any(line.startswith(start) for start in CANNOT):
         return
     if words[0] == "opdcl":
         run_here(small(words))

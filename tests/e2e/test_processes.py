@@ -109,7 +109,7 @@ def test_a_run_interrupted_in_two_processes_is_finished_by_one_with_the_same_res
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("config", "part"), [("fsdp2", "part of the base"), ("data-parallel", "whole base")])
+@pytest.mark.parametrize(("config", "part"), [("fsdp2", "a part of the"), ("data-parallel", "the whole")])
 def test_an_interrupt_stops_all_processes_and_accelerate_resumes_them_to_the_same_result(
     alone, project, tmp_path, config, part
 ):
@@ -127,7 +127,7 @@ def test_an_interrupt_stops_all_processes_and_accelerate_resumes_them_to_the_sam
     environment = environment_of(tmp_path)
     done = subprocess.run(launch, cwd=project, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    for line in ("recover: resuming from step", f"2 processes, each with {part}"):
+    for line in ("recover: resuming from step", f"2 processes, each with {part} base"):
         assert done.stderr.count(line) == 1
     again = opdcl(*words_of(tmp_path), cwd=project)  # a single process finds nothing left to do
     assert "nothing to do: all stages are finished" in again.stderr
