@@ -175,9 +175,8 @@ def paired(record: str) -> str:
             far = [fmean(100 * (values(row, "distance") > 1).mean() for row in arm) for arm in arms]
             label = str(group[0]) if len(group) == 1 else f"{len(group)} seeds"
             table.append([words, label, cells[0], " / ".join(f"{share:.0f}" for share in far), *cells[1:]])
-    columns = ["first - second", "seed", "distance, nats", "requests above 1 nat, %"]
-    columns += ["instructions, points", "handbook, points"]
-    return rows_of(columns, unbroken(table, 1)) if table else NOT_MEASURED
+    columns = ["first - second", "seed", "distance, nats", "requests above 1 nat, %", "instructions, points"]
+    return rows_of([*columns, "handbook, points"], unbroken(table, 1)) if table else NOT_MEASURED
 
 
 def differences(pairs: list[tuple[dict[str, Any], dict[str, Any]]], what: str) -> str:
