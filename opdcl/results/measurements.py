@@ -129,8 +129,8 @@ class MeasuredSuite:
 
     def only(self, group: str) -> MeasuredSuite:
         """Return the suite on the prompts of one group, without results that hold for all prompts."""
-        chosen = {s: [row for row in rows if row.get("group") == group] for s, rows in self.rows.items()}
-        return replace(self, rows=chosen, results={})
+        places = [i for i, row in enumerate(self.measured) if row.get("group") == group]
+        return replace(self, rows={s: [rows[i] for i in places] for s, rows in self.rows.items()}, results={})
 
     def parts(self, state: str) -> list[list[float]]:
         """Return the headline scores of each prompt: usually one; several at IFEval's instruction level."""

@@ -171,7 +171,7 @@ class Recovery:
             return [prompt.ids for prompt in general], domain
 
         ends = Ends(tuned.kl, base.kl)
-        start = put_at_start(self.config, learner, ends, measure_kl, texts, self.log.report.note)
+        start = put_at_start(self.config, learner, ends, measure_kl, texts, self.log.report)
         if start.is_tuned:
             return start, Milestones(tuned, base, tuned)
         for teacher in learner.all_teachers:  # an average begins where the student does

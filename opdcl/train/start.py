@@ -33,6 +33,7 @@ from opdcl.model.backbone import Backbone, State
 from opdcl.model.forward import common_prefix
 from opdcl.model.lora import adapter_weights
 from opdcl.train.learner import Learner, micro_batches
+from opdcl.train.loop import StageReport, counted
 from opdcl.words import StreamName
 
 # Weights of the general prompts, mu, that are measured for a start, from tuned towards base.
@@ -103,7 +104,7 @@ def put_at_start(
     ends: Ends,
     measure: Callable[[str], StreamKl],
     texts: Callable[[], tuple[list[list[int]], list[list[int]]]],
-    note: Callable[[str], None],
+    report: StageReport,
 ) -> Start:
     """Put the student where it starts, at tuned or between tuned and base; return that place.
 
@@ -113,7 +114,7 @@ def put_at_start(
         ends: The held-out KL of tuned and of base.
         measure: Returns the student's held-out KL; it takes the name of what is measured.
         texts: Returns the ids of some general prompts, and of what tuned writes to some domain prompts.
-        note: Receives why the adapter is scaled where it would be projected.
+        report: Shows how far it is, and says why the adapter is scaled where it would be projected.
     """
     backbone = learner.backbone
     if config.start != "auto":
@@ -125,7 +126,7 @@ def put_at_start(
         return Start()
 
     if reason := unfit_for_projection(backbone):
-        note(f"the start scales the adapter in place of projecting it: {reason}")
+        report.note(f"the start scales the adapter in place of projecting it: {reason}")
 
         def measure_scaled(alpha: float) -> StreamKl:
             with backbone.scaled(alpha):
@@ -135,7 +136,7 @@ def put_at_start(
         backbone.shrink(scale or 1.0)
         return Start(scale or 1.0, None, measured)
 
-    compute = partial(project, backbone, *texts(), int(config.micro_batch_tokens))
+    compute = partial(project, backbone, *texts(), int(config.micro_batch_tokens), report)
     # Workers with a sharded base run in step. All take the first one's result: with another rounding, each
     # would train an adapter of its own.
     own = compute() if parallel.sharded() else None
@@ -189,9 +190,8 @@ def choose(
     `measure` returns the held-out KL at one of them.
     """
     kl = {place: measure(place) for place in places}
-    lost: dict[float | None, float] = {place: ends.lost(kl[place]) for place in places}
-    lost[None] = ends.lost(ends.tuned)
-    return min(lost, key=lost.__getitem__), kl
+    best = min(places, key=lambda place: ends.lost(kl[place]))
+    return best if ends.lost(kl[best]) < ends.lost(ends.tuned) else None, kl
 
 
 # For each adapted layer the A of a LoRA adapter, `(R, K)`.
@@ -200,7 +200,7 @@ Factors = list[torch.Tensor]
 
 @torch.no_grad()
 def project(
-    backbone: Backbone, general: list[list[int]], domain: list[list[int]], tokens: int
+    backbone: Backbone, general: list[list[int]], domain: list[list[int]], tokens: int, report: StageReport
 ) -> dict[float, Factors]:
     """Return the student's A without what general prompts excite, by the weight of these, mu.
 
@@ -209,18 +209,21 @@ def project(
         general: The ids of general prompts.
         domain: The ids of domain prompts with tuned's answers.
         tokens: The most tokens of a forward pass, padding included.
+        report: Shows how many texts were read.
     """
     # What opens both kinds of text, above all the chat template, must stay as base has it: a layer that
     # treats it as tuned does treats general requests as tuned does.
     known = sorted(general)
     shared = [shared_opening(ids, known) for ids in domain]
+    of_base, of_tuned = [(ids, 0) for ids in general], [*zip(domain, shared, strict=True)]
+    in_parts = [*parts(backbone.adapted_layers("student"))]
+    count = counted(report, "reading texts for the start", len(in_parts) * len(of_base + of_tuned))
     projected: dict[float, Factors] = {mu: [] for mu in WEIGHTS_OF_GENERAL}
-    for layers in parts(backbone.adapted_layers("student")):
-        of_general = input_moments(backbone, "base", layers, general, [0] * len(general), tokens)
-        of_domain = input_moments(backbone, "tuned", layers, domain, shared, tokens)
-        for alike in itertools.groupby(
-            zip(layers, of_general, of_domain, strict=True), key=lambda of: id(of[1])
-        ):
+    for layers in in_parts:
+        of_general = input_moments(backbone, "base", layers, of_base, tokens, count)
+        of_domain = input_moments(backbone, "tuned", layers, of_tuned, tokens, count)
+        measured = zip(layers, of_general, of_domain, strict=True)
+        for alike in itertools.groupby(measured, key=lambda of: id(of[1])):
             of_layers = [*alike[1]]  # those that read the same inputs are solved together
             factors: Factors = [adapter_weights(layer, "student")[0] for layer, *_ in of_layers]
             _, general_KK, domain_KK = of_layers[0]
@@ -264,27 +267,26 @@ def parts(layers: list[BaseTunerLayer]) -> Iterator[list[BaseTunerLayer]]:
     size = 0
     for layer in layers:
         own = 2 * 4 * layer.in_features**2
-        if part and size + own > MOMENTS:
-            yield part
-            part, size = [], 0
-        part.append(layer)
         size += own
-    if part:
-        yield part
+        if part and size > MOMENTS:
+            yield part
+            part, size = [], own
+        part.append(layer)
+    yield part
 
 
 def input_moments(
     backbone: Backbone,
     state: State,
     layers: Sequence[BaseTunerLayer],
-    texts: list[list[int]],
-    skipped: list[int],
+    texts: Sequence[tuple[list[int], int]],
     tokens: int,
+    count: Callable[[Sequence[int]], None],
 ) -> list[torch.Tensor]:
     """Return the second moments of each layer's inputs, `(K, K)` in float32: the mean over texts of x x^T.
 
-    Every text counts the same, and within it every id after the first `skipped` ones. `tokens` bounds a
-    forward pass, padding included.
+    A text is its ids, and how many of them are skipped at its head. Every text counts the same, and within it
+    every other id. `tokens` bounds a forward pass, padding included. `count` takes the texts of each pass.
     """
     moments = [torch.zeros(layer.in_features, layer.in_features, device=backbone.device) for layer in layers]
     seen: list[torch.Tensor | None] = [None, None]  # the latest input and its moments
@@ -305,20 +307,18 @@ def input_moments(
         model = stack.enter_context(backbone.state(state))
         for place, layer in enumerate(layers):
             stack.callback(layer.register_forward_pre_hook(add(place)).remove)
-        lengths = {i: len(ids) for i, ids in enumerate(texts)}
+        lengths = {i: len(ids) for i, (ids, _) in enumerate(texts)}
         for batch in micro_batches(lengths, tokens):
             width = max(lengths[i] for i in batch)
             ids_BT, weight_BT = torch.zeros(len(batch), width).long(), torch.zeros(len(batch), width)
-            for row, i in enumerate(batch):
-                ids_BT[row, : lengths[i]] = torch.tensor(texts[i])
-                weight_BT[row, skipped[i] : lengths[i]] = ((lengths[i] - skipped[i]) * len(texts)) ** -0.5
+            for row, (ids, skipped) in enumerate(texts[i] for i in batch):
+                ids_BT[row, : len(ids)] = torch.tensor(ids)
+                weight_BT[row, skipped : len(ids)] = ((len(ids) - skipped) * len(texts)) ** -0.5
             counted_M = weight_BT.flatten().nonzero()[:, 0].to(backbone.device)
             weight_M1 = weight_BT.flatten()[:, None].to(backbone.device)[counted_M]
             mask_BT = torch.arange(width)[None] < torch.tensor([[lengths[i]] for i in batch])
-            model.base_model(
-                input_ids=ids_BT.to(backbone.device),
-                attention_mask=mask_BT.to(backbone.device),
-                use_cache=False,
-            )
+            ids_BT, mask_BT = ids_BT.to(backbone.device), mask_BT.to(backbone.device)
+            model.base_model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False)
             seen[:] = None, None
+            count(batch)
     return moments

@@ -72,8 +72,7 @@ def test_an_instruction_level_headline_counts_instructions(run):
 
 def test_a_fractional_score_is_averaged(run):
     for state, value in (("base", 0.2), ("tuned", 0.75), ("recovered", 0.7)):
-        path = run.eval_samples(state, "handbook")
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows = read_jsonl(run.eval_samples(state, "handbook"))
         rows = [r | {"scores": {STRICT: value + (r["doc_id"] % 2) / 10}} for r in rows]
         rewrite_samples(run, state, "handbook", rows)
     assert summarise(run)["suites"]["handbook"]["tuned"]["value"] == pytest.approx(0.8)
@@ -94,14 +93,18 @@ def test_states_measured_on_different_prompts_are_refused(run):
         summarise(run)
 
 
+def test_a_group_is_that_of_the_prompt_whatever_rows_of_other_states_say(run):
+    rows = read_jsonl(run.eval_samples("base", "instructions"))
+    rewrite_samples(run, "base", "instructions", [r | {"group": f"{r['doc_id'] % 2}"} for r in rows])
+    groups = summarise(run)["groups"]
+    assert {name: found["n"] for name, found in groups.items()} == {"0": N // 2, "1": N // 2}
+
+
 def test_tasks_of_a_group_that_all_count_from_zero_are_kept_apart(run):
     for state, passes in (("base", 40), ("tuned", 0), ("recovered", 40)):
-        first, second = [], []
-        for i in range(20):
-            row = {"doc_id": i, "response": "", "target": None, "scores": {STRICT: passes == 40}, "tokens": 1}
-            first.append(row | {"prompt": f"task one, {i}"})
-            second.append(row | {"prompt": f"task two, {i}"})
-        rewrite_samples(run, state, "instructions", first + second)
+        row = {"response": "", "target": None, "scores": {STRICT: passes == 40}, "tokens": 1}
+        rows = [row | {"doc_id": i, "prompt": f"task {n}, {i}"} for n in ("one", "two") for i in range(20)]
+        rewrite_samples(run, state, "instructions", rows)
     assert summarise(run)["suites"]["instructions"]["n"] == 40
 
 

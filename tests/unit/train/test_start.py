@@ -5,11 +5,14 @@ import torch
 from helpers.recovering import PROMPT
 
 from opdcl.config.recover import RecoverConfig
+from opdcl.console import Output
 from opdcl.model.lora import adapter_weights
 from opdcl.train import start
 from opdcl.train.learner import Learner
 from opdcl.train.start import WEIGHTS_OF_GENERAL, Ends, choose, input_moments, project_factor, put_at_start
 from opdcl.train.teachers import Teacher
+
+QUIET = Output("quiet").stage("recover")
 
 
 def texts(seed, count=5, opening=PROMPT):
@@ -55,24 +58,18 @@ def test_what_only_one_kind_of_text_excites_is_kept_or_left_out():
 def test_moments_are_those_of_a_plain_pass_of_each_text(backbone, tuned, tokens):
     backbone.load_adapter(tuned / "tuned", "student", trainable=True)
     backbone.load_adapter(tuned / "tuned", "tuned")
-    read, skipped = texts(0), [0, 1, 2, 3, 4]
+    read, passes = [*zip(texts(0), range(5), strict=True)], []
     layers = backbone.adapted_layers("student")
     for state in ("base", "tuned"):
-        moments = input_moments(backbone, state, layers, read, skipped, tokens)
+        moments = input_moments(backbone, state, layers, read, tokens, passes.extend)
+        assert sorted(passes[-5:]) == [0, 1, 2, 3, 4]
+        assert len({*map(id, moments)}) < len(moments)  # layers that read the same are measured once
         for layer, found_KK in zip(layers, moments, strict=True):
             expected_KK = torch.zeros_like(found_KK, dtype=torch.float64)
-            for ids, skip in zip(read, skipped, strict=True):
+            for ids, skip in read:
                 x_TK = inputs_of(backbone, state, layer, ids)[skip:]
                 expected_KK += x_TK.T @ x_TK / len(x_TK) / len(read)
             torch.testing.assert_close(found_KK.double(), expected_KK, rtol=1e-3, atol=1e-4)
-    backbone.drop_adapters()
-
-
-def test_layers_that_read_the_same_are_measured_once(backbone, tuned):
-    backbone.load_adapter(tuned / "tuned", "student", trainable=True)
-    layers = backbone.adapted_layers("student")
-    moments = input_moments(backbone, "student", layers, texts(0), [0] * 5, 64)
-    assert len({id(moment) for moment in moments}) < len(moments)
     backbone.drop_adapters()
 
 
@@ -80,7 +77,7 @@ def test_a_model_larger_than_the_room_for_moments_is_projected_alike(backbone, t
     def projected():
         backbone.load_adapter(tuned / "tuned", "student", trainable=True)
         backbone.load_adapter(tuned / "tuned", "tuned")
-        found = start.project(backbone, texts(0), texts(1), 4096)
+        found = start.project(backbone, texts(0), texts(1), 4096, QUIET)
         backbone.drop_adapters()
         return found
 
@@ -126,7 +123,7 @@ def test_the_student_is_put_at_the_place_that_is_chosen(backbone, tuned, best):
         return {"general": kl, "domain": kl}
 
     ends = Ends({"general": 1.0, "domain": 0.0}, {"general": 0.0, "domain": 1.0})
-    found = put_at_start(config, learner, ends, measure, lambda: (texts(0), texts(1)), print)
+    found = put_at_start(config, learner, ends, measure, lambda: (texts(0), texts(1)), QUIET)
     assert found.mu == best
     for layer in backbone.adapted_layers("student"):
         a_RK, b_NR = adapter_weights(layer, "student")
