@@ -76,7 +76,7 @@ RECOVERIES = {
         "recover.teachers.other={kind: model, model: {id: ./models/second, dtype: float32}}",
     ],
     "given-answers": ["recover.general=[answered.jsonl]", "recover.given_answers=true"],
-    "start-alone": ["recover.steps=0", "recover.lmbda=auto"],
+    "start-alone": ["recover.steps=0"],
     "imitation": ["recover.loss.kind=cross_entropy", "recover.lmbda=0"],
     "served": [
         "recover.general_teacher=other",
