@@ -164,12 +164,12 @@ def reached() -> str:
     table = []
     for name, (arm, state) in models.items():
         rows = words[arm]
-        near = fmean(row["closeness"]["distance"][state]["value"] for row in rows)
+        near = of_seeds([row["closeness"]["distance"][state]["value"] for row in rows], 2)
         suites = ("instructions_quick", "handbook_quick")
-        skill, domain = (fmean(scores(rows, suite, state)) for suite in suites)
+        cells = [of_seeds(scores(rows, suite, state), 0) for suite in suites]
         end = "" if state == end_of(rows[0]) else state
-        table.append([name, f"{skill:.0f} %", f"{domain:.0f} %", f"{near:.2f}", *effort(rows, end)])
-    columns = ["model", "instructions followed", "handbook known", "distance to base, nats a token"]
+        table.append([name, *cells, near, *effort(rows, end)])
+    columns = ["model", "instructions followed, %", "handbook known, %", "distance to base, nats a token"]
     return rows_of([*columns, "general answers learned from", "training"], table)
 
 
