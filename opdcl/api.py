@@ -122,9 +122,9 @@ def recover(
         path: Run directory; or an adapter or tuned model: a folder, or a Hub id.
         prompts: General prompts: everyday (shipped), a file, or a Hub id.
         domain: Questions of your domain. Answers are not needed: the tuned model writes them. Default: the
-            questions of the fine-tune's rows.
-        steps: Steps, general and domain ones; 96 unless set.
-        learning_rate: Peak learning rate; half of the fine-tune's unless set.
+            questions of the fine-tune's rows; of an adapter none, and nothing guards what it learned.
+        steps: Steps, general and domain ones; 48 unless set.
+        learning_rate: Peak learning rate; half of the automatic one of a fine-tune unless set.
         seed: Random seed of the stage.
         out: Run directory. Default: the run's own, or runs/NAME. Another one: a second recovery of a run.
         base: Base of the adapter or tuned model. Default: the one that the adapter names.

@@ -180,9 +180,9 @@ class RecoverConfig(Section):
     that ends it count up to five times as much as the others. They decide what kind of answer it is, and when
     it stops."""
     learning_rate: Rate | Auto = "auto"
-    """Peak learning rate. It rises in the first tenth of the steps, is held, and falls to zero in the last
-    quarter. `auto`: 0.5 times the automatic rate of the fine-tune, that is 5e-4 for the embedded model and
-    1.1e-4 at hidden size 4096."""
+    """Peak learning rate. It rises in the first tenth of the steps, and falls to zero on a line. `auto`: 0.5
+    times the automatic rate of the fine-tune, that is 5e-4 for the embedded model and 1.1e-4 at hidden size
+    4096."""
     micro_batch_tokens: Positive | Auto = "auto"
     """Maximum tokens per forward and backward pass, padding included. It bounds memory; results change by
     rounding, which training can amplify, so a run keeps its value. `auto`: 2048 on CPU, 8192 on CUDA."""
