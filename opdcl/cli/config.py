@@ -194,13 +194,13 @@ def init(
     name = next(name for name in names if not (Path("runs") / name).exists())
     if name != out.stem:
         note += f"\nruns/{out.stem} exists: this workflow runs in runs/{name}"
-    text = workflow_text(name, data, base, files)
     # Nothing stays behind of a workflow that would be refused.
     with (
         tempfile.TemporaryDirectory(dir=out.parent) as scratch,
         screen.output.busy("checking model and data"),
     ):
         drafts = [Path(scratch) / file.name for file in files]
+        text = workflow_text(name, data, base, files, rows[0].count("\n"))
         for draft, content in zip(drafts, (text, *rows), strict=True):
             draft.write_text(content, encoding="utf-8")
         try:
@@ -215,8 +215,8 @@ def init(
     suggest("run", out, "--dry-run")
 
 
-def workflow_text(name: str, data: str, base: str, files: Sequence[Path]) -> str:
-    """Return a workflow for a model and rows; `files` are its own, that of the rows, and that of test rows.
+def workflow_text(name: str, data: str, base: str, files: Sequence[Path], rows: int) -> str:
+    """Return a workflow for a model and some rows; `files` are its own, that of the rows, and of test rows.
 
     Raises:
         UsageError: Reading it again, a name would be another one, or more than a name.
@@ -231,6 +231,7 @@ def workflow_text(name: str, data: str, base: str, files: Sequence[Path]) -> str
     flow["name"], flow["description"] = name, Quoted(f"{data} on {base}")
     flow["model"]["id"] = Quoted(os.path.realpath(base) if os.path.exists(base) else base)
     flow["finetune"]["data"] = files[1].name
+    flow["finetune"]["epochs"] = max(4, 180 // max(rows, 1))  # few rows are hardly learned in few steps
     if files[2:]:
         flow["eval"]["data"]["mine"] = files[2].name
     else:

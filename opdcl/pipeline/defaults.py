@@ -13,7 +13,6 @@ from opdcl.config.model import LoraSection, ModelConfig
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
-from opdcl.model.hardware import pick_device, pick_dtype
 from opdcl.model.load import EMBEDDED, is_gguf, read_config
 from opdcl.rundir.layout import adapter_config
 
@@ -104,6 +103,7 @@ def resolve_for_machine(workflow: Workflow) -> tuple[Workflow, dict[str, str]]:
     _, open_keys = resolve(workflow, HIDDEN, ALPHA_OVER_R, "cpu")
     if not open_keys and all(model.dtype != "auto" for model in workflow.models()):
         return workflow, {}
+    from opdcl.model.hardware import pick_device, pick_dtype
 
     device = pick_device()
     # Which precision is faster is measured: each worker for itself could find another one.

@@ -19,7 +19,6 @@ from opdcl.console import Output, quiet_libraries
 from opdcl.data.rows import recognised
 from opdcl.errors import GateError, InconclusiveError, Interrupted, OpdclError, UsageError, typed
 from opdcl.model.consent import trackers_of
-from opdcl.model.hardware import pick_device, pick_dtype
 from opdcl.pipeline.checks import checked_plan
 from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Measure, Task, Train
@@ -97,6 +96,7 @@ def _check(job: Job, output: Output) -> tuple[list[Task], list[str], dict[str, A
 
 def _load(job: Job, manifest: dict[str, Any], output: Output) -> Backbone:
     """Return the model, check that it is the one that the run began with, and add it to the manifest."""
+    from opdcl.model.hardware import pick_device, pick_dtype
     from opdcl.model.load_backbone import load_backbone, refuse_changed_copies
 
     started, config, tuned = time.perf_counter(), job.workflow.model, job.tuned

@@ -132,7 +132,7 @@ def test_config_show_names_the_origin_of_each_value(opdcl):
     assert own["finetune.data"][0] == "handbook/quick"
     assert re.fullmatch(r"quickstart\.yaml:\d+", own["finetune.data"][1])
     assert "recover.on_policy.reverse" not in own
-    assert every["recover.on_policy.reverse"] == ["0.25", "default"]
+    assert every["recover.on_policy.reverse"] == ["0.0", "default"]
     assert own.items() <= every.items()
     result = json.loads(opdcl(*args, "--json"))
     assert result["workflow"]["recover"]["steps"] == 7

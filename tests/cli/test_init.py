@@ -46,6 +46,7 @@ def test_few_rows_make_a_workflow_too_and_own_test_rows_are_asked_beside_a_run_o
     for flow, asked in (("mine.yaml", False), ("own.yaml", True)):
         planned = json.loads(runner.opdcl("run", flow, "--dry-run", "--json").stdout)
         assert planned["data"]["rows"] == 40
+        assert "epochs: 4 " in (tmp_path / flow).read_text()
         assert ("mine" in {task["suite"] for task in planned["tasks"]}) == asked
 
 

@@ -26,7 +26,9 @@ def test_a_name_is_a_name_in_a_workflow(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plain = yaml.safe_load(find_workflow("own-data").read_text())
     for text in (*AWKWARD, *(f"rows{mark}{CODE}" for mark in BREAKS)):
-        Path("mine.yaml").write_text(workflow_text("mine", text, text, FILES), encoding="utf-8", newline="")
+        Path("mine.yaml").write_text(
+            workflow_text("mine", text, text, FILES, 9), encoding="utf-8", newline=""
+        )
         written = yaml.safe_load(Path("mine.yaml").read_bytes())
         assert written["description"] == f"{text} on {text}"
         assert written["model"]["id"] == text
@@ -39,7 +41,7 @@ def test_a_name_is_a_name_in_a_workflow(tmp_path, monkeypatch):
 
 def test_a_name_that_is_no_text_is_refused():
     with pytest.raises(UsageError, match="YAML cannot hold the names"):
-        workflow_text("a\x85b", "rows.jsonl", "smollm2-135m", FILES)
+        workflow_text("a\x85b", "rows.jsonl", "smollm2-135m", FILES, 9)
 
 
 def test_a_name_is_a_name_in_a_card_in_json_and_in_a_command(tmp_path, capsys):
