@@ -55,6 +55,11 @@ ARMS = {
         "replay-30": "a fine-tune with 30 % replay, no recovery",
     },
     "owner": {"tuned": "the adapter", "start": "its start, no training", "owner": "**repaired in 24 steps**"},
+    "words_larger": {
+        "tuned": "a plain fine-tune",
+        "off": "24 steps, base writes all general answers",
+        "half": "**24 steps, the student the second half**",
+    },
     "larger": {"tuned": "a plain fine-tune", "larger": "**the same, then a recovery of 48 steps**"},
     "documents": {
         "documents": "the documents alone",
@@ -85,6 +90,7 @@ PAIRS = {
         "16 prompts, the student writes anew - base once": ("few-on", "few-off"),
         "the student writes half - 30 % replay": ("half", "replay-30"),
     },
+    "words_larger": {"the student writes half - base writes all": ("half", "off")},
 }
 
 

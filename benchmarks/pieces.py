@@ -1,12 +1,11 @@
 """Keep finished runs of a comparison as rows of a record, so that an interrupted comparison loses nothing.
 
     python benchmarks/pieces.py benchmarks/start.json runs/start/*     # again whenever a run has finished
-    python benchmarks/pieces.py benchmarks/start.json --pair half-1 off-1     # from the record alone
 
 A row says what its run was (arm, seed, commit, machine), what its report says, who wrote the steps, and how
 every prompt was answered, so that other questions can be asked of it later. A run measured again takes
-the place of its row. Means over the rows of an arm are made by `arm_tables.py`. A pair of
-rows is compared prompt by prompt, as if prompts were independent: those about one fact are not quite.
+the place of its row. Means over the rows of an arm, and pairs of arms, are made by
+`arm_tables.py` and `by_dose.py`.
 Answers are not in the record but in the runs, where `opdcl eval RUN` scores them with today's suites.
 """
 
@@ -20,10 +19,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from opdcl.results.format import Unit, interval
-from opdcl.results.intervals import difference
 from opdcl.results.measurements import MeasuredSuite, load_closeness, load_suites, response_values
 from opdcl.results.render import summarise
 from opdcl.rundir.files import read_json, read_jsonl
@@ -36,15 +31,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("record", type=Path)
     parser.add_argument("runs", nargs="*", type=Path)
-    parser.add_argument("--pair", nargs=2, metavar="ARM-SEED", help="compare two rows of the record")
     parser.add_argument("--commit", default="", help="of the checkout that made them; default: this one's")
     options = parser.parse_args()
     record = read_json(options.record) if options.record.exists() else {"rows": []}
     rows = {(row["arm"], row["seed"]): row for row in record["rows"]}
-    if options.pair:
-        first, second = (row_of(record["rows"], name) for name in options.pair)
-        print("\n".join(differences(first, second)))
-        return
     commit = options.commit or here()
     for run in options.runs:
         if (run / "report.html").exists():
@@ -54,28 +44,6 @@ def main() -> None:
     ordered = record["rows"] = [rows[key] for key in sorted(rows)]
     options.record.write_text(text_of(record), encoding="utf-8")
     print(f"{options.record}: {len(ordered)} rows")
-
-
-def row_of(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Return the row of a run by its name, such as `half-1`."""
-    named = {f"{row['arm']}-{row['seed']}": row for row in rows}
-    if name not in named:
-        raise SystemExit(f"error: the record has no {name}; it has {', '.join(named)}")
-    return named[name]
-
-
-def differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
-    """Return a line for each number of recovered's answers: both means, and their paired difference."""
-    lines = []
-    for suite, by_state in first["prompts"].items():
-        other = second["prompts"].get(suite, {}).get("recovered", {})
-        for measure, numbers in by_state.get("recovered", {}).items():
-            if measure not in other or len(other[measure]) != len(numbers):
-                continue
-            a, b = np.array(numbers), np.array(other[measure])
-            found = interval(difference(a, b), Unit("{:+.3f}"))
-            lines.append(f"{suite} {measure}: {a.mean():.3f} - {b.mean():.3f} = {found}, n = {len(a)}")
-    return lines
 
 
 def here() -> str:
