@@ -19,8 +19,8 @@ from opdcl.cli.guidance import TwoLists, describe_commands, hint_for
 from opdcl.console import silence
 from opdcl.errors import EnvironmentFault, Interrupted, OpdclError, UsageError, typed
 from opdcl.faults import translate
+from opdcl.parallel import as_interrupts
 from opdcl.sanitize import redact
-from opdcl.signals import as_interrupts
 from opdcl.version import __version__
 
 app = typer.Typer(

@@ -15,8 +15,7 @@ from opdcl.config.workflow import Workflow
 from opdcl.data.chat import check_turn_end, note_on_clock
 from opdcl.data.formats import PACKED_ROW, Row
 from opdcl.data.prompts import SHIPPED, RecoverySource, count_short_of_room, encode_asked
-from opdcl.data.rows import shortened, unread
-from opdcl.data.sources import left_out
+from opdcl.data.rows import left_out, shortened, unread
 from opdcl.data.suites import Suite
 from opdcl.errors import UsageError, nearest_path, typed
 from opdcl.model.adapters import new_tokens, own_template, refuse_unserved

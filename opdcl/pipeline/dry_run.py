@@ -16,7 +16,7 @@ from opdcl.pipeline.job import Job
 from opdcl.pipeline.plan import Measure
 from opdcl.pipeline.run_records import read_records
 from opdcl.results.format import Table
-from opdcl.rundir.lock import refuse_foreign
+from opdcl.rundir.layout import refuse_foreign
 from opdcl.rundir.seals import refuse_damaged
 from opdcl.train.finetune import planned_steps
 

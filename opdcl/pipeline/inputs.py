@@ -11,8 +11,7 @@ from opdcl.config.model import ModelConfig
 from opdcl.config.shipped import SHIPPED_DATA, package_folder
 from opdcl.config.workflow import Workflow
 from opdcl.data.examples import TrainingRows, with_answers
-from opdcl.data.rows import CheckedRows, Row, Tell, check_lines, read_rows
-from opdcl.data.sources import on_hub, pinned, source_files
+from opdcl.data.rows import CheckedRows, Row, Tell, check_lines, on_hub, pinned, read_rows, source_files
 from opdcl.errors import UsageError
 from opdcl.model.load import load_tokenizer
 from opdcl.rundir.files import write_atomic

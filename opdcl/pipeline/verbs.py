@@ -39,8 +39,7 @@ from opdcl.results.origins import LEARNED, SET_ASIDE, SPLIT, sets_asked
 from opdcl.results.status import STATES
 from opdcl.rundir.files import cache_home
 from opdcl.rundir.hashes import SEAL
-from opdcl.rundir.layout import RunDir, read_config
-from opdcl.rundir.lock import refuse_foreign
+from opdcl.rundir.layout import RunDir, read_config, refuse_foreign
 
 
 def run_files(

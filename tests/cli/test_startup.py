@@ -27,7 +27,6 @@ HEAVY_MODULES = (
     "pipeline.dry_run",
     "pipeline.forecast",
     "results",
-    "deploy.browser",
     "deploy.chat",
     "__main__",
 )
