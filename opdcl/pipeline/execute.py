@@ -23,8 +23,7 @@ from opdcl.model.hardware import pick_device, pick_dtype
 from opdcl.parallel import as_interrupts
 from opdcl.pipeline.checks import checked_plan
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.plan import Measure, Task, Train
-from opdcl.pipeline.run_records import command_line, read_records, stage_folder, write_manifest
+from opdcl.pipeline.plan import Measure, Task, Train, command_line, read_records, stage_folder, write_manifest
 from opdcl.pipeline.tasks import Session, copy_finished, do, refuse_other_base, short_name, steps_done
 from opdcl.pipeline.trackers import Tracking, scores
 from opdcl.rundir import seals

@@ -22,8 +22,10 @@ from opdcl.console import Output, StageLine
 from opdcl.errors import UsageError, typed
 from opdcl.model.adapters import start_files
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.plan import Measure, Task, Train
-from opdcl.pipeline.run_records import (
+from opdcl.pipeline.plan import (
+    Measure,
+    Task,
+    Train,
     command_line,
     finish_stage,
     read_record,
