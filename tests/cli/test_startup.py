@@ -15,7 +15,6 @@ HEAVY_MODULES = (
     "sampling",
     "measure",
     "train",
-    "data.similarity",
     "model.architecture",
     "model.hardware",
     "model.load_backbone",
