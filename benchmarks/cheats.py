@@ -139,7 +139,7 @@ def shuffled_words(text: str, keep_case: bool = False) -> str:
 
 def nearest_answers(requests: list[str], answers: list[str]) -> list[str]:
     """Return the model's answer to the other request that is nearest to each."""
-    from opdcl.data.similarity import similarity
+    from opdcl.data.own_words import similarity
 
     if len(requests) < 2:
         return answers

@@ -207,7 +207,7 @@ def other_precision(backbone: Backbone) -> Iterator[None]:
 
 
 def first_sentences(rows: list[Row], prompts: list[list[int]], backbone: Backbone) -> dict:
-    from opdcl.data.similarity import request_of
+    from opdcl.data.own_words import request_of
 
     tokenizer = backbone.tokenizer
     texts = [request_of(row.prompt[-1]["content"]) for row in rows]

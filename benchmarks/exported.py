@@ -22,8 +22,7 @@ import torch
 from opdcl.config.model import ModelConfig
 from opdcl.data.chat import encode_prompt
 from opdcl.data.rows import load_prompts
-from opdcl.deploy.export import Export, export
-from opdcl.deploy.gguf import OUTTYPES, answer, log_probabilities
+from opdcl.deploy.export import OUTTYPES, Export, answer, export, log_probabilities
 from opdcl.model.architecture import eos_ids
 from opdcl.model.load import load_base
 from opdcl.rundir.layout import machine, versions

@@ -41,6 +41,7 @@ from opdcl.console import Output
 from opdcl.data.chat import render
 from opdcl.data.rows import load_prompts
 from opdcl.data.suites import load_suite
+from opdcl.measure.ask import peak_memory, reset_peak_memory
 from opdcl.model.architecture import architecture
 from opdcl.model.backbone import Backbone
 from opdcl.model.hardware import pick_device, pick_dtype
@@ -49,7 +50,6 @@ from opdcl.model.load import EMBEDDED, load_base, model_source
 from opdcl.model.load_backbone import load_backbone
 from opdcl.sampling.sample import sample
 from opdcl.train.checkpoints import StudentOptimizer
-from opdcl.train.cost import peak_memory, reset_peak_memory
 from opdcl.train.learner import Learner, micro_batches
 from opdcl.train.recover import ROOM_IN_CHECKPOINTS, Recovery
 from opdcl.train.rollouts import RolloutQueue

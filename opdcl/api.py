@@ -24,8 +24,7 @@ from opdcl.results.format import Table
 from opdcl.rundir.layout import RunDir, open_run
 
 if TYPE_CHECKING:
-    from opdcl.deploy.browser import ChatServer
-    from opdcl.deploy.chat import Chat
+    from opdcl.deploy.chat import Chat, ChatServer
 
 # What takes time to import is imported by the verb that needs it.
 
@@ -337,7 +336,7 @@ def chat_page(
     """
     output = _output(False)
     states = _chat_states(source, max_new_tokens, temperature, trust_remote_code)(output)
-    from opdcl.deploy.browser import ChatServer
+    from opdcl.deploy.chat import ChatServer
     from opdcl.results.measurements import load_suites
     from opdcl.results.origins import system_prompt
     from opdcl.results.samples import regained_prompts

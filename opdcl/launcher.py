@@ -19,8 +19,7 @@ import threading
 import time
 
 from opdcl.errors import Interrupted
-from opdcl.parallel import launched
-from opdcl.signals import ending
+from opdcl.parallel import ending, launched
 
 # Seconds that the other workers get to exit after one has failed, or was interrupted and saves a checkpoint.
 GRACE, GRACE_TO_SAVE = 10, 120

@@ -9,6 +9,8 @@ another number of workers: only the time changes (docs/larger-machines.md). The 
 Worker 0 owns the run directory, the console and the trackers. Every other worker uses a copy of the run, and
 deletes it when it ends. With `model.shard` the frozen layers of the base are spread over the workers (FSDP2,
 arXiv 2304.11277); the adapter is small and stays whole on every worker.
+
+A signal that asks a worker to end raises KeyboardInterrupt, as Ctrl-C does.
 """
 
 from __future__ import annotations
@@ -17,8 +19,12 @@ import atexit
 import contextlib
 import os
 import re
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
@@ -26,11 +32,15 @@ from opdcl.errors import EnvironmentFault, OpdclError, UsageError
 if TYPE_CHECKING:
     import torch
 
-
 T = TypeVar("T")
 
 # Environment variables that launchers set; the trainers' libraries would act on them.
 LAUNCHERS = re.compile("RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|ACCELERATE_|FSDP_")
+
+# Seconds in which a repeated SIGTERM or SIGHUP is ignored. Schedulers and terminals send several, and those
+# after the first would interrupt the removal of temporary files.
+PAUSE = 5
+_heard = -float(PAUSE)
 
 _rank, _count = 0, 1
 _to_shard = _sharded = False
@@ -217,3 +227,36 @@ def all_values(value: T) -> list[T]:
     values: list[Any] = [None] * _count
     torch.distributed.all_gather_object(values, value)
     return values
+
+
+def ending() -> list[signal.Signals]:
+    """Return the signals that ask this process to end. `nohup` ignores SIGHUP, and so does opdcl then."""
+    names = ("SIGINT", "SIGTERM", "SIGHUP")
+    known = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    return [number for number in known if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+@contextlib.contextmanager
+def as_interrupts() -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGTERM and SIGHUP too, so that they clean up as Ctrl-C does.
+
+    Outside of the main thread, which alone may handle signals, nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        global _heard
+        now = time.monotonic()
+        if now - _heard >= PAUSE:
+            _heard = now
+            raise KeyboardInterrupt
+
+    others = [number for number in ending() if number != signal.SIGINT]
+    previous = {number: signal.signal(number, stop) for number in others}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -15,12 +15,12 @@ import typer
 from opdcl import parallel
 from opdcl.cli import runs, screen, stages
 from opdcl.cli.config import config_app, init, suites_app, workflows_app
-from opdcl.cli.guidance import TwoLists, describe_commands, hint_for
+from opdcl.cli.options import TwoLists, describe_commands, hint_for
 from opdcl.console import silence
 from opdcl.errors import EnvironmentFault, Interrupted, OpdclError, UsageError, typed
 from opdcl.faults import translate
+from opdcl.parallel import as_interrupts
 from opdcl.sanitize import redact
-from opdcl.signals import as_interrupts
 from opdcl.version import __version__
 
 app = typer.Typer(

@@ -17,7 +17,7 @@ import typer
 
 from opdcl.cli import options as opt
 from opdcl.cli import screen
-from opdcl.cli.guidance import describe_commands
+from opdcl.cli.options import describe_commands
 from opdcl.cli.screen import start, suggest
 from opdcl.config.shipped import described_suites, find_workflow, workflow_files
 from opdcl.console import quiet_libraries

@@ -22,12 +22,11 @@ from opdcl.cli.screen import show, start, suggest
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError, typed
 from opdcl.rundir.files import RESTORE
 from opdcl.rundir.hashes import ADAPTER, check
-from opdcl.rundir.layout import open_run
-from opdcl.rundir.lock import locked
+from opdcl.rundir.layout import locked, open_run
 from opdcl.rundir.seals import refuse_damaged
 
 if TYPE_CHECKING:
-    from opdcl.deploy.browser import ChatServer
+    from opdcl.deploy.chat import ChatServer
 
 from opdcl.rundir.stage import StageDir
 

@@ -21,8 +21,7 @@ from opdcl.data.chat import encode_prompt, render
 from opdcl.data.examples import learned_turns
 from opdcl.data.formats import PACKED_ROW, Row
 from opdcl.data.messages import THOUGHT, THOUGHTS, Message
-from opdcl.data.rows import check_prompts, load_rows
-from opdcl.data.sources import is_shipped
+from opdcl.data.rows import check_prompts, is_shipped, load_rows
 from opdcl.errors import UsageError
 from opdcl.words import STREAMS, Prompt, Prompts, StreamName
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from opdcl.data.formats import Row
 from opdcl.data.messages import Spelled
+from opdcl.data.own_words import content_words, pairs_alike
 from opdcl.data.rows import check_all
-from opdcl.data.similarity import content_words, pairs_alike
 from opdcl.errors import UsageError
 from opdcl.rundir.hashes import hash_value
 

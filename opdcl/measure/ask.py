@@ -6,7 +6,9 @@ loses one batch at most, and only an answer to the same question, made in the sa
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +25,6 @@ from opdcl.model.forward import answer_states
 from opdcl.rundir.files import read_jsonl, write_atomic, write_json
 from opdcl.rundir.hashes import Identity, adapter_hash
 from opdcl.rundir.layout import RunDir
-from opdcl.train.cost import peak_memory
 from opdcl.train.learner import micro_batches
 from opdcl.train.loop import StageReport, counter
 from opdcl.words import Example, Prompt, Rollout
@@ -266,3 +267,21 @@ def store(
     write_json(run.eval_result(state, suite), result)
     asking.file.unlink()
     return result
+
+
+def reset_peak_memory() -> None:
+    """Start a new measurement of peak memory, where the system allows it."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory() -> int:
+    """Return peak memory in bytes since `reset_peak_memory`: of the GPU, or else of the process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        status = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -32,12 +32,22 @@ from opdcl.data.formats import Row
 from opdcl.data.prompts import encode_asked
 from opdcl.data.suites import mean_score
 from opdcl.errors import OpdclError, UsageError
-from opdcl.measure.ask import SEED, AnswerStates, Asking, Question, Stored, ask, message, read_states, store
+from opdcl.measure.ask import (
+    SEED,
+    AnswerStates,
+    Asking,
+    Question,
+    Stored,
+    ask,
+    message,
+    read_states,
+    reset_peak_memory,
+    store,
+)
 from opdcl.model.backbone import Backbone, State
 from opdcl.model.distributions import HiddenStates, rows_at_once, shared_rows
 from opdcl.rundir.files import RESTORE, read_jsonl
 from opdcl.train.answer_cache import CompletionCache
-from opdcl.train.cost import reset_peak_memory
 from opdcl.train.loop import StageReport, counted
 from opdcl.train.losses import chunks, forward_kl, reverse_kl
 from opdcl.train.teachers import Teacher

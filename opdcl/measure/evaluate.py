@@ -33,12 +33,12 @@ from opdcl.measure.ask import (
     Question,
     Stored,
     ask,
+    reset_peak_memory,
     reuse_samples,
     store,
 )
 from opdcl.rundir.hashes import Identity
 from opdcl.train.answer_cache import CompletionCache
-from opdcl.train.cost import reset_peak_memory
 from opdcl.train.external_teachers import reach_own_model
 from opdcl.train.loop import counter
 from opdcl.train.teachers import Teacher

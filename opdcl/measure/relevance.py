@@ -19,9 +19,8 @@ from typing import Any
 
 from opdcl import parallel
 from opdcl.data.chat import render
-from opdcl.data.own_words import own_text
+from opdcl.data.own_words import own_text, similarity
 from opdcl.data.scoring import Scores
-from opdcl.data.similarity import similarity
 from opdcl.data.suites import Suite
 from opdcl.measure.ask import read_states
 from opdcl.model.backbone import Backbone

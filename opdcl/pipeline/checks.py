@@ -15,8 +15,7 @@ from opdcl.config.workflow import Workflow
 from opdcl.data.chat import check_turn_end, note_on_clock
 from opdcl.data.formats import PACKED_ROW, Row
 from opdcl.data.prompts import SHIPPED, RecoverySource, count_short_of_room, encode_asked
-from opdcl.data.rows import shortened, unread
-from opdcl.data.sources import left_out
+from opdcl.data.rows import left_out, shortened, unread
 from opdcl.data.suites import Suite
 from opdcl.errors import UsageError, nearest_path, typed
 from opdcl.model.adapters import new_tokens, own_template, refuse_unserved
@@ -26,8 +25,7 @@ from opdcl.model.load import check_exists, check_model, declared_eos_ids, skelet
 from opdcl.model.quantized import check_installed
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.plan import Measure, Task, Train
-from opdcl.pipeline.run_records import Records, learned_rows
+from opdcl.pipeline.plan import Measure, Records, Task, Train, learned_rows
 from opdcl.pipeline.tasks import outcomes
 from opdcl.pipeline.trackers import check_trackers
 from opdcl.results.origins import count_learned, holder, learned_by, line_of
@@ -336,7 +334,7 @@ def check_targets(model: ModelConfig, lora: LoraSection) -> None:
 def _check_suites(job: Job, near: list[Row], to_do: bool) -> list[str]:
     """Check that each prompt and its longest answer fit; note answers that would be cut, and learned rows."""
     from opdcl.measure.evaluate import max_answer_tokens
-    from opdcl.results.notes import learned_note  # it brings numpy
+    from opdcl.results.summary import learned_note  # it brings numpy
 
     config, notes = job.workflow.eval, []
     suites = [job.suite(name) for name in config.suites()]

@@ -13,10 +13,9 @@ from opdcl.model.check_adapter import read_lora_config
 from opdcl.pipeline.checks import checked_plan, repeated_rows
 from opdcl.pipeline.forecast import forecast, memory_words
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.plan import Measure
-from opdcl.pipeline.run_records import read_records
+from opdcl.pipeline.plan import Measure, read_records
 from opdcl.results.format import Table
-from opdcl.rundir.lock import refuse_foreign
+from opdcl.rundir.layout import refuse_foreign
 from opdcl.rundir.seals import refuse_damaged
 from opdcl.train.finetune import planned_steps
 

@@ -19,17 +19,15 @@ from opdcl.console import Output, quiet_libraries
 from opdcl.data.rows import recognised
 from opdcl.errors import GateError, InconclusiveError, Interrupted, OpdclError, UsageError, typed
 from opdcl.model.consent import trackers_of
+from opdcl.parallel import as_interrupts
 from opdcl.pipeline.checks import checked_plan
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.plan import Measure, Task, Train
-from opdcl.pipeline.run_records import command_line, read_records, stage_folder, write_manifest
+from opdcl.pipeline.plan import Measure, Task, Train, command_line, read_records, stage_folder, write_manifest
 from opdcl.pipeline.tasks import Session, copy_finished, do, refuse_other_base, short_name, steps_done
 from opdcl.pipeline.trackers import Tracking, scores
 from opdcl.rundir import seals
 from opdcl.rundir.files import write_atomic, write_json
-from opdcl.rundir.layout import STATE_OF, RunDir, machine_of, weights_of_base
-from opdcl.rundir.lock import locked
-from opdcl.signals import as_interrupts
+from opdcl.rundir.layout import STATE_OF, RunDir, locked, machine_of, weights_of_base
 
 if TYPE_CHECKING:
     from opdcl.model.backbone import Backbone

@@ -28,8 +28,7 @@ from opdcl.model.hardware import pick_device, pick_dtype
 from opdcl.model.llama import FAMILY, WIDE, attends_within_rows
 from opdcl.pipeline.defaults import text_config
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.plan import Measure, Task, Train
-from opdcl.pipeline.run_records import stage_folder
+from opdcl.pipeline.plan import Measure, Task, Train, stage_folder
 from opdcl.results.format import memory, time_range
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import machine

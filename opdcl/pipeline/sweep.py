@@ -17,8 +17,7 @@ from opdcl.config.load import Note, flatten, validate
 from opdcl.config.workflow import Workflow
 from opdcl.console import Output
 from opdcl.errors import GateError, InconclusiveError, Interrupted, OpdclError, UsageError
-from opdcl.pipeline.inputs import Inputs
-from opdcl.pipeline.job import Job, Order
+from opdcl.pipeline.job import Inputs, Job, Order
 from opdcl.pipeline.tasks import offered
 from opdcl.rundir.layout import RunDir
 

@@ -10,11 +10,11 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from opdcl.config.evaluate import CLOSENESS
 from opdcl.config.model import LoraSection
@@ -22,8 +22,10 @@ from opdcl.console import Output, StageLine
 from opdcl.errors import UsageError, typed
 from opdcl.model.adapters import start_files
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.plan import Measure, Task, Train
-from opdcl.pipeline.run_records import (
+from opdcl.pipeline.plan import (
+    Measure,
+    Task,
+    Train,
     command_line,
     finish_stage,
     read_record,
@@ -186,7 +188,7 @@ def take_start(task: Train, session: Session) -> None:
 
 def train(task: Train, session: Session) -> None:
     """Train one stage, showing its progress on the console and in the trackers."""
-    from opdcl.train.cost import dose, peak_memory, reset_peak_memory
+    from opdcl.measure.ask import peak_memory, reset_peak_memory
     from opdcl.train.finetune import Losses
 
     job, run, output = session.job, session.run, session.output
@@ -238,6 +240,25 @@ def train(task: Train, session: Session) -> None:
         option = "--epochs " if sys.argv[1:2] == ["finetune"] else "--set finetune.epochs="
         more = f"{option}{3 * job.workflow.finetune.epochs:g} --force"
         output.note(f"hint: {command_line(run)} {more}")
+
+
+def dose(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the steps in a stage's metrics learned from, and how long their parts took.
+
+    `graded` holds answers and tokens by stream and author; `parts` holds seconds.
+    """
+    graded: dict[str, dict[str, dict[str, int]]] = {}
+    parts: dict[str, float] = {}
+    for row in rows:
+        for name, seconds in row.get("parts", {}).items():
+            parts[name] = round(parts.get(name, 0.0) + seconds, 3)
+        if "graded" in row:
+            of_author = graded.setdefault(row["stream"], {}).setdefault(
+                row["author"], {"answers": 0, "tokens": 0}
+            )
+            of_author["answers"] += row["answers"]
+            of_author["tokens"] += row["graded"]
+    return {"graded": graded, "parts": parts}
 
 
 def _learn(name: str, stage: StageDir, session: Session, line: StageLine) -> None:

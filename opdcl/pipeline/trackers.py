@@ -142,7 +142,7 @@ def _new_rows(path: Path, place: int) -> tuple[int, list[dict]]:
 
 def _numbers(row: dict[str, Any]) -> dict[str, float]:
     """Return the numbers of a row of metrics and of its validation, and at step 0 those of tuned and base."""
-    from opdcl.results.notes import of_the_student, started_elsewhere  # it brings numpy
+    from opdcl.results.summary import of_the_student, started_elsewhere  # it brings numpy
 
     parts = {"": row, "base": row.get("base", {})}
     if row.get("validation"):

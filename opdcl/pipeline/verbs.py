@@ -30,8 +30,7 @@ from opdcl.model.adapters import base_of, find_adapter, template_beside, tuned_m
 from opdcl.model.load import check_exists
 from opdcl.outcomes import Comparison, Plan, Result
 from opdcl.pipeline.execute import execute
-from opdcl.pipeline.inputs import Inputs
-from opdcl.pipeline.job import Job, Order
+from opdcl.pipeline.job import Inputs, Job, Order
 from opdcl.pipeline.sweep import describe_all, execute_all, expand
 from opdcl.pipeline.tasks import offered
 from opdcl.results.format import Table
@@ -39,8 +38,7 @@ from opdcl.results.origins import LEARNED, SET_ASIDE, SPLIT, sets_asked
 from opdcl.results.status import STATES
 from opdcl.rundir.files import cache_home
 from opdcl.rundir.hashes import SEAL
-from opdcl.rundir.layout import RunDir, read_config
-from opdcl.rundir.lock import refuse_foreign
+from opdcl.rundir.layout import RunDir, read_config, refuse_foreign
 
 
 def run_files(

@@ -26,8 +26,7 @@ from opdcl.results.sections import Page
 from opdcl.results.status import HEADLINE_ROLES, STATES
 from opdcl.results.summary import Results
 from opdcl.rundir.files import write_atomic, write_json
-from opdcl.rundir.layout import RunDir
-from opdcl.rundir.lock import owner_of
+from opdcl.rundir.layout import RunDir, owner_of
 from opdcl.sanitize import harmless
 
 Compared = Arms | Chains

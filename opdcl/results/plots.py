@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from opdcl.results.intervals import Estimate
-from opdcl.results.notes import validations_of
+from opdcl.results.summary import validations_of
 
 STYLE = Path(__file__).parent / "templates" / "figure.mplstyle"
 

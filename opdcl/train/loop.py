@@ -18,8 +18,8 @@ import torch
 
 from opdcl import parallel
 from opdcl.errors import Interrupted, OpdclError
+from opdcl.parallel import ending
 from opdcl.rundir.stage import StageDir
-from opdcl.signals import ending
 
 # A longer gradient, by its norm, is scaled down to this length.
 LONGEST_GRADIENT = 1.0

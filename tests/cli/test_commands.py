@@ -11,7 +11,7 @@ from helpers.command import ROOT
 from typer.main import get_command
 
 from opdcl.cli import app
-from opdcl.cli.guidance import EXAMPLES
+from opdcl.cli.options import EXAMPLES
 from opdcl.config.shipped import shipped_suites
 
 

@@ -15,7 +15,6 @@ HEAVY_MODULES = (
     "sampling",
     "measure",
     "train",
-    "data.similarity",
     "model.architecture",
     "model.hardware",
     "model.load_backbone",
@@ -27,7 +26,6 @@ HEAVY_MODULES = (
     "pipeline.dry_run",
     "pipeline.forecast",
     "results",
-    "deploy.browser",
     "deploy.chat",
     "__main__",
 )

@@ -10,8 +10,7 @@ from helpers.command import opdcl
 
 from opdcl.cli import screen
 from opdcl.cli.runs import clean
-from opdcl.rundir.layout import RunDir
-from opdcl.rundir.lock import locked
+from opdcl.rundir.layout import RunDir, locked
 
 
 def test_a_cleaned_run_can_do_what_it_could(finished, monkeypatch, tmp_path):

@@ -14,8 +14,7 @@ from helpers.command import ENV, OPDCL, ROOT, opdcl, opdcl_process
 from safetensors.torch import load_file
 
 from opdcl.rundir.files import read_json, read_jsonl
-from opdcl.rundir.layout import RunDir
-from opdcl.rundir.lock import locked
+from opdcl.rundir.layout import RunDir, locked
 
 # Two steps on the frozen teacher's completions, then some on the student's. Adam turns rounding of a gradient
 # close to zero into a step of full size; a low rate keeps such steps small.

@@ -16,7 +16,7 @@ from helpers.command import ROOT
 # From the bottom to the top. A package may import those on lines above it, never its own line or lines below.
 ORDER = (
     ("version",),
-    ("errors", "repetition", "sanitize", "signals", "words"),
+    ("errors", "repetition", "sanitize", "words"),
     ("faults",),
     ("config",),
     ("hub", "parallel", "rundir"),

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from opdcl.data.similarity import request_of, similarity
+from opdcl.data.own_words import request_of, similarity
 
 
 def nearest(prompts: Sequence[str], others: Sequence[str]) -> np.ndarray:

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from opdcl import signals
+from opdcl import parallel
 
 WAITS = """
 import sys, tempfile, time
@@ -64,11 +64,11 @@ def test_under_nohup_a_lost_terminal_ends_nothing(waiting):
 
 
 def test_the_handlers_are_put_back(monkeypatch):
-    monkeypatch.setattr(signals, "_heard", -1e9)
+    monkeypatch.setattr(parallel, "_heard", -1e9)
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
 
     def asked_to_end():
-        with signals.as_interrupts():
+        with parallel.as_interrupts():
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(1)
 

@@ -10,8 +10,7 @@ from opdcl.config.reference import describe_fields
 from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
 from opdcl.pipeline.dry_run import describe
-from opdcl.pipeline.inputs import Inputs
-from opdcl.pipeline.job import Job
+from opdcl.pipeline.job import Inputs, Job
 from opdcl.rundir.layout import RunDir
 
 EXTREMES = ("-1", "0", "1e9", "4294967296", ".nan", ".inf")

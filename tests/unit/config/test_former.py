@@ -7,8 +7,7 @@ from opdcl.config.load import load, load_tree, validate
 from opdcl.config.section import FINGERPRINT, Section
 from opdcl.errors import UsageError
 from opdcl.model.consent import base_of_run
-from opdcl.pipeline.plan import make_plan
-from opdcl.pipeline.run_records import Records
+from opdcl.pipeline.plan import Records, make_plan
 from opdcl.rundir.files import write_json
 from opdcl.rundir.layout import RunDir
 

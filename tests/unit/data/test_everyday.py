@@ -9,7 +9,7 @@ from helpers.everyday import ROWS, SAID, TEXTS, text_of
 from helpers.wording import nearest
 
 from opdcl.config.shipped import package_folder
-from opdcl.data.similarity import similarity
+from opdcl.data.own_words import similarity
 
 pytestmark = pytest.mark.nightly  # these data change seldom
 

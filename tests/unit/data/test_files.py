@@ -13,8 +13,7 @@ import pytest
 from opdcl.data import files
 from opdcl.data.files import READERS
 from opdcl.data.formats import Row
-from opdcl.data.rows import load_rows, read_rows
-from opdcl.data.sources import left_out, source_files
+from opdcl.data.rows import left_out, load_rows, read_rows, source_files
 from opdcl.errors import UsageError
 
 ROWS = [

@@ -12,7 +12,7 @@ from helpers.scripts import load_script
 from helpers.wording import nearest
 
 from opdcl.config.shipped import package_folder
-from opdcl.data.similarity import request_of
+from opdcl.data.own_words import request_of
 from opdcl.data.stock_tasks import ensure_punkt
 
 ensure_punkt()

@@ -12,7 +12,7 @@ from helpers.wording import nearest
 
 from opdcl.config.model import ModelConfig
 from opdcl.config.shipped import package_folder
-from opdcl.data.similarity import similarity
+from opdcl.data.own_words import similarity
 from opdcl.data.suites import PER_CONSTRAINT, constraints_of, load_suite
 from opdcl.measure import relevance
 from opdcl.model.load_backbone import load_backbone

@@ -17,8 +17,7 @@ from helpers.learning import encode_example
 
 from opdcl.config.load import load
 from opdcl.data.formats import check_row
-from opdcl.data.rows import load_records, load_rows
-from opdcl.data.sources import left_out
+from opdcl.data.rows import left_out, load_records, load_rows
 from opdcl.data.split import split_rows
 from opdcl.errors import UsageError
 

@@ -12,7 +12,7 @@ from helpers.tiny import make_project
 
 from opdcl.config.evaluate import EvalConfig
 from opdcl.config.load import load, validate
-from opdcl.data.sources import source_files
+from opdcl.data.rows import source_files
 from opdcl.data.suites import load_suite
 from opdcl.errors import UsageError
 from opdcl.rundir.files import read_json

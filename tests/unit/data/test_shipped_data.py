@@ -11,7 +11,7 @@ from helpers.everyday import text_of
 from helpers.scripts import load_script
 
 from opdcl.config.shipped import package_folder
-from opdcl.data.similarity import STOP_WORDS, stem, words
+from opdcl.data.own_words import STOP_WORDS, stem, words
 
 pytestmark = pytest.mark.nightly  # these data change seldom
 

@@ -15,8 +15,7 @@ from helpers.synthetic import measure, measure_states, write
 import opdcl
 from opdcl.cli import runs
 from opdcl.config.model import ModelConfig
-from opdcl.deploy.browser import ChatServer, _Handler
-from opdcl.deploy.chat import Chat
+from opdcl.deploy.chat import Chat, ChatServer, _Handler
 from opdcl.rundir.layout import RunDir
 
 

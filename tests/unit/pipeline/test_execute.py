@@ -17,7 +17,7 @@ from opdcl.model.backbone import Backbone
 from opdcl.pipeline.defaults import resolve_for_machine, with_dtype
 from opdcl.pipeline.execute import command_line, execute
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.run_records import stage_folder
+from opdcl.pipeline.plan import stage_folder
 from opdcl.rundir.files import write_atomic, write_json
 from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import RunDir

@@ -11,8 +11,7 @@ from helpers.tiny import make_project
 from opdcl.config.load import load
 from opdcl.config.reference import describe_fields
 from opdcl.errors import UsageError
-from opdcl.pipeline.inputs import Inputs
-from opdcl.pipeline.job import Job
+from opdcl.pipeline.job import Inputs, Job
 from opdcl.results.origins import as_key, split_seeds
 from opdcl.rundir.files import write_json
 from opdcl.rundir.layout import RunDir

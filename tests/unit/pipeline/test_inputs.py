@@ -14,10 +14,8 @@ from opdcl.console import Output
 from opdcl.errors import UsageError
 from opdcl.pipeline.dry_run import describe
 from opdcl.pipeline.execute import execute
-from opdcl.pipeline.inputs import Inputs
-from opdcl.pipeline.job import Job
-from opdcl.pipeline.plan import make_plan
-from opdcl.pipeline.run_records import Records, StoredStage
+from opdcl.pipeline.job import Inputs, Job
+from opdcl.pipeline.plan import Records, StoredStage, make_plan
 from opdcl.rundir.files import read_json
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.stage import StageRecord

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from opdcl.config.workflow import Workflow
-from opdcl.pipeline.plan import Task, make_plan
-from opdcl.pipeline.run_records import read_records, stage_folder
+from opdcl.pipeline.plan import Task, make_plan, read_records, stage_folder
 from opdcl.rundir.files import write_json
 from opdcl.rundir.hashes import ADAPTER, Identity, file_hash, seal
 from opdcl.rundir.layout import RunDir

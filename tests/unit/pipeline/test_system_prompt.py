@@ -11,8 +11,7 @@ from opdcl.config.workflow import Workflow
 from opdcl.errors import UsageError
 from opdcl.pipeline.checks import system_note
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.plan import make_plan
-from opdcl.pipeline.run_records import Records
+from opdcl.pipeline.plan import Records, make_plan
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.layout import RunDir
 

@@ -10,7 +10,7 @@ from opdcl.config.load import load
 from opdcl.pipeline.dry_run import describe
 from opdcl.pipeline.forecast import Timetable, Work, memory_words, time_of, work_of
 from opdcl.pipeline.job import Job
-from opdcl.pipeline.run_records import stage_folder
+from opdcl.pipeline.plan import stage_folder
 from opdcl.rundir.files import write_atomic
 from opdcl.rundir.hashes import seal
 from opdcl.rundir.layout import RunDir

@@ -6,8 +6,7 @@ import shutil
 from helpers.command import opdcl
 
 from opdcl.results.render import summarise
-from opdcl.rundir.layout import RunDir
-from opdcl.rundir.lock import locked
+from opdcl.rundir.layout import RunDir, locked
 
 
 def test_a_folder_lists_its_runs_and_names_damage(run, tmp_path):

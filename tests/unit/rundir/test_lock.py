@@ -11,8 +11,7 @@ import sys
 import pytest
 
 from opdcl.errors import UsageError
-from opdcl.rundir.layout import RunDir
-from opdcl.rundir.lock import locked
+from opdcl.rundir.layout import RunDir, locked
 
 
 def test_a_second_writer_is_refused_and_learns_who_holds_the_lock(tmp_path):
@@ -29,7 +28,7 @@ def test_a_second_writer_is_refused_and_learns_who_holds_the_lock(tmp_path):
 def test_the_lock_of_a_killed_process_is_taken_over(tmp_path):
     code = (
         "import os, sys; from pathlib import Path\n"
-        "from opdcl.rundir.layout import RunDir; from opdcl.rundir.lock import locked\n"
+        "from opdcl.rundir.layout import RunDir, locked\n"
         "with locked(RunDir(Path(sys.argv[1]))): os._exit(9)"
     )
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)

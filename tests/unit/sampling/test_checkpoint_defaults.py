@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from opdcl.deploy.gguf import answer
+from opdcl.deploy.export import answer
 from opdcl.sampling.sample import pick_engine, sample
 from opdcl.words import Prompt
 

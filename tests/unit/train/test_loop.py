@@ -18,9 +18,9 @@ from opdcl.config.recover import RecoverConfig
 from opdcl.data.rows import load_rows
 from opdcl.errors import Interrupted, OpdclError
 from opdcl.model.backbone import Backbone
+from opdcl.pipeline.tasks import dose
 from opdcl.rundir.files import read_jsonl
 from opdcl.rundir.stage import StageDir
-from opdcl.train.cost import dose
 from opdcl.train.finetune import Losses
 from opdcl.train.learner import Learner
 from opdcl.train.loop import Interruption, Schedule, StageLog, is_finite
