@@ -162,6 +162,13 @@ def project(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_project(tmp_path_factory.mktemp("project"), tiny_model)
 
 
+@pytest.fixture
+def tiny_folder(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: a folder of the test's own with rows, prompts and `tiny.yaml`."""
+    monkeypatch.chdir(make_project(tmp_path, tiny_model))
+    return tmp_path
+
+
 @pytest.fixture(scope="session")
 def tiny_cache(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache in which the embedded model is the tiny one."""

@@ -185,18 +185,8 @@ def test_a_dry_run_is_one_json_document_and_writes_nothing(opdcl, tmp_path):
 def test_pairs_and_lists_reach_the_settings(opdcl, refused, tiny_model, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"question": "Who?", "answer": "Ada."}\n' * 2)
     tuned = shutil.copytree(tiny_model, tmp_path / "tuned")
-    words = (
-        "eval",
-        tuned,
-        "--base",
-        tiny_model,
-        "--retention",
-        "instructions,neighbours",
-        "--domain",
-        "mine",
-        "--limit",
-        "2",
-    )
+    words = ("eval", tuned, "--base", tiny_model, "--limit", "2")
+    words += ("--retention", "instructions,neighbours", "--domain", "mine")
     words += ("--data", "mine=rows.jsonl", "--max-drop", "neighbours=5", "--dry-run", "--json")
     planned = json.loads(opdcl(*words))["tasks"]
     suites = [task["suite"] for task in planned if task["state"] == "base"]

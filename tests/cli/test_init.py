@@ -6,19 +6,16 @@ from pathlib import Path
 
 import pytest
 from helpers import command as runner
-from helpers.tiny import make_project
 
 ENDINGS = ("mar", "vane", "noch", "wick", "esk", "ton", "by", "ham")
 
 
 @pytest.fixture
-def model(tmp_path, tiny_model, monkeypatch):
+def model(tiny_folder, tiny_model):
     """The tiny model, in a folder with forty rows of which none are alike."""
-    monkeypatch.chdir(tmp_path)
-    make_project(tmp_path, tiny_model)
     words = [a + b for a in ("ola", "bri", "cor", "dun", "fen") for b in ENDINGS]
     rows = [{"question": f"Where is {word}?", "answer": word.upper()} for word in words]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tiny_folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(tiny_model)
 
 
@@ -41,8 +38,7 @@ def test_few_rows_make_a_workflow_too_and_own_test_rows_are_asked_beside_a_run_o
     assert "runs/mine exists: this workflow runs in runs/mine-2" in few.stderr
     again = runner.opdcl("init", "rows.jsonl")
     assert again.stderr.endswith("hint: opdcl init rows.jsonl -o mine-2.yaml\n")
-    own = runner.opdcl("init", "rows.jsonl", "--base", model, "--test", "rows.jsonl", "-o", "own.yaml")
-    assert own.returncode == 0, own.stderr
+    runner.opdcl("init", "rows.jsonl", "--base", model, "--test", "rows.jsonl", "-o", "own.yaml", code=0)
     for flow, asked in (("mine.yaml", False), ("own.yaml", True)):
         planned = json.loads(runner.opdcl("run", flow, "--dry-run", "--json").stdout)
         assert planned["data"]["rows"] == 40

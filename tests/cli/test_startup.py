@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 from helpers.command import ENV, ROOT
 
-HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "lm_eval", "accelerate", "pandas", "numpy")
+HEAVY = (
+    "torch",
+    "transformers",
+    "trl",
+    "peft",
+    "datasets",
+    "lm_eval",
+    "accelerate",
+    "pandas",
+    "scipy",
+    "numpy",
+)
 # Packages and modules that may import torch and its like; everything else must stay light.
 HEAVY_MODULES = (
     "sampling",

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -87,10 +88,7 @@ def test_a_result_that_nobody_reads_is_told_apart_from_a_failure(unread, monkeyp
 
 def test_a_library_that_panics_ends_in_a_sentence(tiny_model, tmp_path):
     """Rust's panics are no subclass of `Exception`; a pattern that backtracks without end makes one."""
-    model = tmp_path / "model"
-    model.mkdir()
-    for file in tiny_model.iterdir():
-        (model / file.name).write_bytes(file.read_bytes())
+    model = shutil.copytree(tiny_model, tmp_path / "model")
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     split = {"type": "Split", "pattern": {"Regex": "((a+)+)+!"}, "behavior": "Isolated", "invert": False}
     tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, tokenizer["pre_tokenizer"]]}

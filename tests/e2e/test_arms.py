@@ -19,8 +19,7 @@ arms:
 @pytest.fixture(scope="module")
 def family(tiny_model, tmp_path_factory):
     """A project whose workflow is even shorter."""
-    folder = tmp_path_factory.mktemp("family")
-    make_project(folder, tiny_model)
+    folder = make_project(tmp_path_factory.mktemp("family"), tiny_model)
     settings = (folder / "tiny.yaml").read_text()
     for usual, short in (("epochs: 4", "epochs: 1"), ("steps: 8", "steps: 4"), ("limit: 6", "limit: 3")):
         settings = settings.replace(usual, short)

@@ -5,16 +5,12 @@ import shlex
 import shutil
 
 import pytest
-from helpers.command import opdcl
+from helpers.command import opdcl, sets
 from helpers.interrupts import interrupted_when
 from helpers.tiny import make_project
 
 TINY = ("finetune.lora.r=4", "finetune.batch_size=4", "finetune.save_steps=3", "model.dtype=float32")
 SHORT = ("recover.rollouts=2", "recover.max_new_tokens=6", "recover.validation_prompts=2")
-
-
-def settings(values) -> list[str]:
-    return [word for value in values for word in ("--set", value)]
 
 
 @pytest.fixture
@@ -26,7 +22,7 @@ def begun(tmp_path, tiny_model):
     shutil.copytree(tiny_model, folder / "model")
     words = ["rows.jsonl", "--base", "model", "-o", "runs/mine", "--epochs", "2"]
     with interrupted_when((folder / "runs/mine/stages/01-finetune/trainer/checkpoint-3").exists):
-        stopped = opdcl("finetune", *words, *settings(TINY), cwd=folder)
+        stopped = opdcl("finetune", *words, *sets(*TINY), cwd=folder)
     assert stopped.returncode == 130, stopped.stderr
     return folder
 
@@ -47,7 +43,7 @@ def test_every_later_command_works_in_another_folder(begun, tmp_path):
     resumed = follow(*shlex.split(line.split("next: opdcl ")[1]))
     assert "resuming from step" in resumed
     assert "next: opdcl eval ../begun/runs/mine" in resumed  # the fine-tune replayed
-    recovered = follow("recover", run, "--prompts", "prompts.jsonl", "--steps", "2", *settings(SHORT))
+    recovered = follow("recover", run, "--prompts", "prompts.jsonl", "--steps", "2", *sets(*SHORT))
     assert "finetune: skipped" in recovered
     named = ["--set", "eval.retention=[]", "--set", "eval.domain=[asked]", "--set", "eval.max_new_tokens=8"]
     follow("eval", run, "--data", "asked=rows.jsonl", "--limit", "4", *named)

@@ -3,11 +3,12 @@
 import pytest
 import torch
 from helpers.command import opdcl
+from helpers.synthetic import alter
 from helpers.tiny import make_mixture, make_project
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from opdcl.rundir.files import read_json, read_jsonl, write_json
+from opdcl.rundir.files import read_json, read_jsonl
 from opdcl.rundir.layout import RunDir
 
 
@@ -22,8 +23,7 @@ def load(folder):
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.nightly)])
 def test_a_mixture_is_tuned_recovered_measured_and_exported(family, tiny_model, tmp_path):
     make_mixture(tmp_path / "mixture", tiny_model, family)
-    saved_by_trl = read_json(tmp_path / "mixture" / "config.json") | {"output_router_logits": True}
-    write_json(tmp_path / "mixture" / "config.json", saved_by_trl)
+    alter(tmp_path / "mixture" / "config.json", output_router_logits=True)  # as TRL saves it
     make_project(tmp_path, tmp_path / "mixture")
     # Random weights may drift.
     opdcl("run", "tiny.yaml", "-o", "out", "--set", "recover.health=false", cwd=tmp_path, code=0)

@@ -7,18 +7,7 @@ import shutil
 
 import pytest
 from helpers.command import opdcl
-
-TASK = """task: flags
-dataset_path: json
-dataset_kwargs: {data_files: {test: test.jsonl}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{question}}"
-doc_to_target: "{{answer}}"
-generation_kwargs: {until: [], max_gen_toks: 8, do_sample: false}
-metric_list:
-  - {metric: exact_match, aggregation: mean, higher_is_better: true}
-"""
+from unit.data.test_own_tasks import PLAIN
 
 # What is typed on a finished run and refused -> the stages that it would have made otherwise than they are.
 REFUSED = {
@@ -80,8 +69,8 @@ def folder(finished, project, tmp_path, monkeypatch):
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     for place in ("task", "sub", "taken"):
         (tmp_path / place).mkdir()
-    (tmp_path / "task/flags.yaml").write_text(TASK)
-    for name in ("task/test.jsonl", "sub/questions.jsonl"):
+    (tmp_path / "task/flags.yaml").write_text(PLAIN)
+    for name in ("task/rows.jsonl", "sub/questions.jsonl"):
         shutil.copy("rows.jsonl", name)
     others = [{"Q": row["question"], "A": row["answer"]} for row in rows]
     (tmp_path / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others))

@@ -93,8 +93,7 @@ def hf(online):
 @pytest.fixture(scope="module")
 def uploaded(hub, hf, connected, finished, project, tiny_model) -> str:
     """The commit of the finished run's adapter, exported and uploaded as the messages say."""
-    done = connected("export", finished, "-o", "my-adapter", "--format", "adapter", cwd=project)
-    assert done.returncode == 0, done.stderr
+    done = connected("export", finished, "-o", "my-adapter", "--format", "adapter", cwd=project, code=0)
     replace, _, following = done.stderr.splitlines()[-3:]
     assert replace == (
         f"export: before you upload it, replace {tiny_model.name} in README.md and adapter_config.json "
@@ -155,8 +154,8 @@ def test_a_run_without_network_names_the_commands_that_download_what_it_lacks(
     assert record["inputs"]["content of general"] == f"someone/prompts@{hub.prompts}"
     [rows] = hub.repositories["datasets/someone/rows"]
     assert record["inputs"]["content of domain"] == f"someone/rows:rooms@{rows}"
-    exported = disconnected("export", "from-hub", "-o", "published", "--format", "adapter", cwd=project)
-    assert exported.returncode == 0, exported.stderr
+    published = ("from-hub", "-o", "published", "--format", "adapter")
+    exported = disconnected("export", *published, cwd=project, code=0)
     card = ModelCard.load(project / "published/README.md").data
     assert (card.base_model, card.license) == ("someone/tiny", "mit")
     assert "before you upload it" not in exported.stderr
@@ -165,8 +164,7 @@ def test_a_run_without_network_names_the_commands_that_download_what_it_lacks(
     hub.commit("datasets/someone/rows", {"rooms/train.jsonl": b'{"question": "One?", "answer": "1"}\n'})
     again = disconnected(*run, "--offline", cwd=project)
     assert "nothing to do: all stages are finished" in again.stderr, again.stderr
-    moved = connected(*run, cwd=project)
-    assert moved.returncode == 2
+    moved = connected(*run, cwd=project, code=2)
     assert "changed: content of domain" in moved.stderr
 
 
@@ -176,29 +174,24 @@ def test_a_dry_run_caches_the_data_of_a_stock_suite(hub, hf, connected, disconne
     file.write_text(SUITE)
     words = ["run", file, "--dry-run", "--json"]
     hf("hf download someone/tiny")
-    without = disconnected(*words)
-    assert without.returncode == 2
+    without = disconnected(*words, code=2)
     assert "while online, a dry run of this command caches dataset google/IFEval" in without.stderr
-    there = connected(*words)
-    assert there.returncode == 0, there.stderr
+    connected(*words, code=0)
     hub.asked.clear()
-    done = disconnected(*words)
-    assert done.returncode == 0, done.stderr
+    done = disconnected(*words, code=0)
     assert [task["suite"] for task in json.loads(done.stdout)["tasks"]] == ["ifeval"]
     assert hub.asked == []
 
 
 def test_an_adapter_on_the_hub_can_chat_and_be_exported(connected, uploaded, finished, project):
-    asked = connected("chat", "someone/adapter", "Hello", "--json", "--max-new-tokens", "4")
-    assert asked.returncode == 0, asked.stderr
+    asked = connected("chat", "someone/adapter", "Hello", "--json", "--max-new-tokens", "4", code=0)
     answers = json.loads(asked.stdout)["answers"]
     # Not the run itself, which remembers a precision: an adapter is loaded in the machine's.
     adapter = finished / "stages/02-recover/adapter"
     own = json.loads(opdcl("chat", adapter, "Hello", "--json", "--max-new-tokens", "4").stdout)["answers"]
     assert answers == own
     place = f"someone/adapter@{uploaded}"
-    done = connected("export", place, "-o", "again", "--format", "adapter", cwd=project)
-    assert done.returncode == 0, done.stderr
+    connected("export", place, "-o", "again", "--format", "adapter", cwd=project, code=0)
     exported = (project / "again/adapter_model.safetensors").read_bytes()
     assert exported == (finished / WEIGHTS).read_bytes()
 
@@ -206,8 +199,7 @@ def test_an_adapter_on_the_hub_can_chat_and_be_exported(connected, uploaded, fin
 def test_a_tuned_model_on_the_hub_is_measured(connected, project):
     words = ("someone/whole", "--base", "someone/tiny", "--retention", "instructions", "--limit", "2")
     words += ("-o", "whole-model", "--set", "eval.max_new_tokens=4", "--set", "eval.closeness=null")
-    done = connected("eval", *words, cwd=project)
-    assert done.returncode == 0, done.stderr
+    connected("eval", *words, cwd=project, code=0)
     record = json.loads((project / "whole-model/stages/01-finetune/stage.json").read_text())
     assert record["tuned_model"]["id"] == "someone/whole"
     assert {f.name for f in (project / "whole-model/evals").iterdir()} == {"base", "tuned"}
@@ -218,9 +210,7 @@ def test_what_the_hub_lacks_is_named(connected, uploaded):
         ("someone/nothing", "was found neither locally nor on the Hub"),
         ("someone/adapter@v7", "no such revision"),
     ):
-        done = connected("chat", place, "Hello")
-        assert done.returncode == 2, done.stderr
-        assert message in done.stderr
+        assert message in connected("chat", place, "Hello", code=2).stderr
 
 
 @pytest.mark.nightly

@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from helpers.command import opdcl
+from helpers.command import opdcl, sets
+from helpers.synthetic import alter
 from helpers.tiny import make_model, make_project
 
 from opdcl.rundir.files import read_jsonl
@@ -24,8 +25,7 @@ seeds: [1, 2]
 
 @pytest.fixture(scope="module")
 def folder(tiny_model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("lineage")
-    make_project(folder, tiny_model)
+    folder = make_project(tmp_path_factory.mktemp("lineage"), tiny_model)
     (folder / "smoke.yaml").write_text(SMOKE.format(model=tiny_model, folder=folder))
     return folder
 
@@ -36,9 +36,7 @@ def adapter(folder, run, stage):
 
 def command(folder, *words):
     """Run a command that succeeds, and return what it prints."""
-    done = opdcl(*words, cwd=folder)
-    assert done.returncode == 0, (words, done.stderr)
-    return done.stdout
+    return opdcl(*words, cwd=folder, code=0).stdout
 
 
 @pytest.mark.parametrize("seeds", [1, pytest.param(2, marks=pytest.mark.nightly)])
@@ -103,8 +101,7 @@ def test_two_specialists_into_one(folder):
     other = folder / "special/staff-1/stages/01-finetune/adapter/adapter_model.safetensors"
     other.write_bytes(adapter(folder / "special", "site-1", "01-finetune"))
     record = other.parents[1] / "stage.json"  # as if that stage had been done again
-    state = json.loads(record.read_text())
-    record.write_text(json.dumps(state | {"adapter_sha256": file_hash(other)}))
+    alter(record, adapter_sha256=file_hash(other))
     specialist = RunDir(folder / "special" / "staff-1")
     forget(specialist, other, record)
     seal_new(specialist)
@@ -123,13 +120,9 @@ def test_two_specialists_into_one(folder):
 
 @pytest.mark.nightly
 def test_a_reward_after_recovery(folder):
-    small = {"steps": 3, "rollouts": 8, "group": 4, "max_new_tokens": 8}
-    sets = [
-        word
-        for k, v in small.items()
-        for word in ("--set", f"arms.reinforced.recover.{'reward.' if k == 'group' else ''}{k}={v}")
-    ]
-    command(folder, "run", "then-reinforce", "smoke.yaml", *sets, "--set", "seeds=[1]", "-o", "reward")
+    small = ("steps=3", "rollouts=8", "reward.group=4", "max_new_tokens=8")
+    settings = sets(*(f"arms.reinforced.recover.{each}" for each in small), "seeds=[1]")
+    command(folder, "run", "then-reinforce", "smoke.yaml", *settings, "-o", "reward")
     found = json.loads((folder / "reward" / "compare.json").read_text())
     assert [s["name"] for s in found["steps"]] == ["recovered-1", "reinforced-1"]
     start, end = (adapter(folder / "reward", "reinforced-1", s) for s in ("01-finetune", "02-recover"))

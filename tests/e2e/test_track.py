@@ -4,7 +4,7 @@ import importlib.util
 import json
 
 import pytest
-from helpers.command import opdcl, opdcl_process
+from helpers.command import opdcl, opdcl_process, sets
 from helpers.tiny import make_project
 
 from opdcl.rundir.files import read_jsonl
@@ -14,9 +14,7 @@ SMALL = ("--set", "recover.steps=3", "--set", "finetune.epochs=1", "--set", "rec
 
 @pytest.fixture(scope="module")
 def folder(tiny_model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("track")
-    make_project(folder, tiny_model)
-    return folder
+    return make_project(tmp_path_factory.mktemp("track"), tiny_model)
 
 
 def test_tensorboard_holds_each_run_once_with_its_stages_scores_and_verdict(folder):
@@ -24,10 +22,9 @@ def test_tensorboard_holds_each_run_once_with_its_stages_scores_and_verdict(fold
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     (folder / "arms.yaml").write_text("arms:\n  one: {recover: {steps: 2}}\n  two: {recover: {steps: 3}}\n")
-    sets = ("finetune.epochs=1", "recover.validate_every=2", "eval.limit=2", "track=[tensorboard]")
-    sets += ("eval.closeness=null", "eval.domain=[]")
+    small = "finetune.epochs=1 recover.validate_every=2 eval.limit=2 eval.closeness=null eval.domain=[]"
+    words = sets(small, "track=[tensorboard]")
     for _ in range(2):
-        words = [word for pair in sets for word in ("--set", pair)]
         opdcl("run", "tiny.yaml", "arms.yaml", *words, "-o", "family", cwd=folder, code=0)
     for name, stages in (("two", ["02-recover"]), ("one", ["01-finetune", "02-recover"])):
         run = folder / "family" / name

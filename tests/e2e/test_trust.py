@@ -1,10 +1,12 @@
 """A changed or truncated adapter is not trusted, and the report names all commands and its own directory."""
 
-import json
 import os
 import shutil
 
 from helpers.command import opdcl
+from helpers.synthetic import alter
+
+from opdcl.rundir.files import read_json
 
 ADAPTER = "stages/02-recover/adapter/adapter_model.safetensors"
 CONFIG = "stages/02-recover/adapter/adapter_config.json"
@@ -23,8 +25,7 @@ def truncate(path):
 
 
 def double_alpha(path):
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"lora_alpha": 2 * config["lora_alpha"]}))
+    alter(path, lora_alpha=2 * read_json(path)["lora_alpha"])
 
 
 EVERY_VERB = (

@@ -5,8 +5,9 @@ import os
 import shutil
 
 import pytest
-from helpers.command import opdcl
+from helpers.command import opdcl, sets
 from helpers.interrupts import killed
+from helpers.synthetic import alter
 
 from opdcl.rundir.layout import RunDir
 from opdcl.rundir.seals import forget
@@ -82,8 +83,7 @@ def test_a_second_run_skips_everything_and_changes_nothing(finished, project):
 
 def test_a_recovery_on_the_domain_alone_is_measured_and_reported(finished, project):
     alone = ["recover.general=null", "recover.general_per_domain=0", "recover.steps=2"]
-    settings = [word for change in alone for word in ("--set", change)]
-    done = opdcl("recover", "whole", "-o", "domain-alone", *settings, cwd=project, code=0)
+    done = opdcl("recover", "whole", "-o", "domain-alone", *sets(*alone), cwd=project, code=0)
     assert "warning: there are no general prompts" in done.stderr
     done = opdcl("eval", "domain-alone", "--json", cwd=project, code=0)
     assert json.loads(done.stdout)["suites"]["questions"]["recovered"]
@@ -113,9 +113,8 @@ def test_a_truncated_checkpoint_falls_back_to_the_one_before(finished, project):
     shutil.copytree(finished, project / "cut")
     stage = project / "cut" / "stages" / "02-recover"
     shutil.rmtree(stage / "adapter")
-    record = json.loads((stage / "stage.json").read_text())
     forget(RunDir(project / "cut"), stage)
-    (stage / "stage.json").write_text(json.dumps(record | {"status": "running"}))
+    alter(stage / "stage.json", status="running")
     last, before = sorted(stage.glob("trainer/checkpoint-*"), key=lambda p: -int(p.name.split("-")[1]))
     weights = next(last.rglob("adapter_model.safetensors"))
     os.truncate(weights, weights.stat().st_size // 2)

@@ -23,6 +23,11 @@ def made_by_peft(
     return folder
 
 
+def logits(model) -> torch.Tensor:
+    """Return what a model computes after each of twenty tokens, (1, 20, V)."""
+    return model(input_ids=torch.arange(40, 60)[None]).logits.detach()
+
+
 def made_by_trl(loaded, folder: Path, **lora) -> Path:
     """Train an adapter on a few rows with TRL's trainer, and save it as `trl sft` does."""
     rows = [{"prompt": f"What is {i}?", "completion": f" {i} is a number."} for i in range(8)]

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
+from helpers.near import flat
 from opdcl.config.model import LoraSection
 from opdcl.config.recover import RecoverConfig
 from opdcl.data.prompts import encode_prompts, read_recovery_source
@@ -139,6 +140,20 @@ def run(backbone, folder, **settings):
     assert backbone.fingerprint() == before
     assert (out.adapter / "adapter_model.safetensors").exists()
     return read_jsonl(out.metrics)
+
+
+def learned(trainer, rollouts, stream):
+    """Let the student learn from completions and nothing else; return the sums and the gradient."""
+    trainer.model.zero_grad()
+    sums = trainer.learn(rollouts, stream)
+    return sums, flat(p.grad for p in trainer.model.parameters() if p.grad is not None)
+
+
+def log_probs(model, rollout):
+    """Return a model's log-probabilities before each token of one completion, in a plain pass, (T, V)."""
+    ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
+    with torch.no_grad():
+        return model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1].log_softmax(-1)
 
 
 def make_trainer(backbone, folder, **settings):

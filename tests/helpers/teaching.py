@@ -2,9 +2,7 @@
 
 import json
 
-import torch
-
-from helpers.recovering import PROMPT, make_trainer
+from helpers.recovering import PROMPT, learned, make_trainer
 from opdcl.data.prompts import encode_stream, read_recovery_source
 from opdcl.words import Prompt, Rollout
 
@@ -30,9 +28,7 @@ def graded(backbone, folder, teacher, rollouts=ROLLOUTS):
     """Grade and learn from the rollouts, with one teacher or several by name; return sums and gradient."""
     trainer = make_trainer(backbone, folder, weighting="tokens")
     trainer.learner.teachers["domain"] = teacher if isinstance(teacher, dict) else {"": teacher}
-    trainer.model.zero_grad()
-    sums = trainer.learn(rollouts, "domain")
-    return sums, torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+    return learned(trainer, rollouts, "domain")
 
 
 def specialist(folder, name):

@@ -35,14 +35,16 @@ class WarmProcess:
         self._process.communicate(timeout=30)
 
     def __call__(
-        self, *arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None
+        self, *arguments: object, cwd: Path | None = None, code: int | None = None
     ) -> subprocess.CompletedProcess[str]:
-        request = {"arguments": [str(a) for a in arguments], "cwd": cwd and str(cwd), "env": dict(env or {})}
+        request = {"arguments": [str(a) for a in arguments], "cwd": cwd and str(cwd)}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         assert answer, f"opdcl {arguments} ended the process; its error is on stderr"
-        return subprocess.CompletedProcess(**json.loads(answer))
+        done = subprocess.CompletedProcess(**json.loads(answer))
+        assert code in (None, done.returncode), done.stderr
+        return done
 
 
 def main() -> None:
@@ -51,7 +53,7 @@ def main() -> None:
     os.dup2(2, 1)  # whatever a library prints must not look like an answer
     for line in sys.stdin:
         request = json.loads(line)
-        done = opdcl(*request["arguments"], cwd=request["cwd"], env=request["env"])
+        done = opdcl(*request["arguments"], cwd=request["cwd"])
         answers.write(json.dumps(vars(done)) + "\n")
         answers.flush()
 

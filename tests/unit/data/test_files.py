@@ -57,13 +57,11 @@ def said(rows: list[Row]) -> list[tuple]:
     return [(row.prompt, row.answer, row.text) for row in rows]
 
 
+# More forms are in test_one_row_any_file.py.
 SAME_ROWS = {
-    "rows.jsonl": lines(ROWS),
     "rows.ndjson": lines(ROWS),
     "no_last_line_feed.jsonl": lines(ROWS).rstrip(),
-    "crlf.jsonl": lines(ROWS).replace(b"\n", b"\r\n"),
     "mark.jsonl": b"\xef\xbb\xbf" + lines(ROWS),
-    "list.json": as_bytes(ROWS),
     "list.jsonl": as_bytes(ROWS, 1),
     "chats.jsonl": lines(CHATS),
     "chats.json": as_bytes(CHATS, 2),
@@ -71,11 +69,9 @@ SAME_ROWS = {
     "messages.jsonl": lines({"messages": chat} for chat in CHATS),
     "rows.csv": csv(ROWS),
     "rows.tsv": csv(ROWS).replace(b'","', b'"\t"').replace(b"question,answer", b"question\tanswer"),
-    "rows.jsonl.gz": gzip.compress(lines(ROWS)),
     "rows.json.gz": gzip.compress(as_bytes(ROWS, 2)),
     "ROWS.CSV.GZ": gzip.compress(csv(ROWS)),
     "two_parts.jsonl.gz": gzip.compress(lines(ROWS[:1])) + gzip.compress(lines(ROWS[1:])),
-    "rows.parquet": parquet(ROWS),
     "rows.PARQUET": parquet(ROWS),
 }
 
@@ -256,6 +252,7 @@ def test_bad_rows_are_values_in_the_order_of_the_file(tmp_path):
     assert (caught.value.message, caught.value.hint) == (read.bad[0].message, read.bad[0].hint)
 
 
+FIELD, TWICE = ": the field that begins here", ": not valid JSON: an object has the key"
 SENTENCES = {
     "data.json": (as_bytes({"version": "1", "data": ROWS}, 2), ":1: the row has only version, data"),
     "by_id.json": (as_bytes({f"i{i}": row for i, row in enumerate(ROWS)}), ":1: the row has only i0, i1"),
@@ -277,6 +274,21 @@ SENTENCES = {
     "list.json": (b'[\n{"text": "a"},\n{"text": "b"\n]', ":4: not valid JSON"),
     "lists.json": (b'[{"text": "a"}]\n[{"text": "b"}]', ":1: the row is a list, not an object"),
     "open.json": (b'{\n"text": "a"\n', ":3: not valid JSON"),
+    "lines.csv": (b'question,answer\na,b\n"c\nd",x\ne,"unclosed\nf,g\nh,i\n', f":5{FIELD}"),
+    "crlf.csv": (b'question,answer\r\na,b\r\n\r\n"two\r\nlines","unclosed\r\nf,"g"\r\n', f":5{FIELD}"),
+    "inside.csv": (b'sep=;\nquestion;answer\n"a" b;c\n', f":3{FIELD}"),
+    "endless.csv": (b'question,answer\na,"' + b"unclosed" * 30_000 + b"\n", f":2{FIELD}"),
+    "begun.tsv": (b'question\tanswer\na\tb\n"No" means no.\tc\nd\te\n', f":3{FIELD}"),
+    "header_quote.csv": (b'question,"answer\na,b\n', f":1{FIELD}"),
+    "again.jsonl": (
+        b'{"text": "a"}\n{"answer": "x", "answer": "y", "question": "z"}',
+        f":2{TWICE} 'answer' twice",
+    ),
+    "again.json": (
+        b'[{"text": "a"},\n{"messages": [{"role": "user", "role": "x"}]}]',
+        f":2{TWICE} 'role' twice",
+    ),
+    "one.json": (b'{"text": "a", "text": "b"}', f":1{TWICE} 'text' twice"),
     "number.json": (b"[1]", ":1: the row is a number, not an object"),
     "empty.json": (b"[]", " has no rows"),
     "empty.jsonl": (b"\n \n", " has no rows"),
@@ -296,6 +308,7 @@ def test_a_file_that_is_not_read_says_what_it_holds(tmp_path, name):
         load_rows(str(tmp_path / name))
     assert caught.value.message.startswith(f"{tmp_path / name}{words}")
     assert caught.value.hint
+    assert "quote" in caught.value.hint or not words.endswith(FIELD)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from opdcl.data.messages import FIELDS_HINT
 from opdcl.data.rows import check_lines, load_prompts, load_rows, recognised, unread
 from opdcl.errors import UsageError
+from opdcl.rundir.files import read_jsonl
 
 
 def user(text):
@@ -21,10 +22,6 @@ def assistant(text, **more):
 
 def system(text):
     return {"role": "system", "content": text}
-
-
-def sharegpt(*turns):
-    return [{"from": name, "value": text} for name, text in turns]
 
 
 def written(tmp_path, *rows):
@@ -41,19 +38,16 @@ def said(row):
     return " | ".join(f"{role[0]}: {text}" for role, text in turns)
 
 
+HERE = Path(__file__)
 CHAT = [user("Hi?"), assistant("Hello.")]
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-
-
-def listed(name):
-    return [json.loads(line) for line in Path(__file__).with_name(name).read_text("utf-8").splitlines()]
 
 
 # Rows as the documentation of trainers and data sets shows them, then in a few other words: what is read of
 # each, and its format. Whether an answer may be empty is for its use to say.
-DOCUMENTED = listed("rows_documented.jsonl")
+DOCUMENTED = read_jsonl(HERE.with_name("rows_documented.jsonl"))
 # Rows that are refused, and the words that follow their place.
-REFUSED = [*listed("rows_refused.jsonl"), {"row": {"text": "x" * 200_001}, "words": "text has 200001"}]
+REFUSED = read_jsonl(HERE.with_name("rows_refused.jsonl"))
+REFUSED.append({"row": {"text": "x" * 200_001}, "words": "text has 200001"})
 
 
 @pytest.mark.parametrize("number", range(len(DOCUMENTED)))
@@ -255,7 +249,7 @@ def test_named_columns_take_the_place_of_ours_and_other_files_keep_their_names(t
 def test_named_columns_leave_the_others_that_are_known(tmp_path):
     row = {
         "dialog": CHAT,
-        "tools": [TOOL],
+        "tools": [tool("f", "city")],
         "system": "Be terse.",
         "chat_template_kwargs": {"enable_thinking": True},
         "group": "code",
@@ -266,7 +260,7 @@ def test_named_columns_leave_the_others_that_are_known(tmp_path):
     }
     (read,) = load_rows(written(tmp_path, row), columns={"messages": "dialog"})
     assert said(read) == "s: Be terse. | u: Hi? | a: Hello."
-    assert (read.tools, read.variables) == ([TOOL], {"enable_thinking": True})
+    assert (read.tools, read.variables) == ([tool("f", "city")], {"enable_thinking": True})
     assert (read.group, read.cluster, read.teacher) == ("code", "one", "base")
     assert read.unread == ("id", "text")
     row = {"question": "How many?", "answer": "Two.", "passage": "Two ports.", "topic": "ports"}

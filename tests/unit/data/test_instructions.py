@@ -16,6 +16,7 @@ from opdcl.data.own_words import similarity
 from opdcl.data.suites import PER_CONSTRAINT, constraints_of, load_suite
 from opdcl.measure import relevance
 from opdcl.model.load_backbone import load_backbone
+from opdcl.rundir.files import read_jsonl
 
 ROOT = Path(__file__).parents[3]
 SUITE = package_folder("evals") / "instructions"
@@ -25,15 +26,11 @@ UNSEEN = {"first", "numbered", "forbidden"}  # tests/unit/data/test_everyday.py 
 NUMBERS = "single one two three four five six seven eight nine ten".split()  # noqa: SIM905
 
 
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 UTILS = load_script(SUITE / "utils.py")
 FLOORS = load_script(ROOT / "benchmarks" / "floors.py")
 CHEATS = load_script(ROOT / "benchmarks" / "cheats.py")
 MAKE = load_script(ROOT / "evals" / "instructions" / "make.py")
-ROWS = {split: lines(SUITE / f"{split}.jsonl") for split in SPLITS}
+ROWS = {split: read_jsonl(SUITE / f"{split}.jsonl") for split in SPLITS}
 ALL = [row for rows in ROWS.values() for row in rows]
 RECORD = json.loads(FLOORS.RECORD.read_text())
 

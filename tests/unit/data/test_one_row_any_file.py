@@ -14,12 +14,12 @@ import pyarrow.parquet
 import pytest
 from helpers.families import FAMILIES, make_tokenizer
 from helpers.learning import encode_example
+from unit.data.test_files import parquet
 
 from opdcl.config.load import load
 from opdcl.data.formats import check_row
 from opdcl.data.rows import left_out, load_records, load_rows
 from opdcl.data.split import split_rows
-from opdcl.errors import UsageError
 
 # Texts that one format or another is known to change.
 AWKWARD = [
@@ -40,12 +40,6 @@ def as_csv(rows, **options):
     writer.writeheader()
     writer.writerows(rows)
     return sink.getvalue().encode()
-
-
-def as_parquet(rows):
-    sink = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
-    return sink.getvalue().to_pybytes()
 
 
 def as_arrow(rows):
@@ -71,7 +65,7 @@ FORMS = {
     "semicolons.csv": lambda rows: b"sep=;\r\n" + as_csv(rows, delimiter=";"),
     "rows.tsv": lambda rows: as_csv(rows, delimiter="\t"),
     "rows.csv.gz": lambda rows: gzip.compress(as_csv(rows)),
-    "rows.parquet": as_parquet,
+    "rows.parquet": parquet,
     "rows.arrow": as_arrow,
 }
 
@@ -173,39 +167,6 @@ def test_a_class_is_learned_by_its_name(tmp_path):
     rows.save_to_disk(tmp_path / "saved")
     for place in ("rows.parquet", "saved"):
         assert [row.answer for row in load_rows(str(tmp_path / place))] == ["repair", "refund", None]
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "line"),
-    [
-        ("a.csv", 'question,answer\na,b\n"c\nd",x\ne,"unclosed\nf,g\nh,i\n', 5),
-        ("a.csv", 'question,answer\r\na,b\r\n\r\n"two\r\nlines","unclosed\r\nf,"g"\r\n', 5),
-        ("a.csv", 'sep=;\nquestion;answer\n"a" b;c\n', 3),
-        ("a.csv", f'question,answer\na,"{"unclosed" * 30_000}\n', 2),
-        ("a.tsv", 'question\tanswer\na\tb\n"No" means no.\tc\nd\te\n', 3),
-        ("a.csv", 'question,"answer\na,b\n', 1),
-    ],
-)
-def test_a_quote_that_is_not_closed_is_refused_where_its_field_begins(name, text, line, tmp_path):
-    (tmp_path / name).write_bytes(text.encode())
-    with pytest.raises(UsageError) as caught:
-        load_rows(str(tmp_path / name))
-    assert caught.value.message.startswith(f"{tmp_path / name}:{line}: the field that begins here")
-    assert "quote" in caught.value.hint
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "line"),
-    [
-        ("a.jsonl", '{"text": "a"}\n{"question": "x", "question": "y", "answer": "z"}\n', 2),
-        ("a.json", '[{"text": "a"},\n{"messages": [{"role": "user", "role": "x", "content": "y"}]}]', 2),
-        ("a.json", '{"text": "a", "text": "b"}', 1),
-    ],
-)
-def test_a_repeated_key_is_refused_with_its_line(name, text, line, tmp_path):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(UsageError, match=rf"{name}:{line}: .*an object has the key '\w+' twice"):
-        load_rows(str(tmp_path / name))
 
 
 def test_each_linked_folder_is_read_once_and_every_other_one_is_named(tmp_path):

@@ -30,18 +30,10 @@ generation_kwargs: {until: ["."], max_gen_toks: 8, do_sample: false}
 metric_list:
   - {metric: exact_match, aggregation: mean, higher_is_better: true, ignore_case: true}
 """
-CHOICE = """
-task: flag_choice
-dataset_path: json
-dataset_kwargs: {data_files: {test: rows.jsonl}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: [green, blue]
-doc_to_target: "{{answer}}"
-metric_list:
-  - {metric: acc, aggregation: mean, higher_is_better: true}
-"""
+CHOICE = PLAIN.partition("generation_kwargs")[0].replace("generate_until", "multiple_choice") + (
+    "doc_to_choice: [green, blue]\n"
+    "metric_list:\n  - {metric: acc, aggregation: mean, higher_is_better: true}\n"
+)
 SCORED = PLAIN.partition("metric_list")[0] + (
     "process_results: !function utils.score\n"
     "metric_list:\n  - {metric: hit, aggregation: mean, higher_is_better: true}\n"
@@ -219,16 +211,6 @@ def test_the_example_on_the_page_is_measured(folder):
 
 # Without consent nothing of a task of somebody else's runs, whatever it is made of, and every reader ends.
 
-EVIL = {
-    "task": "evil",
-    "dataset_path": "json",
-    "dataset_kwargs": {"data_files": {"test": "rows.json"}},
-    "test_split": "test",
-    "output_type": "generate_until",
-    "doc_to_text": "{{q}}",
-    "doc_to_target": "{{a}}",
-    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-}
 # Leaves a file behind in the folder in which the test runs.
 SPOILING = "open('RAN', 'w').close()\ndef f(*given): return given\nclass T: pass\n"
 BREAK_OUT = "{{ cycler.__init__.__globals__.os.system('touch RAN') }}"
@@ -238,13 +220,13 @@ BREAK_OUT = "{{ cycler.__init__.__globals__.os.system('touch RAN') }}"
 def spoilt(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "utils.py").write_text(SPOILING)
-    (tmp_path / "rows.json").write_text(json.dumps([{"q": f"Q{i}", "a": "A"} for i in range(3)]))
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROWS[0]))
     return tmp_path
 
 
 def write(file, text="", **changes):
     """Write a task; a text that stands in `text` after it is YAML that no value can be written as."""
-    file.write_text(yaml.safe_dump({**EVIL, **changes}) + text)
+    file.write_text(yaml.safe_dump(yaml.safe_load(PLAIN) | changes) + text)
     return file
 
 
@@ -285,4 +267,4 @@ def test_without_consent_no_file_of_a_task_is_opened(spoilt):
     (spoilt / "linked").symlink_to(spoilt)
     assert validate({"eval": {"domain": ["task.yaml"]}}).eval.data == {"task": "task.yaml"}
     names = [file.name for file in source_files(str(spoilt / "task.yaml"))]
-    assert names == ["huge.yaml", "rows.json", "task.yaml", "utils.py"]
+    assert names == ["huge.yaml", "rows.jsonl", "task.yaml", "utils.py"]

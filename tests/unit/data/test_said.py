@@ -12,7 +12,6 @@ from importlib.resources import files
 import pytest
 from helpers.command import opdcl
 from helpers.families import tokenizer_of
-from helpers.tiny import make_project
 from unit.data.test_learned import NAMES, TOOL, with_thinking
 
 from opdcl.data import examples
@@ -187,11 +186,10 @@ def test_prompts_of_suites_are_held_to_the_same():
 
 
 @pytest.mark.parametrize("setting", ["recover.system", "eval.system"])
-def test_a_system_prompt_that_the_template_leaves_out_is_refused_before_a_run(setting, tiny_model, tmp_path):
-    make_project(tmp_path, tiny_model)
+def test_a_system_prompt_that_the_template_leaves_out_is_refused_before_a_run(setting, tiny_folder):
     body = LOSING["no system message"][0].replace("TEXT", "m.content")
-    (tmp_path / "deaf.jinja").write_text("{% for m in messages %}" + body + "{% endfor %}" + OPEN)
+    (tiny_folder / "deaf.jinja").write_text("{% for m in messages %}" + body + "{% endfor %}" + OPEN)
     options = ("--dry-run", "--set", "model.chat_template=deaf.jinja")
-    assert opdcl("run", "tiny.yaml", *options, cwd=tmp_path).returncode == 0
-    shown = opdcl("run", "tiny.yaml", *options, "--set", f"{setting}=Be brief.", cwd=tmp_path, code=2)
+    opdcl("run", "tiny.yaml", *options, code=0)
+    shown = opdcl("run", "tiny.yaml", *options, "--set", f"{setting}=Be brief.", code=2)
     assert "the chat template leaves out message 1 (system)" in " ".join(shown.stderr.split())

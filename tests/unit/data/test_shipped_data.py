@@ -1,8 +1,6 @@
 """What the shipped handbook promises: questions that are worded apart, and answers that are verified."""
 
-import json
 import re
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -12,14 +10,11 @@ from helpers.scripts import load_script
 
 from opdcl.config.shipped import package_folder
 from opdcl.data.own_words import STOP_WORDS, stem, words
+from opdcl.rundir.files import read_jsonl
 
 pytestmark = pytest.mark.nightly  # these data change seldom
 
 EVALS = package_folder("evals")
-
-
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def module(name: str) -> ModuleType:
@@ -27,7 +22,7 @@ def module(name: str) -> ModuleType:
     return load_script(EVALS / name / "utils.py")
 
 
-FACTS = lines(EVALS / "handbook" / "facts.jsonl")
+FACTS = read_jsonl(EVALS / "handbook" / "facts.jsonl")
 
 
 def content_words(question: str, subject: str) -> set[str]:

@@ -8,7 +8,6 @@ import shutil
 import numpy as np
 import pytest
 from helpers.command import opdcl
-from helpers.tiny import make_project
 
 from opdcl.api import finetune
 from opdcl.config.shipped import package_folder
@@ -123,7 +122,6 @@ def test_where_too_few_can_be_set_aside_none_are_and_a_word_says_why():
 
 
 def test_a_fine_tune_sets_rows_aside_and_an_evaluation_asks_them(tmp_path, tiny_model):
-    make_project(tmp_path, tiny_model)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(record) + "\n" for record, _ in rows()))
     words = shlex.split("finetune rows.jsonl -o run --epochs 1 --replay 0 --set finetune.lora.r=4 --base")
     words += [tiny_model, "--set", "model.dtype=float32", "--test-share"]

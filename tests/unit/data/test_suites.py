@@ -25,9 +25,18 @@ IFEVAL = [
 ]
 
 
+def load_file(folder, name, rows, ending="jsonl"):
+    """Return the suite `name` with `rows` in a file in place of its dataset."""
+    file = folder / f"data.{ending}"
+    if ending == "parquet":
+        datasets.Dataset.from_list(rows).to_parquet(file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_suite(name, EvalConfig(data={name: str(file)}))
+
+
 def test_the_official_ifeval_reads_a_local_file(tmp_path):
-    (tmp_path / "ifeval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in IFEVAL))
-    suite = load_suite("ifeval", EvalConfig(data={"ifeval": str(tmp_path / "ifeval.jsonl")}))
+    suite = load_file(tmp_path, "ifeval", IFEVAL)
     assert [suite.task.doc_to_text(d) for d in suite.task.eval_docs] == ["Say hello.", "Write about rain."]
     assert suite.metrics[0] == "prompt_level_strict_acc"
     passed = [suite.task.process_results(doc, ["The rain fell."]) for doc in suite.task.eval_docs]
@@ -41,8 +50,7 @@ def test_floors_score_answers_without_skill_on_the_documents_that_are_evaluated(
         {"question": "Say this: red", "answer": "say this red"},
         {"question": "Colour?", "answer": CONSTANT_ANSWER},
     ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    suite = load_suite("own", EvalConfig(data={"own": str(tmp_path / "rows.jsonl")}))
+    suite = load_file(tmp_path, "own", rows)
     floors = {name: suite.means(scores) for name, scores in suite.floors(None, ["say this red"] * 2).items()}
     reached = {name: means["exact_match"] for name, means in floors.items() if means["exact_match"]}
     assert reached == dict.fromkeys(("constant", "copy", "first sentence", "shuffled"), 0.5)
@@ -54,8 +62,7 @@ def test_floors_score_answers_without_skill_on_the_documents_that_are_evaluated(
 
 def test_shuffled_answers_reach_another_prompt_and_another_cluster(tmp_path):
     rows = [{"question": f"Question {i}?", "answer": f"answer {i}", "cluster": i // 3} for i in range(9)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    suite = load_suite("own", EvalConfig(data={"own": str(tmp_path / "rows.jsonl")}))
+    suite = load_file(tmp_path, "own", rows)
     assert [doc["cluster"] for doc in suite.documents(None)] == [str(i // 3) for i in range(9)]
     right = [row["answer"] for row in rows]
     exact = [scores["exact_match"] for scores in suite.floors(None, right)["shuffled"]]
@@ -68,16 +75,6 @@ def test_shuffled_answers_reach_another_prompt_and_another_cluster(tmp_path):
 def test_the_handbooks_three_wordings_of_a_fact_are_one_cluster():
     clusters = [doc["cluster"] for doc in load_suite("handbook").documents(None)]
     assert (len(clusters), {clusters.count(fact) for fact in clusters}) == (504, {3})
-
-
-def load_file(folder, name, rows, ending="jsonl"):
-    """Return the suite `name` with `rows` in a file in place of its dataset."""
-    file = folder / f"data.{ending}"
-    if ending == "parquet":
-        datasets.Dataset.from_list(rows).to_parquet(file)
-    else:
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_suite(name, EvalConfig(data={name: str(file)}))
 
 
 SUMS = [{"question": f"What is {i} + {i}?", "answer": f"Twice {i}.\n#### {2 * i}"} for i in range(9)]

@@ -12,6 +12,7 @@ import torch
 from helpers import gguf_script
 from helpers.awkward import AWKWARD
 from helpers.families import tokenizer_of
+from helpers.synthetic import alter
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -115,9 +116,8 @@ def test_a_modelfile_says_what_ollama_cannot_know(tiny_model, tmp_path):
     assert instructions(modelfile(tiny_model, asked, report)) == [*PLAIN, END, ("SYSTEM", asked)]
     assert instructions(modelfile(tiny_model, "", report)) == [*PLAIN, END, ("SYSTEM", smollm)]
     assert report.notes == []
-    config = json.loads((tiny_model / "config.json").read_text()) | {"max_position_embeddings": 40_000}
     shutil.copytree(tiny_model, tmp_path / "long")
-    (tmp_path / "long/config.json").write_text(json.dumps(config))
+    alter(tmp_path / "long/config.json", max_position_embeddings=40_000)
     assert ("num_ctx", "8192") in instructions(modelfile(tmp_path / "long", "", report))
 
 
@@ -128,8 +128,7 @@ def test_a_text_of_others_is_one_text_in_a_modelfile_or_is_said_to_be_missing(ti
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"eos_token": text})
     tokenizer.save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": tokenizer.eos_token_id}
-    (folder / "config.json").write_text(json.dumps(config))
+    alter(folder / "config.json", eos_token_id=tokenizer.eos_token_id)
     (folder / "generation_config.json").unlink(missing_ok=True)
     read = instructions(modelfile(folder, text, report))
     missing = len(report.notes)
@@ -236,9 +235,8 @@ def test_an_exported_model_is_written_for_both_versions_of_transformers(tuned):
 def test_an_exported_model_names_no_code_that_was_not_allowed(tuned, tiny_model, tmp_path):
     base = shutil.copytree(tiny_model, tmp_path / "coded")
     for name, kind in (("config.json", "AutoConfig"), ("tokenizer_config.json", "AutoTokenizer")):
-        settings = json.loads((base / name).read_text())
         classes = ["theirs/model--code.C", None] if kind == "AutoTokenizer" else "theirs/model--code.C"
-        (base / name).write_text(json.dumps(settings | {"auto_map": {kind: classes}}))
+        alter(base / name, auto_map={kind: classes})
     export_of(tuned, base=str(base))
     written = [file.read_text() for file in (tuned / "out").glob("*.json")]
     assert len(written) >= 3

@@ -52,31 +52,14 @@ def adapted(backbone, tuned):
     return backbone, tuned / "tuned"
 
 
-def naive(model, other, prompt_ids, completion_ids):
+def naive(model, other, prompt, completion, others_prompt=None):
     """Return the mean KL(model, other) over a completion, token by token, in double precision."""
-    ids = torch.tensor([prompt_ids + completion_ids])
-    rows = []
-    with torch.no_grad():
-        p, q = (x(ids).logits[0].double().log_softmax(-1) for x in (model, other))
-    for i in range(len(completion_ids)):
-        at = len(prompt_ids) + i - 1
-        rows.append(float((p[at].exp() * (p[at] - q[at])).sum()))
-    return sum(rows) / len(rows)
-
-
-def naive_between(model, mine, others, completion_ids):
-    """Return the mean KL between a model's distributions after two prompts, over one completion."""
-    rows = []
-    with torch.no_grad():
-        p, q = (
-            model(torch.tensor([prompt + completion_ids]))
-            .logits[0]
-            .double()
-            .log_softmax(-1)[len(prompt) - 1 : -1]
-            for prompt in (mine, others)
-        )
-    for a, b in zip(p, q, strict=True):
-        rows.append(float((a.exp() * (a - b)).sum()))
+    sides = []
+    for reader, asked in ((model, prompt), (other, others_prompt or prompt)):
+        with torch.no_grad():
+            logits = reader(torch.tensor([asked + completion])).logits[0].double()
+        sides.append(logits.log_softmax(-1)[len(asked) - 1 : -1])
+    rows = [float((p.exp() * (p - q)).sum()) for p, q in zip(*sides, strict=True)]
     return sum(rows) / len(rows)
 
 
@@ -100,7 +83,7 @@ def test_the_divergences_are_those_of_a_naive_reference(adapted, run, tiny_model
     first, second = (encode_prompt(ask, backbone.tokenizer, 500) for ask in asked)
     texts = [row["completion_ids"] for row in base_rows]
     halves = [
-        naive_between(base, mine, others, text)
+        naive(base, base, mine, text, others)
         for mine, others, text in ((first, second, texts[0]), (second, first, texts[1]))
     ]
     assert [row["floor"] for row in base_rows] == pytest.approx([max(halves)] * 2, rel=1e-3)

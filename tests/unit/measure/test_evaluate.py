@@ -25,20 +25,11 @@ QUESTIONS = [f"What is the code of room {i}?" for i in range(6)]
 def measure(backbone, tmp_path):
     """Return a function that measures base or an adapter; it returns the rows and the number of batches."""
 
-    def run(
-        name="run",
-        questions=QUESTIONS,
-        stop=None,
-        adapter=None,
-        batch_size=2,
-        data_answer="seven",
-        until=(),
-        **settings,
-    ):
-        rows = [{"question": q, "answer": data_answer} for q in questions]
+    def run(name="run", questions=QUESTIONS, stop=None, adapter=None, answer="seven", until=(), **settings):
+        rows = [{"question": q, "answer": answer} for q in questions]
         (tmp_path / "q.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
         data = {"q": str(tmp_path / "q.jsonl")}
-        limits = {"max_new_tokens": 6, "batch_size": batch_size, **settings}
+        limits = {"max_new_tokens": 6, "batch_size": 2, **settings}
         config = EvalConfig(retention=[], domain=["q"], data=data, **limits)
         backbone.drop_adapters()
         if adapter:
@@ -69,7 +60,7 @@ def test_a_suite_that_asks_more_or_scores_otherwise_needs_no_answer_again(measur
     assert measure(questions=QUESTIONS[:4])[1] == 2
     more, batches = measure()
     assert (more, batches) == (clean, 1)
-    again, batches = measure(data_answer="eight")
+    again, batches = measure(answer="eight")
     assert batches == 0
     assert [row["response"] for row in again] == [row["response"] for row in clean]
     assert {row["target"] for row in again} == {"eight"}

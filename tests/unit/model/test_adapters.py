@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from helpers.adapters import made_by_peft
+from helpers.adapters import logits, made_by_peft
 from helpers.command import opdcl
 from helpers.recovering import run
 from peft import PeftModel
@@ -39,11 +39,6 @@ def checks(tiny_model, backbone):
         lambda folder: check_on_base(folder, base),
         lambda folder: accept_adapter(backbone, folder, "student"),
     ]
-
-
-def logits(model):
-    ids = torch.arange(40, 60)[None]
-    return model(input_ids=ids).logits.detach()
 
 
 def peft_model(loaded, adapter):
@@ -304,8 +299,7 @@ def test_a_mistyped_path_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
 def test_the_base_is_the_one_that_the_adapter_names(made, tiny_model):
     adapter = made(r=4, target_modules=["q_proj"])
     assert base_of("mine", adapter).id == str(tiny_model)
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": None}))
+    setting(adapter, base_model_name_or_path=None)
     with pytest.raises(UsageError, match="does not name its base") as refused:
         base_of("mine", adapter)
     assert "--base" in refused.value.hint

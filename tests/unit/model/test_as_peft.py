@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers.adapters import made_by_peft
+from helpers.adapters import logits, made_by_peft
 from helpers.tiny import make_mixture
 from peft import LoraConfig, PeftModel
 
@@ -58,10 +58,6 @@ def made(request, tiny_model, tmp_path):
     else:
         config = LoraConfig(**({"r": 4, "lora_alpha": 8} | (LINEAR | EXPERTS)[kind]), task_type="CAUSAL_LM")
     return model, backbone, made_by_peft(backbone, tmp_path / "adapter", dtype, config)
-
-
-def logits(model):
-    return model(input_ids=IDS).logits.detach()
 
 
 def weights_of(model):

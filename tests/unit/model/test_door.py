@@ -1,7 +1,6 @@
 """Models, tokenizers and adapters are read in one place, which asks nothing and adds nothing."""
 
 import ast
-import json
 import shutil
 import socket
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from helpers.adapters import made_by_peft
 from helpers.command import ROOT, opdcl
+from helpers.synthetic import alter
 from huggingface_hub import close_session, constants
 
 from opdcl import hub
@@ -101,8 +101,7 @@ def test_a_hub_model_with_an_adapter_is_refused(both, tmp_path, monkeypatch):
 
 
 def test_an_adapter_put_onto_a_model_has_no_dropout_as_first_and_as_second(backbone, both):
-    settings = json.loads((both / "adapter_config.json").read_text()) | {"lora_dropout": 0.5}
-    (both / "adapter_config.json").write_text(json.dumps(settings))
+    alter(both / "adapter_config.json", lora_dropout=0.5)
     for state in ("student", "second"):
         model = backbone.load_adapter(both, state, trainable=True)
     ids = torch.arange(40, 60)[None]
@@ -118,8 +117,7 @@ def test_a_tokenizer_beside_an_adapter_is_read(both):
 @pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation"])
 def test_attention_that_somebody_else_had_installed_is_not_asked_for(tiny_model, tmp_path, key):
     folder = shutil.copytree(tiny_model, tmp_path / "model")
-    settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(settings | {key: "flash_attention_2"}))
+    alter(folder / "config.json", **{key: "flash_attention_2"})
     config = ModelConfig(id=str(folder), dtype="float32")
     assert skeleton(config).config._attn_implementation == "sdpa"
     assert load_model(config).config._attn_implementation == "sdpa"

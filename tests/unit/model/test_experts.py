@@ -5,6 +5,8 @@ import json
 
 import pytest
 import torch
+from helpers.adapters import logits
+from helpers.synthetic import alter
 from helpers.tiny import make_mixture
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
@@ -37,20 +39,12 @@ def mixture(family, folders):
     return load_backbone(ModelConfig(id=str(folders[family]), dtype="float32"))
 
 
-def logits(model):
-    return model(input_ids=torch.arange(40, 60)[None]).logits.detach()
-
-
 def stir(model, seed=3):
     """Give every adapter weight a random part, so that the adapter changes something."""
     generator = torch.Generator().manual_seed(seed)
     for key, weight in model.named_parameters():
         if "lora_" in key:
             weight.data += torch.randn(weight.shape, generator=generator) * 0.1
-
-
-def weights_of(model):
-    return {k.replace(".base_layer", ""): w.clone() for k, w in model.named_parameters() if "lora_" not in k}
 
 
 def test_all_linear_means_every_product_but_head_and_router(mixture, family, folders):
@@ -168,8 +162,7 @@ def test_dropout_of_an_adapter_on_experts_is_left_out(folders, tmp_path):
 def test_a_setting_that_peft_has_not_for_experts_is_no_fault_of_the_base(folders, tmp_path):
     config = ModelConfig(id=str(folders["qwen3_moe"]), dtype="float32")
     adapter = as_transformers_4(tmp_path / "adapter", config.id, 0.0)
-    settings = json.loads((adapter / "adapter_config.json").read_text()) | {"use_dora": True}
-    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    alter(adapter / "adapter_config.json", use_dora=True)
     with pytest.raises(UsageError, match=r"PEFT cannot put adapter .*use_dora") as refused:
         check_on_base(adapter, config)
     assert "train it without that" in refused.value.hint

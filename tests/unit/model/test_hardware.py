@@ -29,10 +29,8 @@ def rows(lengths=(9, 3, 12, 5, 7, 3, 4)):
 
 def test_tasks_run_with_their_share_of_the_cores_in_order(cores):
     cores(4)
-    assert run_in_threads([lambda: (1, torch.get_num_threads()), lambda: (2, torch.get_num_threads())]) == [
-        (1, 2),
-        (2, 2),
-    ]
+    tasks = [lambda i=i: (i, torch.get_num_threads()) for i in (1, 2)]
+    assert run_in_threads(tasks) == [(1, 2), (2, 2)]
     assert torch.get_num_threads() == 4
     assert run_in_threads([torch.get_num_threads]) == [4]
 

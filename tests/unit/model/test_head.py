@@ -1,11 +1,13 @@
 """Models whose logits are more than states times head: refused by name."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from helpers.command import opdcl
 from helpers.families import SIZES
+from helpers.synthetic import alter
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from opdcl.config.model import ModelConfig
@@ -113,8 +115,7 @@ IMPOSSIBLE = {
 
 @pytest.mark.parametrize("field", [*IMPOSSIBLE, "no object"])
 def test_a_malformed_model_configuration_is_refused_in_a_sentence(field, tiny_model, tmp_path):
-    for file in tiny_model.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "config.json"
     settings = json.loads(file.read_text()) | {field: IMPOSSIBLE.get(field)}
     file.write_text("[1]" if field == "no object" else json.dumps(settings))
@@ -126,13 +127,10 @@ def test_a_malformed_model_configuration_is_refused_in_a_sentence(field, tiny_mo
 
 
 def test_a_fine_tune_on_a_template_without_an_end_is_refused_before_it_starts(tiny_model, tmp_path):
-    for file in tiny_model.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(tiny_model, tmp_path, dirs_exist_ok=True)
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
-        file = tmp_path / name
-        settings = json.loads(file.read_text())
         end = {"eos_token": "<|endoftext|>"} if name == "tokenizer_config.json" else {"eos_token_id": 0}
-        file.write_text(json.dumps(settings | end))
+        alter(tmp_path / name, **end)
     (tmp_path / "rows.jsonl").write_text('{"question": "Who?", "answer": "Ada."}\n' * 4)
     words = ["finetune", "rows.jsonl", "--base", tmp_path, "-o", "out"]
     for more in (["--dry-run"], []):

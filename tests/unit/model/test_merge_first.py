@@ -7,7 +7,6 @@ import shutil
 import pytest
 import torch
 from helpers.command import ROOT, opdcl
-from helpers.tiny import make_project
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -29,16 +28,15 @@ def from_disk(folder):
 
 
 @pytest.fixture
-def project(tiny_model, tmp_path, monkeypatch):
+def project(tiny_folder, tiny_model):
     """A folder with `tied`, the tiny model, and `untied`, whose head is another matrix."""
-    monkeypatch.chdir(make_project(tmp_path, tiny_model))
     shutil.copytree(tiny_model, "tied")
     model = from_disk("tied")
     model.config.tie_word_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight + 0.01)
     model.save_pretrained("untied")
     AutoTokenizer.from_pretrained("tied").save_pretrained("untied")
-    return tmp_path
+    return tiny_folder
 
 
 def train(base, grow, **settings):

@@ -6,6 +6,7 @@ import shutil
 import pytest
 from helpers.adapters import made_by_peft
 from helpers.command import opdcl
+from helpers.synthetic import alter
 
 from opdcl.config.model import ModelConfig
 from opdcl.data.chat import encode_prompt
@@ -54,8 +55,7 @@ def test_another_template_than_base_s_is_said_with_the_way_to_take_it(adapter, n
 
 def test_a_template_in_the_tokenizer_s_settings_counts_too(adapter, notes):
     (adapter / "chat_template.jinja").unlink()
-    file = adapter / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": OTHER}))
+    alter(adapter / "tokenizer_config.json", chat_template=OTHER)
     assert len(notes()) == 1
 
 
@@ -68,8 +68,7 @@ def test_the_adapter_s_template_is_taken_if_base_has_none(named, adapter, tiny_m
     if named:
         assert notes("--base", bare) == []
         return
-    file = adapter / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(bare)}))
+    alter(adapter / "adapter_config.json", base_model_name_or_path=str(bare))
     assert base_of("mine", adapter).chat_template == OTHER
     assert notes() == []
 

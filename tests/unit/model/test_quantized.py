@@ -198,8 +198,7 @@ def test_what_cannot_run_a_quantized_base_is_refused(tree, message):
     assert message in caught.value.message
 
 
-def test_without_bitsandbytes_a_run_names_the_command_that_installs_it(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.chdir(make_project(tmp_path, tiny_model))
+def test_without_bitsandbytes_a_run_names_the_command_that_installs_it(tiny_folder, monkeypatch):
     found = quantized.importlib.util.find_spec
     monkeypatch.setattr(
         quantized.importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else found(name)
@@ -219,8 +218,7 @@ def test_a_server_of_a_quantized_run_is_refused(tiny_model, tmp_path):
         serve_command(RunDir(tmp_path), shutil.which("true"), "127.0.0.1", 8000, [])
 
 
-def test_the_forecast_counts_quantized_weights_and_no_merged_copy(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.chdir(make_project(tmp_path, tiny_model))
+def test_the_forecast_counts_quantized_weights_and_no_merged_copy(tiny_model, tmp_path):
     needs = []
     for kind in (None, "8bit", "4bit"):
         tree = {

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from helpers.adapters import logits
 from helpers.recovering import PROMPT, short_recovery, whole_and_resumed
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
@@ -20,10 +21,6 @@ from opdcl.train.teachers import Teacher
 from opdcl.words import Prompt, Rollout
 
 IDS = torch.arange(40, 60)[None]
-
-
-def logits(model):
-    return model(input_ids=IDS).logits.detach()
 
 
 @pytest.fixture(scope="module")

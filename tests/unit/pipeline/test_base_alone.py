@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers.adapters import made_by_peft
 from helpers.command import opdcl
-from helpers.tiny import make_model, make_project
+from helpers.tiny import make_model
 
 from opdcl.rundir.layout import RunDir
 
@@ -16,11 +16,10 @@ BOTH = ("--retention", "instructions", "--domain", "rows.jsonl", *MEASURE)
 
 
 @pytest.fixture
-def project(tiny_model, tmp_path, monkeypatch):
+def project(tiny_folder, tiny_model):
     """A folder with a model `base`, and rows."""
-    monkeypatch.chdir(make_project(tmp_path, tiny_model))
-    shutil.copytree(tiny_model, tmp_path / "base")
-    return tmp_path
+    shutil.copytree(tiny_model, tiny_folder / "base")
+    return tiny_folder
 
 
 def test_a_model_is_measured_alone_and_nothing_is_compared(project):

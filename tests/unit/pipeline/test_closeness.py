@@ -5,7 +5,6 @@ import json
 import pytest
 from helpers.adapters import made_by_peft
 from helpers.command import opdcl, sets
-from helpers.tiny import make_project
 
 from opdcl.config.load import load
 from opdcl.errors import UsageError
@@ -16,11 +15,10 @@ STATES = ("base", "tuned", "recovered")
 
 
 @pytest.fixture
-def project(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.chdir(make_project(tmp_path, tiny_model))
+def project(tiny_folder):
     asked = [{"prompt": f"Was ist {i} mal {i}?", "group": "sums", "cluster": f"c{i // 2}"} for i in range(5)]
-    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
-    return tmp_path
+    (tiny_folder / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    return tiny_folder
 
 
 def words(*more):

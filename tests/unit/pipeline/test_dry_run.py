@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from helpers.tiny import make_mixture, make_project
+from helpers.tiny import make_mixture
 
 from opdcl.config.load import load
 from opdcl.pipeline.dry_run import data_table, describe
@@ -13,13 +13,12 @@ from opdcl.rundir.layout import RunDir
 
 
 @pytest.fixture
-def plan(tiny_model, tmp_path, monkeypatch):
+def plan(tiny_folder):
     """Return a function that plans the tiny workflow with some settings."""
-    monkeypatch.chdir(make_project(tmp_path, tiny_model))
 
     def plan(*settings: str) -> dict:
         workflow, origins = load(["tiny.yaml"], [*settings])
-        return describe(Job(workflow, RunDir(tmp_path / "run"), origins=origins))[1]
+        return describe(Job(workflow, RunDir(tiny_folder / "run"), origins=origins))[1]
 
     return plan
 

@@ -127,8 +127,6 @@ def test_a_recovery_that_keeps_the_tuned_adapter_says_so_once(tmp_path, tiny_mod
     make_project(tmp_path, tiny_model)
     harm = "recover.start=1 recover.learning_rate=0.9 recover.health=false"
     short = "recover.steps=4 recover.validate_every=4 finetune.epochs=1 eval.retention=[] eval.limit=2"
-    done = opdcl("run", "tiny.yaml", "-o", "out", *sets(harm, short), cwd=tmp_path)
+    done = opdcl("run", "tiny.yaml", "-o", "out", *sets(harm, short), cwd=tmp_path, code=0)
     said = "Recovered is the tuned adapter: no training step came nearer to the teachers on held-out prompts."
-    assert done.returncode == 0, done.stderr
-    lines = done.stderr.splitlines()
-    assert [line for line in lines if said in line] == [f"note: {said}"]
+    assert [line for line in done.stderr.splitlines() if said in line] == [f"note: {said}"]

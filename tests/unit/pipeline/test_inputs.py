@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from helpers.command import opdcl
-from helpers.tiny import make_project
 
 from opdcl.config.load import load
 from opdcl.console import Output
@@ -35,12 +34,6 @@ def opened():
     return OPENED
 
 
-@pytest.fixture
-def project(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.chdir(make_project(tmp_path, tiny_model))
-    return tmp_path
-
-
 def counts(opened: list[str], *names: str) -> dict[str, int]:
     shipped = ("evals", "closeness", "prompts.jsonl")
     files = Counter(Path(name).name for name in opened if Path(name).parts[-3:] != shipped)
@@ -62,14 +55,14 @@ def count_suites(monkeypatch) -> Counter:
     return loaded
 
 
-def test_named_columns_are_read_told_and_part_of_the_run(project):
-    (project / "rows.csv").write_text("Frage;Antwort;Thema\nWer?;Ada.;Leute\nWo?;London.;Orte\n")
+def test_named_columns_are_read_told_and_part_of_the_run(tiny_folder):
+    (tiny_folder / "rows.csv").write_text("Frage;Antwort;Thema\nWer?;Ada.;Leute\nWo?;London.;Orte\n")
     model = load(["tiny.yaml"])[0].model.id
     words = ("finetune", "rows.csv", "--base", model, "-o", "run", "--epochs", "1")
     assert "has only Frage, Antwort, Thema" in opdcl(*words).stderr
     made = opdcl(*words, "--columns", "question=Frage,answer=Antwort", "--set", "finetune.lora.r=2", code=0)
     assert "rows.csv: 2 of question and answer, such as user: Wer? assistant: Ada." in made.stderr
-    assert read_json(project / "run" / "config.json")["workflow"]["columns"] == {
+    assert read_json(tiny_folder / "run" / "config.json")["workflow"]["columns"] == {
         "question": "Frage",
         "answer": "Antwort",
     }
@@ -77,11 +70,11 @@ def test_named_columns_are_read_told_and_part_of_the_run(project):
     assert "finetune changed: content of data\n" in other.stderr
 
 
-def test_names_of_columns_count_where_a_source_has_one(project):
+def test_names_of_columns_count_where_a_source_has_one(tiny_folder):
     """Those of a later file leave earlier results as they are; so do keys of before, which had them all."""
-    lines = (project / "rows.jsonl").read_text()
-    (project / "other.jsonl").write_text(lines.replace("question", "Q").replace("answer", "A"))
-    run, made = RunDir(project / "run"), ["finetune.replay={share: 0.5}"]
+    lines = (tiny_folder / "rows.jsonl").read_text()
+    (tiny_folder / "other.jsonl").write_text(lines.replace("question", "Q").replace("answer", "A"))
+    run, made = RunDir(tiny_folder / "run"), ["finetune.replay={share: 0.5}"]
     data = ["eval.domain=[other]", "eval.data={other: other.jsonl}", "columns={question: Q, answer: A}"]
     alone = Job(load(["tiny.yaml"], [*made, "eval=null", "recover=null"])[0], run)
     later = Job(load(["tiny.yaml"], [*made, *data])[0], run)
@@ -96,14 +89,14 @@ def test_names_of_columns_count_where_a_source_has_one(project):
 
 
 @pytest.mark.parametrize("columns", ["question", "question=", "=Frage", "query=Frage"])
-def test_a_malformed_option_for_columns_is_refused(project, columns):
+def test_a_malformed_option_for_columns_is_refused(tiny_folder, columns):
     refused = opdcl("finetune", "rows.jsonl", "--columns", columns, code=2)
     assert "columns" in refused.stderr
 
 
-def test_a_run_parses_each_file_and_builds_each_suite_once(project, opened, monkeypatch):
+def test_a_run_parses_each_file_and_builds_each_suite_once(tiny_folder, opened, monkeypatch):
     loaded = count_suites(monkeypatch)
-    run = RunDir(project / "run")
+    run = RunDir(tiny_folder / "run")
     execute(Job(load(["tiny.yaml"])[0], run), Output("quiet"))
     # Once for its hash, once for its rows, which are trained on and asked.
     names = "rows.jsonl", "prompts.jsonl", "test.jsonl"
@@ -118,37 +111,37 @@ def test_a_run_parses_each_file_and_builds_each_suite_once(project, opened, monk
         ]
 
 
-def test_the_arms_of_a_sweep_share_what_is_read(project, opened):
+def test_the_arms_of_a_sweep_share_what_is_read(tiny_folder, opened):
     from opdcl.pipeline.sweep import describe_all
 
-    (project / "arms.yaml").write_text("arms: {one: {}, two: {finetune: {epochs: 2}}}")
+    (tiny_folder / "arms.yaml").write_text("arms: {one: {}, two: {finetune: {epochs: 2}}}")
     workflow, _ = load(["tiny.yaml", "arms.yaml"], ["recover=null"])
-    _, plans = describe_all(workflow, {}, project / "sweep", Inputs())
+    _, plans = describe_all(workflow, {}, tiny_folder / "sweep", Inputs())
     assert [plan["run"] for plan in plans] == ["one", "two"]
     assert counts(opened, "rows.jsonl") == {"rows.jsonl": 2}
 
 
-def test_rows_that_a_caller_changes_stay_as_they_were_read(project):
+def test_rows_that_a_caller_changes_stay_as_they_were_read(tiny_folder):
     sources = Inputs()
     sources.rows("rows.jsonl").clear()
     assert len(sources.rows("rows.jsonl")) == 12
 
 
-def test_rows_that_the_fine_tune_leaves_out_are_no_domain_prompts(project):
-    with open(project / "rows.jsonl", "a") as file:
+def test_rows_that_the_fine_tune_leaves_out_are_no_domain_prompts(tiny_folder):
+    with open(tiny_folder / "rows.jsonl", "a") as file:
         file.write(json.dumps({"question": "What is it?", "answer": "word " * 300}) + "\n")
         file.write(json.dumps({"question": "And that?", "answer": ""}) + "\n")
     kept = {}
     for long_rows in ("skip", "cut"):
         settings = ["finetune.max_length=99", "finetune.bad_rows=skip", f"finetune.long_rows={long_rows}"]
         workflow, _ = load(["tiny.yaml"], settings)
-        kept[long_rows] = len(Job(workflow, RunDir(project)).recovery.rows["domain"])
+        kept[long_rows] = len(Job(workflow, RunDir(tiny_folder)).recovery.rows["domain"])
     assert kept == {"skip": 12, "cut": 13}
 
 
-def test_the_hash_of_a_suite_covers_its_data_and_each_field_has_its_own(project):
+def test_the_hash_of_a_suite_covers_its_data_and_each_field_has_its_own(tiny_folder):
     workflow, _ = load(["tiny.yaml"])
-    hashes = Job(workflow, RunDir(project)).hashes
+    hashes = Job(workflow, RunDir(tiny_folder)).hashes
     assert [*hashes] == [
         "finetune.data",
         "recover.general.0",
@@ -159,17 +152,17 @@ def test_the_hash_of_a_suite_covers_its_data_and_each_field_has_its_own(project)
         "eval.suite.questions",
     ]
     assert hashes["finetune.data"] == hashes["recover.domain"] != hashes["recover.general.0"]
-    (project / "prompts.jsonl").write_text('{"prompt": "Another."}\n{"prompt": "Two."}\n')
-    assert Job(workflow, RunDir(project)).hashes["recover.general.0"] != hashes["recover.general.0"]
+    (tiny_folder / "prompts.jsonl").write_text('{"prompt": "Another."}\n{"prompt": "Two."}\n')
+    assert Job(workflow, RunDir(tiny_folder)).hashes["recover.general.0"] != hashes["recover.general.0"]
 
 
-def test_recovery_practises_every_answer_of_a_conversation_about_the_domain(project):
+def test_recovery_practises_every_answer_of_a_conversation_about_the_domain(tiny_folder):
     turns = [{"role": r, "content": c} for r, c in (("user", "1?"), ("assistant", "one"), ("user", "2?"))]
     conversation = {"messages": [*turns, {"role": "assistant", "content": "two"}]}
     rows = [conversation, {"question": "3?", "answer": "three"}]
-    (project / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tiny_folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     workflow, _ = load(["tiny.yaml"], ["eval=null"])
-    job = Job(workflow, RunDir(project))
+    job = Job(workflow, RunDir(tiny_folder))
     domain = job.recovery.rows["domain"]
     assert [(row.prompt, row.answer) for row in domain] == [
         (turns[:1], "one"),
@@ -179,29 +172,29 @@ def test_recovery_practises_every_answer_of_a_conversation_about_the_domain(proj
     assert len(job.examples.rows) == 2
 
 
-def test_prompts_to_replay_are_part_of_the_fine_tune(project):
+def test_prompts_to_replay_are_part_of_the_fine_tune(tiny_folder):
     """They are read, hashed by content and checked like its rows, and not at all without a share."""
-    prompts = project / "replayed.jsonl"
+    prompts = tiny_folder / "replayed.jsonl"
     prompts.write_text('{"prompt": "Say something."}\n')
-    (project / "replay.yaml").write_text("finetune: {replay: {share: 0.5, prompts: replayed.jsonl}}\n")
+    (tiny_folder / "replay.yaml").write_text("finetune: {replay: {share: 0.5, prompts: replayed.jsonl}}\n")
     hashes = []
     for text in ('{"prompt": "Say something."}', '{"prompt": "Say more."}'):
         prompts.write_text(text)
         flow, _ = load(["tiny.yaml", "replay.yaml"])
-        job = Job(flow, RunDir(project))
+        job = Job(flow, RunDir(tiny_folder))
         assert len(job.examples.replay) == 1
         hashes.append(job.hashes["finetune.replay.prompts"])
     assert hashes[0] != hashes[1]
     prompts.write_text('{"text": "A document."}')
     with pytest.raises(UsageError, match="plain text cannot be a prompt"):
-        _ = Job(flow, RunDir(project)).examples
-    assert "finetune.replay.prompts" not in Job(load(["tiny.yaml"])[0], RunDir(project)).hashes
+        _ = Job(flow, RunDir(tiny_folder)).examples
+    assert "finetune.replay.prompts" not in Job(load(["tiny.yaml"])[0], RunDir(tiny_folder)).hashes
 
 
-def test_the_arms_of_a_sweep_check_again_that_prompts_have_room(project):
+def test_the_arms_of_a_sweep_check_again_that_prompts_have_room(tiny_folder):
     sources = Inputs()
     flow, _ = load(["tiny.yaml"], ["recover.max_new_tokens=8"])
-    describe(Job(flow, RunDir(project / "run"), sources))
+    describe(Job(flow, RunDir(tiny_folder / "run"), sources))
     flow, _ = load(["tiny.yaml"], ["recover.max_new_tokens=500"])
     with pytest.raises(UsageError, match=r"prompts.jsonl:1: .* the context leaves room for 12"):
-        describe(Job(flow, RunDir(project / "run"), sources))
+        describe(Job(flow, RunDir(tiny_folder / "run"), sources))

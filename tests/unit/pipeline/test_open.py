@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers.adapters import made_by_peft, made_by_trl
 from helpers.command import opdcl, sets
-from helpers.tiny import make_project
+from helpers.synthetic import alter
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -30,16 +30,10 @@ MEASURE = ("--retention", "instructions", "--limit", "4", "--set", "eval.max_new
 
 
 @pytest.fixture
-def project(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.chdir(make_project(tmp_path, tiny_model))
-    return tmp_path
-
-
-@pytest.fixture
-def adapter(loaded, project) -> Path:
+def adapter(loaded, tiny_folder) -> Path:
     """The output folder of a trainer: an adapter, and what else trainers leave behind."""
     made = made_by_peft(
-        loaded, project / "mine", r=4, lora_alpha=8, use_dora=True, target_modules=["q_proj", "v_proj"]
+        loaded, tiny_folder / "mine", r=4, lora_alpha=8, use_dora=True, target_modules=["q_proj", "v_proj"]
     )
     (made / "checkpoint-3").mkdir()
     (made / "optimizer.pt").write_text("large")
@@ -57,9 +51,9 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_other_adapters_are_measured_recovered_and_exported(kind, loaded, project):
+def test_other_adapters_are_measured_recovered_and_exported(kind, loaded, tiny_folder):
     make, lora = OTHERS[kind]
-    adapter = make(loaded, project / "mine", **lora)
+    adapter = make(loaded, tiny_folder / "mine", **lora)
     for command in (
         ("eval", "mine", *MEASURE),
         # The last adapter: on some processors no step of a random model comes nearer to its teachers.
@@ -68,13 +62,13 @@ def test_other_adapters_are_measured_recovered_and_exported(kind, loaded, projec
         ("export", "runs/mine", "-o", "merged"),
     ):
         opdcl(*command, code=0)
-    run = RunDir(project / "runs" / "mine")
+    run = RunDir(tiny_folder / "runs" / "mine")
     assert {p.parent.name for p in run.evals.glob("*/instructions.json")} == {"base", "tuned", "recovered"}
-    before, after = (load_file(f / "adapter_model.safetensors") for f in (adapter, project / "repaired"))
+    before, after = (load_file(f / "adapter_model.safetensors") for f in (adapter, tiny_folder / "repaired"))
     assert {k: v.shape for k, v in before.items()} == {k: v.shape for k, v in after.items()}
     assert any(not torch.equal(before[k].float(), after[k].float()) for k in before)
-    merged = AutoModelForCausalLM.from_pretrained(project / "merged", dtype=torch.float32)
-    by_peft = PeftModel.from_pretrained(copy.deepcopy(loaded.causal_lm), str(project / "repaired")).eval()
+    merged = AutoModelForCausalLM.from_pretrained(tiny_folder / "merged", dtype=torch.float32)
+    by_peft = PeftModel.from_pretrained(copy.deepcopy(loaded.causal_lm), str(tiny_folder / "repaired")).eval()
     ids = torch.arange(40, 60)[None]
     with torch.no_grad():
         base, whole, expected = (model(ids).logits for model in (loaded.causal_lm, merged, by_peft))
@@ -82,9 +76,9 @@ def test_other_adapters_are_measured_recovered_and_exported(kind, loaded, projec
     assert rounding < effect / 10, "the merged model is in bf16"
 
 
-def test_an_adapter_is_measured_recovered_and_measured_again(adapter, project):
+def test_an_adapter_is_measured_recovered_and_measured_again(adapter, tiny_folder):
     made = opdcl("eval", "mine", *MEASURE, "--domain", "rows.jsonl", code=0)
-    run = RunDir(project / "runs" / "mine")  # the default, named after the adapter
+    run = RunDir(tiny_folder / "runs" / "mine")  # the default, named after the adapter
     assert set(os.listdir(run.stages()[0].adapter)) == {"adapter_config.json", "adapter_model.safetensors"}
     assert {p.parent.name for p in run.evals.glob("*/*.json")} == {"base", "tuned"}
     measured = run.eval_result("tuned", "instructions").read_bytes()
@@ -99,12 +93,11 @@ def test_an_adapter_is_measured_recovered_and_measured_again(adapter, project):
     assert recovered["r"] == 4
 
     assert "all " in opdcl("verify", "runs/mine").stdout
-    exported = opdcl("export", "runs/mine", "-o", "merged")
+    exported = opdcl("export", "runs/mine", "-o", "merged", code=0)
     assert "export: merging" in exported.stderr
-    assert exported.returncode == 0, exported.stderr
 
 
-def test_the_two_verbs_and_the_workflow_key_start_the_same_run(adapter, tiny_model, project):
+def test_the_two_verbs_and_the_workflow_key_start_the_same_run(adapter, tiny_model, tiny_folder):
     for path in (str(adapter), "mine", "./mine/"):
         run, saved = open_or_begin(path, None, None)
         assert run == Path("runs/mine")
@@ -114,7 +107,7 @@ def test_the_two_verbs_and_the_workflow_key_start_the_same_run(adapter, tiny_mod
     assert "model" not in open_or_begin("mine", None, "another")[1]["workflow"]
 
 
-def test_the_recipe_continues_what_the_verbs_have_measured(adapter, tiny_model, project):
+def test_the_recipe_continues_what_the_verbs_have_measured(adapter, tiny_model, tiny_folder):
     assert opdcl("eval", "mine", *MEASURE, "-o", "run").returncode == 0
     assert opdcl("workflows", "cp", "repair", "repair.yaml").returncode == 0
     own = (
@@ -124,12 +117,11 @@ def test_the_recipe_continues_what_the_verbs_have_measured(adapter, tiny_model, 
     made = opdcl("run", "repair.yaml", "-o", "run", *sets(own), code=0)
     assert "finetune: skipped, done" in made.stderr
     assert "eval instructions tuned: skipped, done" in made.stderr
-    assert RunDir(project / "run").eval_result("recovered", "mine").exists()
+    assert RunDir(tiny_folder / "run").eval_result("recovered", "mine").exists()
 
 
 def test_a_named_base_replaces_the_one_in_the_adapter(adapter, tiny_model):
-    config = read_json(adapter / "adapter_config.json")
-    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "/gone"}))
+    alter(adapter / "adapter_config.json", base_model_name_or_path="/gone")
     refused = opdcl("eval", "mine", *MEASURE, code=2)
     assert "the base of adapter mine was not found" in refused.stderr
     assert "--base BASE" in refused.stderr
@@ -139,8 +131,7 @@ def test_a_named_base_replaces_the_one_in_the_adapter(adapter, tiny_model):
 
 
 def test_an_adapter_that_cannot_be_kept_is_refused_by_the_dry_run_too(adapter):
-    config = read_json(adapter / "adapter_config.json")
-    (adapter / "adapter_config.json").write_text(json.dumps(config | {"modules_to_save": ["lm_head"]}))
+    alter(adapter / "adapter_config.json", modules_to_save=["lm_head"])
     for words in (("recover", "mine", "--dry-run"), ("eval", "mine"), ("chat", "mine", "hi")):
         refused = opdcl(*words, code=2)
         assert "it replaces whole modules of its base" in refused.stderr
@@ -149,19 +140,17 @@ def test_an_adapter_that_cannot_be_kept_is_refused_by_the_dry_run_too(adapter):
 
 def test_a_quantized_base_is_refused_before_it_is_loaded(adapter, tiny_model, tmp_path):
     shutil.copytree(tiny_model, tmp_path / "small-bnb-4bit")
-    config = tmp_path / "small-bnb-4bit" / "config.json"
-    packed = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
-    config.write_text(json.dumps(read_json(config) | packed))
+    packed = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    alter(tmp_path / "small-bnb-4bit" / "config.json", quantization_config=packed)
     for words in (("recover", "mine", "--dry-run"), ("eval", "mine")):
         refused = opdcl(*words, "--base", "small-bnb-4bit", code=2)
         assert "is quantized, which opdcl cannot load" in refused.stderr
     assert not Path("runs").exists()
 
 
-def test_another_adapter_is_not_mixed_into_a_run(adapter, project):
+def test_another_adapter_is_not_mixed_into_a_run(adapter, tiny_folder):
     assert opdcl("eval", "mine", *MEASURE, "-o", "run").returncode == 0
-    config = read_json(adapter / "adapter_config.json")
-    (adapter / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 16}))
+    alter(adapter / "adapter_config.json", lora_alpha=16)
     refused = opdcl("eval", "mine", "-o", "run", code=2)
     assert "changed: start" in refused.stderr
 
@@ -173,7 +162,7 @@ def test_every_verb_that_needs_a_run_says_how_an_adapter_becomes_one(adapter):
         assert "opdcl recover mine --domain PROMPTS" in refused.stderr
 
 
-def test_a_second_recovery_stands_beside_the_first_and_changes_nothing_of_it(project):
+def test_a_second_recovery_stands_beside_the_first_and_changes_nothing_of_it(tiny_folder):
     def files(folder: str) -> dict[Path, bytes]:
         return {file: file.read_bytes() for file in Path(folder).rglob("*") if file.is_file()}
 
@@ -186,13 +175,13 @@ def test_a_second_recovery_stands_beside_the_first_and_changes_nothing_of_it(pro
     assert [task["action"] for task in json.loads(planned.stdout)["tasks"]] == ["take", "run"]
     opdcl(*second, code=0)
     assert files("first") == before
-    made = RunDir(project / "first-2")
+    made = RunDir(tiny_folder / "first-2")
     assert made.stage_record("recover")["config"]["steps"] == 1
     weights = "stages/01-finetune/adapter/adapter_model.safetensors"
     assert (made.path / weights).read_bytes() == before[Path("first") / weights]
 
 
-def test_a_second_recovery_makes_no_other_fine_tune(project):
+def test_a_second_recovery_makes_no_other_fine_tune(tiny_folder):
     opdcl("run", "tiny.yaml", "-o", "the first", *sets("eval=null recover=null"))
     with open("rows.jsonl", "a") as file:
         file.write('{"question": "What is new?", "answer": "This row."}\n')

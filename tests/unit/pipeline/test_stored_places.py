@@ -7,7 +7,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from helpers.command import opdcl
-from helpers.tiny import make_project
 from ruamel.yaml import YAML
 
 from opdcl.config.load import load
@@ -19,11 +18,10 @@ PRIVATE = "a private line {{ x }}"
 
 
 @pytest.fixture
-def folder(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.chdir(make_project(tmp_path, tiny_model))
-    (tmp_path / "private.txt").write_text(PRIVATE)
+def folder(tiny_folder, monkeypatch):
+    (tiny_folder / "private.txt").write_text(PRIVATE)
     monkeypatch.setenv("OPDCL_SERVER_KEY", "s3cret-key")
-    return tmp_path
+    return tiny_folder
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import json
 
 import pytest
 from helpers.command import opdcl
-from helpers.tiny import make_project
 
 from opdcl.config.load import load, validate
 from opdcl.config.workflow import Workflow
@@ -19,12 +18,11 @@ USE, OWN = "You are the desk of a hotel.", "You speak like a pirate."
 
 
 @pytest.fixture
-def project(tiny_model, tmp_path, monkeypatch):
+def project(tiny_folder):
     """A folder with rows without a system prompt, of which the last of `prompts.jsonl` has its own."""
-    monkeypatch.chdir(make_project(tmp_path, tiny_model))
     with open("prompts.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps({"prompt": "Where is the sea?", "system": OWN}) + "\n")
-    return tmp_path
+    return tiny_folder
 
 
 def workflow(recover: str | None = None, evaluation: str | None = None) -> Workflow:

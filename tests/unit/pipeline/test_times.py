@@ -4,7 +4,6 @@ import re
 from dataclasses import replace
 
 import pytest
-from helpers.tiny import make_project
 
 from opdcl.config.load import load
 from opdcl.pipeline.dry_run import describe
@@ -66,9 +65,8 @@ def test_short_runs_say_nothing(live):
 
 
 @pytest.fixture
-def job(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.chdir(make_project(tmp_path, tiny_model))
-    return Job(load(["tiny.yaml"])[0], RunDir(tmp_path / "run"))
+def job(tiny_folder):
+    return Job(load(["tiny.yaml"])[0], RunDir(tiny_folder / "run"))
 
 
 def test_a_resumed_stage_counts_what_is_left_after_its_checkpoint(job):

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.adapters import logits
 from helpers.command import opdcl, sets
-from helpers.tiny import make_project
+from helpers.synthetic import alter
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -35,20 +36,15 @@ RECOVER = ("--prompts", "prompts.jsonl", "--domain", "rows.jsonl", *sets(SMALL))
 
 
 @pytest.fixture
-def project(tiny_model, whole_model, tmp_path, monkeypatch):
+def project(tiny_folder, tiny_model, whole_model):
     """A folder with `base`, and `mine`, the same model fine-tuned as a whole."""
-    monkeypatch.chdir(make_project(tmp_path, tiny_model))
-    shutil.copytree(tiny_model, tmp_path / "base")
-    shutil.copytree(whole_model, tmp_path / "mine")
-    return tmp_path
+    shutil.copytree(tiny_model, tiny_folder / "base")
+    shutil.copytree(whole_model, tiny_folder / "mine")
+    return tiny_folder
 
 
 def hashes(folder: Path) -> dict[str, str]:
     return {file.name: file_hash(file) for file in folder.iterdir()}
-
-
-def logits(model) -> torch.Tensor:
-    return model(input_ids=torch.arange(40, 60)[None]).logits.detach()
 
 
 def from_disk(folder: Path):
@@ -114,11 +110,6 @@ def test_a_merged_model_without_a_tokenizer_is_measured_from_python(loaded, proj
     assert torch.equal(logits(from_disk(project / "out")), logits(from_disk(project / "merged")))
 
 
-def change_config(folder: Path, **keys) -> None:
-    config = read_json(folder / "config.json")
-    (folder / "config.json").write_text(json.dumps(config | keys))
-
-
 def test_a_model_that_does_not_fit_its_base_is_refused_with_the_reason(project):
     def refused(*words: str) -> str:
         done = opdcl("eval", "mine", *words, *MEASURE, code=2)
@@ -128,13 +119,13 @@ def test_a_model_that_does_not_fit_its_base_is_refused_with_the_reason(project):
     assert "base and tuned model are both " in refused("--base", "mine")
     assert "did you mean --base?" in refused("--model", "base")
     size = len(AutoTokenizer.from_pretrained("base"))
-    change_config(project / "mine", vocab_size=size - 8)
+    alter(project / "mine" / "config.json", vocab_size=size - 8)
     sizes = f"has another shape than base: embeddings of size {size - 8}, there {size}"
     assert sizes in refused("--base", "base")
-    change_config(project / "mine", vocab_size=size, num_hidden_layers=1)
+    alter(project / "mine" / "config.json", vocab_size=size, num_hidden_layers=1)
     layers = "has another shape than base: num_hidden_layers 1, there 2"
     assert layers in refused("--base", "base")
-    change_config(project / "mine", num_hidden_layers=2)
+    alter(project / "mine" / "config.json", num_hidden_layers=2)
     (project / "mine" / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.content }}{% endfor %}"
     )

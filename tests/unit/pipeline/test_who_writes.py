@@ -3,7 +3,6 @@ runs."""
 
 from collections import Counter
 
-import pytest
 from helpers.recovering import run
 
 from opdcl.config.load import load
@@ -61,16 +60,6 @@ def test_teachers_and_student_write_as_many_steps_as_every_recipe_says(tmp_path)
     assert written == WRITTEN
 
 
-@pytest.mark.parametrize(
-    ("settings", "authors"),
-    [
-        ({"lmbda": 0.67}, "t t s t s t"),
-        ({"lmbda": 0.34}, "t t t t s t"),
-        ({"lmbda": 0.67, "on_policy": {"domain": True}}, "t t s s s s"),
-        ({"lmbda": 0}, "t t t t t t"),
-        ({"lmbda": 1}, "s t s t s t"),
-    ],
-)
-def test_every_row_of_the_metrics_names_the_author(backbone, tuned, settings, authors):
-    rows = [row for row in run(backbone, tuned, **settings) if "loss" in row]
-    assert " ".join(row["author"][0] for row in rows) == authors
+def test_every_row_of_the_metrics_names_the_author(backbone, tuned):
+    rows = [row for row in run(backbone, tuned, lmbda=0.67) if "loss" in row]
+    assert " ".join(row["author"][0] for row in rows) == "t t s t s t"

@@ -135,17 +135,10 @@ def with_metrics(run: RunDir) -> None:
     base = {"general_kl": 0.0, "own_length": 120.0, "own_ended": 0.5}
     alarm = {"sign": "repetition", "value": 0.5, "bound": 0.2, "action": "rate halved"}
     end = tuned | {"general_kl": 0.25, "best": True, "missed_ends": 0.61, "domain_gap_closed": 0.61}
+    step = {"step": 1, "stream": "general", "tokens": 500}
     rows = [
         {"step": 0, "validation": tuned | {"best": False}, "start": start, "base": base},
-        {
-            "step": 1,
-            "loss": 1.0,
-            "kl": 1.0,
-            "stream": "general",
-            "mismatch": 0.01,
-            "tokens": 500,
-            "reward": 0.5,
-        },
+        step | {"loss": 1.0, "kl": 1.0, "mismatch": 0.01, "reward": 0.5},
         {"step": 8, "validation": end, "health": alarm},
     ]
     write(run.stage(2, "recover").metrics, rows)
@@ -175,11 +168,8 @@ def with_constraints(run: RunDir) -> None:
 
     def asked(i):
         question = f"Who signs form {i}?"
-        return {
-            "prompt": f"system: {'Be brief. ' * 400}\n\nuser: {question}",
-            "question": question,
-            "target": "Ida",
-        }
+        prompt = f"system: {'Be brief. ' * 400}\n\nuser: {question}"
+        return {"prompt": prompt, "question": question, "target": "Ida"}
 
     measure_states(run, "handbook", (4, 36, 32), fields=asked)
 

@@ -35,15 +35,18 @@ def step(tmp_path):
 
 
 @pytest.fixture
-def two_ways(step):
+def chain(step):
+    """Two domains in a row."""
+    first = step("first", "handbook", 30, 36, 2)
+    return [first, step("second", "manual", 28, 34, 30, start=first, teachers={"known": first})]
+
+
+@pytest.fixture
+def two_ways(chain, step):
     """Two domains in a row, once with little forgetting and once with much."""
-    first, worse = step("first", "handbook", 30, 36, 2), step("worse", "handbook", 34, 38, 2)
-    return [
-        first,
-        worse,
-        step("second", "manual", 28, 34, 30, start=first, teachers={"known": first}),
-        step("after", "manual", 6, 10, 32, start=worse),
-    ]
+    first, second = chain
+    worse = step("worse", "handbook", 34, 38, 2)
+    return [first, worse, second, step("after", "manual", 6, 10, 32, start=worse)]
 
 
 def test_the_figures_of_a_chain_equal_those_worked_out_by_hand(two_ways):
@@ -102,12 +105,10 @@ def test_two_experiments_with_equal_names_stay_apart(step):
     assert len({c["name"] for c in both["chains"]}) == 2
 
 
-def test_answers_to_other_prompts_are_left_out_with_a_note(step):
-    first = step("first", "handbook", 30, 36, 2)
-    second = step("second", "manual", 28, 34, 30, start=first)
+def test_answers_to_other_prompts_are_left_out_with_a_note(chain):
     for state, passed in (("base", 32), ("recovered", 28)):
-        measure(second, state, {"instructions": range(passed)}, prompt="Another")
-    comparison = compared([first, second])
+        measure(chain[1], state, {"instructions": range(passed)}, prompt="Another")
+    comparison = compared(chain)
     assert "instructions" not in comparison["steps"][1]["scores"]
     assert any("other prompts of instructions" in note for note in comparison["notes"])
 
@@ -119,14 +120,12 @@ def test_a_run_that_builds_on_itself_is_refused(step):
         compared([first, step("second", "manual", 28, 34, 30)])
 
 
-def test_a_missing_result_is_left_out_with_a_note(step):
-    first = step("first", "handbook", 30, 36, 2)
-    second = step("second", "manual", 28, 34, 30, start=first)
-    second.eval_result("recovered", "handbook").unlink()
-    comparison = compared([first, second])
-    (chain,) = comparison["chains"]
-    assert chain["average"] is None
-    assert chain["forgetting"]["value"] == pytest.approx((32 - 28) / N)
+def test_a_missing_result_is_left_out_with_a_note(chain):
+    chain[1].eval_result("recovered", "handbook").unlink()
+    comparison = compared(chain)
+    (figures,) = comparison["chains"]
+    assert figures["average"] is None
+    assert figures["forgetting"]["value"] == pytest.approx((32 - 28) / N)
     assert "second is not measured on handbook." in comparison["notes"]
 
 
@@ -143,16 +142,14 @@ def test_the_mean_over_suites_has_a_narrower_interval_than_one_suite():
     assert comparison.high - comparison.low == pytest.approx(width, rel=0.1)
 
 
-def test_one_prompt_of_a_hundred_is_no_forgetting_that_is_shown(step):
+def test_one_prompt_of_a_hundred_is_no_forgetting_that_is_shown(chain):
     """Forgetting is a difference on the same prompts, not a pass rate, which excludes 0 after one failure."""
-    first = step("first", "handbook", 30, 36, 2)
-    runs = [first, step("second", "manual", 28, 34, 30, start=first)]
-    for run, passed in zip(runs, (99, 98), strict=True):
+    for run, passed in zip(chain, (99, 98), strict=True):
         change(run, "eval", domain=[])
         shutil.rmtree(run.evals)
         for state, passes in (("base", 99), ("recovered", passed)):
             measure(run, state, {"instructions": range(passes)}, n=100)
-    comparison = compare_runs(runs)
+    comparison = compare_runs(chain)
     before, after = ((np.arange(100) < passed).astype(float) for passed in (99, 98))
     forgetting = comparison.chains[0].figures["forgetting"]
     assert forgetting == intervals.difference(before, after).rounded()
@@ -209,14 +206,14 @@ def test_a_domain_that_no_rows_tell_is_left_out_with_a_note_whose_hint_helps(ste
     assert not any("unknown" in note or "left out" in note for note in named.notes)
 
 
-def test_a_start_that_is_named_inside_its_run_is_a_link_of_the_chain_if_the_run_ended_with_it(step):
-    first = step("first", "handbook", 30, 36, 2)
-    second = step("second", "manual", 28, 34, 30, start=first)
-    whole = compared([first, second])["chains"]
+def test_a_start_that_is_named_inside_its_run_is_a_link_of_the_chain_if_the_run_ended_with_it(chain):
+    first, second = chain
+    change(second, "recover", teachers={})
+    whole = compared(chain)["chains"]
     for stage in (first.stage(2, "recover"), first.stage(1, "finetune")):
         write(stage.record, {"status": "done"})
         alter(second.config, workflow={"start": str(stage.adapter)})
         is_end = stage == first.last_stage()
-        assert build_on_one_another([first, second]) == is_end
+        assert build_on_one_another(chain) == is_end
         if is_end:
-            assert compared([first, second])["chains"] == whole
+            assert compared(chain)["chains"] == whole

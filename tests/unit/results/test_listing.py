@@ -4,6 +4,7 @@ import json
 import shutil
 
 from helpers.command import opdcl
+from helpers.synthetic import alter
 
 from opdcl.results.render import summarise
 from opdcl.rundir.layout import RunDir, locked
@@ -24,9 +25,8 @@ def test_a_folder_lists_its_runs_and_names_damage(run, tmp_path):
     with locked(RunDir(tmp_path / "first")):
         assert json.loads(opdcl("ls", tmp_path, "--json").stdout)[0]["state"].startswith("running ")
     shutil.copytree(tmp_path / "first", tmp_path / "second")
-    for created in ('"2026-W01-1Z"', "null", "3", '""'):
-        manifest = tmp_path / "second/manifest.json"
-        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"created": json.loads(created)}))
+    for created in ("2026-W01-1Z", None, 3, ""):
+        alter(tmp_path / "second/manifest.json", created=created)
         shown = opdcl("ls", tmp_path)
         found = [each.split() for each in shown.stdout.splitlines()]
         assert (shown.returncode, line.split() in found) == (0, True), shown.stderr

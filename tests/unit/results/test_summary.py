@@ -7,6 +7,7 @@ import pytest
 from helpers.synthetic import (
     STRICT,
     N,
+    alter,
     change,
     measure,
     measure_fully,
@@ -61,10 +62,7 @@ def test_the_summary_is_json_and_keeps_its_keys_on_an_empty_run(run, empty, tmp_
 
 def test_an_instruction_level_headline_counts_instructions(run):
     for state in ("base", "tuned", "recovered"):
-        path = run.eval_result(state, "instructions")
-        path.write_text(
-            path.read_text().replace(f'"metric": "{STRICT}"', '"metric": "inst_level_strict_acc"')
-        )
+        alter(run.eval_result(state, "instructions"), metric="inst_level_strict_acc")
     summary = summarise(run)
     assert summary["suites"]["instructions"]["tuned"]["value"] == pytest.approx(0.6)
     assert summary["recovery"]["value"] == pytest.approx(20 / 24, abs=1e-5)

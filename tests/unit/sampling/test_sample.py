@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from unit.sampling.test_graph import build
 
 from opdcl.config.model import LoraSection
 from opdcl.model.forward import answer_states
@@ -40,26 +41,6 @@ def test_prompts_of_many_lengths_in_several_prefill_batches_of_little_padding(ba
         assert rollout.completion_ids == expected[0, len(rollout.prompt_ids) :].tolist()
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
-def test_the_llama_step_equals_transformers_forward(family):
-    import transformers
-
-    odd_heads = {"head_dim": 24, "attention_bias": True} if family == "Qwen3" else {}
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 600, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, **odd_heads}
-    others = {"initializer_range": 0.3, "sliding_window": None}
-    config = getattr(transformers, f"{family}Config")(**sizes, **heads, **others)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).double().eval()
-    for parameter in model.parameters():
-        if parameter.dim() == 1:  # norms and biases start at one and zero, which would hide errors
-            parameter.data += 0.2 * torch.randn_like(parameter)
-    assert decodes_as_llama(model)
-    prompts = [Prompt([1, 2, 3, 4 + i, *range(5, 5 + i * 3 % 7)]) for i in range(9)]
-    for rollout in sample(model, prompts, max_new_tokens=20, eos_ids=[7], temperature=0.9, seed=1):
-        assert_logprobs(model, rollout, 0.9)
-
-
 def test_an_unmerged_adapter_uses_the_plain_step(backbone):
     backbone.new_adapter(LoraSection(r=2), seed=0)
     assert not decodes_as_llama(backbone.causal_lm)
@@ -90,9 +71,8 @@ def test_a_few_long_prompts_run_separately_from_short_ones():
 
 
 def test_samples_do_not_depend_on_the_batch(backbone):
-    model = (
-        backbone.causal_lm.double()
-    )  # in fp32, rounding that depends on the batch occasionally changes a draw
+    # In fp32, rounding that depends on the batch occasionally changes a draw.
+    model = backbone.causal_lm.double()
     alone = sample(model, PROMPTS, max_new_tokens=10, eos_ids=[2], seed=3, batch_size=1)
     together = sample(model, PROMPTS, max_new_tokens=10, eos_ids=[2], seed=3, batch_size=4)
     other = sample(model, PROMPTS, max_new_tokens=10, eos_ids=[2], seed=4, batch_size=4)
@@ -191,20 +171,11 @@ def test_a_stopped_engine_returns_what_it_has(backbone, engine):
 
 
 def test_generate_stops_and_returns_logprobs(backbone):
-    free = sample(
-        backbone.causal_lm, PROMPTS, max_new_tokens=8, eos_ids=[], temperature=0.8, seed=1, engine="generate"
-    )
+    options = {"max_new_tokens": 8, "temperature": 0.8, "seed": 1, "engine": "generate"}
+    free = sample(backbone.causal_lm, PROMPTS, eos_ids=[], **options)
     assert all(len(r.completion_ids) == len(r.logprobs) == 8 and not r.finished for r in free)
     stop = free[0].completion_ids[2]
-    for rollout in sample(
-        backbone.causal_lm,
-        PROMPTS,
-        max_new_tokens=8,
-        eos_ids=[stop],
-        temperature=0.8,
-        seed=1,
-        engine="generate",
-    ):
+    for rollout in sample(backbone.causal_lm, PROMPTS, eos_ids=[stop], **options):
         assert rollout.finished == (rollout.completion_ids[-1] == stop)
         assert stop not in rollout.completion_ids[:-1]
         assert_logprobs(backbone.causal_lm, rollout, 0.8)
@@ -212,15 +183,9 @@ def test_generate_stops_and_returns_logprobs(backbone):
 
 def test_the_seed_determines_the_samples_of_generate(backbone):
     state = torch.get_rng_state()
-    first, again, other = (
-        [
-            r.completion_ids
-            for r in sample(
-                backbone.causal_lm, PROMPTS, max_new_tokens=8, eos_ids=[2], seed=seed, engine="generate"
-            )
-        ]
-        for seed in (1, 1, 2)
-    )
+    options = {"max_new_tokens": 8, "eos_ids": [2], "engine": "generate"}
+    drawn = [sample(backbone.causal_lm, PROMPTS, seed=seed, **options) for seed in (1, 1, 2)]
+    first, again, other = ([rollout.completion_ids for rollout in rollouts] for rollouts in drawn)
     assert first == again != other
     assert torch.equal(torch.get_rng_state(), state)  # training uses the global generator
 
@@ -234,22 +199,7 @@ def test_the_engine_follows_the_model(backbone):
 
 
 def test_states_of_a_sliding_window_model_equal_its_own_forward():
-    from transformers import MistralConfig, MistralForCausalLM
-
-    torch.manual_seed(0)
-    model = MistralForCausalLM(
-        MistralConfig(
-            vocab_size=600,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            sliding_window=3,
-            max_position_embeddings=64,
-            initializer_range=0.5,
-        )
-    ).eval()
+    model = build("Mistral", torch.float32, num_hidden_layers=2, sliding_window=3)
     rows = [Example.of([1, 5, 9, 20 + i], [7, 8, *range(30, 31 + i)]) for i in range(3)]
     with torch.no_grad():
         states = answer_states(model, rows)

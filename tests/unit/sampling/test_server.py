@@ -47,6 +47,12 @@ def elsewhere(tiny_model):
     return load_backbone(ModelConfig(id=str(tiny_model), dtype="float32"))
 
 
+@pytest.fixture
+def server(elsewhere):
+    with serving(elsewhere) as started:
+        yield started
+
+
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     """Return a function that sets how long a client waits: seconds for an answer, and for the server."""
@@ -81,7 +87,7 @@ def tokens_of(rollouts):
     ],
     ids=["sampled token", "top 20", "top 5", "top 60", "whole forward", "whole reverse", "whole jsd"],
 )
-def test_loss_and_gradient_equal_those_of_the_same_model_locally(backbone, elsewhere, impatient, loss):
+def test_loss_and_gradient_equal_those_of_the_same_model_locally(backbone, server, impatient, loss):
     impatient(timeout=60)
     local = Teacher(backbone, "base")
     tokens, head = tokens_of(ROLLOUTS), local.head_VH
@@ -90,19 +96,18 @@ def test_loss_and_gradient_equal_those_of_the_same_model_locally(backbone, elsew
     )
     graded = HiddenStates(student, head).log_probs(slice(0, len(tokens)), len(head))
     sampler = graded.gather(1, tokens[:, None])[:, 0] - 0.1
-    with serving(elsewhere) as server:
-        server.most_logprobs = -1
-        remote = teacher_of(server, backbone, named=RecoverConfig(loss=loss).served_tokens)
-        results = []
-        for distribution in (local.distribution(ROLLOUTS), remote.distribution(ROLLOUTS)):
-            states = student.clone().requires_grad_()
-            graded = ScoredTokens(tokens, sampler, torch.zeros(len(tokens)))
-            losses = token_losses(HiddenStates(states, head), distribution, graded, Loss(**loss))
-            losses.loss.sum().backward()
-            results.append((losses.loss.detach(), states.grad, losses.logprob))
-            if loss["kind"] in WHOLE:
-                results[-1] += (losses.kl, losses.teacher_entropy)
-        remote.close()
+    server.most_logprobs = -1
+    remote = teacher_of(server, backbone, named=RecoverConfig(loss=loss).served_tokens)
+    results = []
+    for distribution in (local.distribution(ROLLOUTS), remote.distribution(ROLLOUTS)):
+        states = student.clone().requires_grad_()
+        graded = ScoredTokens(tokens, sampler, torch.zeros(len(tokens)))
+        losses = token_losses(HiddenStates(states, head), distribution, graded, Loss(**loss))
+        losses.loss.sum().backward()
+        results.append((losses.loss.detach(), states.grad, losses.logprob))
+        if loss["kind"] in WHOLE:
+            results[-1] += (losses.kl, losses.teacher_entropy)
+    remote.close()
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
     assert float(results[0][0].abs().max()) > 0.01
@@ -154,23 +159,22 @@ REFUSALS = {400: "refuses: status 400.*this is a 400", 401: "refuses: status 401
 
 @pytest.mark.parametrize(("fault", "message"), (FAULTS | REFUSALS).items(), ids=str)
 def test_a_bad_answer_is_requested_again_and_a_server_that_gives_no_other_is_an_error_with_the_reason(
-    backbone, elsewhere, impatient, fault, message
+    backbone, server, impatient, fault, message
 ):
     impatient(timeout=0.4 if fault == "slow" else 5, patience=1)
-    with serving(elsewhere) as server:
-        remote = teacher_of(server, backbone)
-        if fault in FAULTS:
-            good = remote.distribution(ROLLOUTS[:2])
-            remote.server._scored.cache_clear()
-            before, server.faults = len(server.seen), [fault]
-            again = remote.distribution(ROLLOUTS[:2])
-            assert len(server.seen) == before + 3  # one of two requests was sent twice
-            assert torch.equal(again.logprob_N, good.logprob_N)
-            assert torch.equal(again.top_logprob_NK, good.top_logprob_NK)
-        server.faults = [fault] * 60
-        with pytest.raises(OpdclError, match=message) as caught:
-            remote.distribution(ROLLOUTS[2:3])
-        remote.close()
+    remote = teacher_of(server, backbone)
+    if fault in FAULTS:
+        good = remote.distribution(ROLLOUTS[:2])
+        remote.server._scored.cache_clear()
+        before, server.faults = len(server.seen), [fault]
+        again = remote.distribution(ROLLOUTS[:2])
+        assert len(server.seen) == before + 3  # one of two requests was sent twice
+        assert torch.equal(again.logprob_N, good.logprob_N)
+        assert torch.equal(again.top_logprob_NK, good.top_logprob_NK)
+    server.faults = [fault] * 60
+    with pytest.raises(OpdclError, match=message) as caught:
+        remote.distribution(ROLLOUTS[2:3])
+    remote.close()
     assert caught.value.hint
     assert (KEY in caught.value.hint) == (fault == 401)
     assert server.url in caught.value.message
@@ -204,41 +208,36 @@ def test_an_unreachable_server_is_waited_for(backbone, elsewhere):
     assert "waiting for the server at http://127.0.0.1" in messages[0]
 
 
-def test_an_outage_does_not_count_as_an_invalid_answer(backbone, elsewhere):
-    with serving(elsewhere) as server:
-        remote = teacher_of(server, backbone)
-        server.faults = [503, 503, "nan"]
-        assert len(remote.distribution(ROLLOUTS[:1]).logprob_N) == len(ROLLOUTS[0].completion_ids)
-        server.faults = ["aborted"]
-        (rollout,) = remote.complete([ROLLOUTS[0].prompt], max_new_tokens=5, seed=1)
-        remote.close()
+def test_an_outage_does_not_count_as_an_invalid_answer(backbone, server):
+    remote = teacher_of(server, backbone)
+    server.faults = [503, 503, "nan"]
+    assert len(remote.distribution(ROLLOUTS[:1]).logprob_N) == len(ROLLOUTS[0].completion_ids)
+    server.faults = ["aborted"]
+    (rollout,) = remote.complete([ROLLOUTS[0].prompt], max_new_tokens=5, seed=1)
+    remote.close()
     assert len(rollout.completion_ids) == 5 or rollout.finished
 
 
-def test_a_process_exits_without_waiting_for_an_answer(elsewhere):
+def test_a_process_exits_without_waiting_for_an_answer(server):
     script = (
         "import sys, time\n"
         "from opdcl.sampling.server import Server\n"
         "server = Server(sys.argv[1], 49152, model='teacher')\n"
         "server.score([1, 2], [3])\ntime.sleep(1)\nserver.close()\nprint('closed', flush=True)\n"
     )
-    with serving(elsewhere) as server:
-        server.slow, server.faults = 60, ["slow"]
-        process = subprocess.Popen(
-            [sys.executable, "-c", script, server.url], stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdout.readline() == "closed\n"
-        process.wait(timeout=30)
+    server.slow, server.faults = 60, ["slow"]
+    process = subprocess.Popen([sys.executable, "-c", script, server.url], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "closed\n"
+    process.wait(timeout=30)
     assert process.returncode == 0
 
 
-def test_a_server_with_another_model_is_refused(backbone, elsewhere):
-    with serving(elsewhere) as server:
-        reach_own_model(server.url, backbone, print).close()
-        with torch.no_grad():
-            elsewhere.causal_lm.model.layers[0].mlp.up_proj.weight.mul_(-1)
-        with pytest.raises(UsageError, match="serves another model as teacher"):
-            reach_own_model(server.url, backbone, print)
+def test_a_server_with_another_model_is_refused(backbone, elsewhere, server):
+    reach_own_model(server.url, backbone, print).close()
+    with torch.no_grad():
+        elsewhere.causal_lm.model.layers[0].mlp.up_proj.weight.mul_(-1)
+    with pytest.raises(UsageError, match="serves another model as teacher"):
+        reach_own_model(server.url, backbone, print)
 
 
 def test_close_ends_pending_requests(backbone, elsewhere, impatient):
@@ -254,20 +253,19 @@ def test_close_ends_pending_requests(backbone, elsewhere, impatient):
     assert time.monotonic() - started < 10
 
 
-def test_identical_requests_are_sent_once(backbone, elsewhere):
-    with serving(elsewhere) as server:
-        remote = teacher_of(server, backbone)
-        before = len(server.seen)
-        remote.prefetch(ROLLOUTS)
-        remote.prefetch(ROLLOUTS)
-        remote.distribution(ROLLOUTS)
-        graded = server.seen[before:]
-        assert len(graded) == len(ROLLOUTS)
-        assert {tuple(body["prompt"]) for _, body, _ in graded} == {
-            (*r.prompt_ids, *r.completion_ids) for r in ROLLOUTS
-        }
-        assert all(body["prompt_logprobs"] == K for _, body, _ in graded)
-        remote.close()
+def test_identical_requests_are_sent_once(backbone, server):
+    remote = teacher_of(server, backbone)
+    before = len(server.seen)
+    remote.prefetch(ROLLOUTS)
+    remote.prefetch(ROLLOUTS)
+    remote.distribution(ROLLOUTS)
+    graded = server.seen[before:]
+    assert len(graded) == len(ROLLOUTS)
+    assert {tuple(body["prompt"]) for _, body, _ in graded} == {
+        (*r.prompt_ids, *r.completion_ids) for r in ROLLOUTS
+    }
+    assert all(body["prompt_logprobs"] == K for _, body, _ in graded)
+    remote.close()
 
 
 @pytest.mark.parametrize(
@@ -280,26 +278,25 @@ def test_identical_requests_are_sent_once(backbone, elsewhere):
         ("http://localhost:{port}", False),
     ],
 )
-def test_the_key_goes_to_one_server_and_never_in_a_dry_run(elsewhere, monkeypatch, owner, gets_it):
+def test_the_key_goes_to_one_server_and_never_in_a_dry_run(server, monkeypatch, owner, gets_it):
     monkeypatch.setenv(KEY, " s3cret-key ")
-    with serving(elsewhere) as server:
-        if owner:
-            monkeypatch.setenv("OPDCL_SERVER_URL", owner.format(url=server.url, port=server.server_port))
-        check_access(server.url, 1, "teacher")
-        check_access(server.url, 1, "teacher", sends_key=False)
-        keys = [key for _, _, key in server.seen]
-        assert keys == ["Bearer s3cret-key" if gets_it else None, None]
+    if owner:
+        monkeypatch.setenv("OPDCL_SERVER_URL", owner.format(url=server.url, port=server.server_port))
+    check_access(server.url, 1, "teacher")
+    check_access(server.url, 1, "teacher", sends_key=False)
+    keys = [key for _, _, key in server.seen]
+    assert keys == ["Bearer s3cret-key" if gets_it else None, None]
+    server.faults = [401]
+    if gets_it:
+        check_access(server.url, sends_key=False)  # the run will send it
         server.faults = [401]
-        if gets_it:
-            check_access(server.url, sends_key=False)  # the run will send it
-            server.faults = [401]
-            with pytest.raises(UsageError, match="status 401") as caught:
-                check_access(server.url)
-            assert "s3cret" not in caught.value.message + caught.value.hint
-            return
         with pytest.raises(UsageError, match="status 401") as caught:
-            check_access(server.url, sends_key=False)
-        assert f"OPDCL_SERVER_URL={server.url}" in caught.value.hint
+            check_access(server.url)
+        assert "s3cret" not in caught.value.message + caught.value.hint
+        return
+    with pytest.raises(UsageError, match="status 401") as caught:
+        check_access(server.url, sends_key=False)
+    assert f"OPDCL_SERVER_URL={server.url}" in caught.value.hint
 
 
 @pytest.mark.parametrize("host", ["teacher", "10.0.0.1", "127.0.0.1.evil.example", "evil.example"])
@@ -321,15 +318,14 @@ def test_an_invalid_url_or_one_with_a_password_is_refused(url):
         ServerSection(url=url)
 
 
-def test_another_tokenizer_or_an_ambiguous_model_is_refused(backbone, elsewhere):
-    with serving(elsewhere) as server:
-        server.extra_ids = [5]
-        with pytest.raises(UsageError, match="another tokenizer"):
-            teacher_of(server, backbone)
-        server.extra_ids, server.names = [], ["one", "two"]
-        with pytest.raises(UsageError, match="serves one, two"):
-            teacher_of(server, backbone)
-        assert teacher_of(server, backbone, model="two").server.model == "two"
+def test_another_tokenizer_or_an_ambiguous_model_is_refused(backbone, server):
+    server.extra_ids = [5]
+    with pytest.raises(UsageError, match="another tokenizer"):
+        teacher_of(server, backbone)
+    server.extra_ids, server.names = [], ["one", "two"]
+    with pytest.raises(UsageError, match="serves one, two"):
+        teacher_of(server, backbone)
+    assert teacher_of(server, backbone, model="two").server.model == "two"
 
 
 @pytest.mark.parametrize(
@@ -342,45 +338,43 @@ def test_another_tokenizer_or_an_ambiguous_model_is_refused(backbone, elsewhere)
         ({"kind": "policy_gradient"}, 20),
     ],
 )
-def test_a_loss_that_needs_more_than_a_server_sends_is_refused_at_the_start(backbone, elsewhere, loss, most):
-    with serving(elsewhere) as server:
-        server.most_logprobs = most
-        section = TeacherSection(kind="remote", server={"url": server.url, "model": "teacher"})
-        config = RecoverConfig(loss=loss, **taught(section, "general"))
+def test_a_loss_that_needs_more_than_a_server_sends_is_refused_at_the_start(backbone, server, loss, most):
+    server.most_logprobs = most
+    section = TeacherSection(kind="remote", server={"url": server.url, "model": "teacher"})
+    config = RecoverConfig(loss=loss, **taught(section, "general"))
 
-        def reach():
-            # As a dry run does.
-            check_access(section.server.url, config.served_tokens, section.server.model)
-            make_teacher(section, backbone, named=config.served_tokens).close()
+    def reach():
+        # As a dry run does.
+        check_access(section.server.url, config.served_tokens, section.server.model)
+        make_teacher(section, backbone, named=config.served_tokens).close()
 
-        if loss in ({"kind": "top_k", "k": 20}, {"kind": "policy_gradient"}):
-            reach()
-            return
-        for attempt in (lambda: make_teacher(section, backbone, named=config.served_tokens), reach):
-            with pytest.raises(UsageError, match="greater than max allowed") as caught:
-                attempt()
-            assert "--max-logprobs -1" in caught.value.hint
-            assert "top_k with recover.loss.k at most 20" in caught.value.hint
+    if loss in ({"kind": "top_k", "k": 20}, {"kind": "policy_gradient"}):
+        reach()
+        return
+    for attempt in (lambda: make_teacher(section, backbone, named=config.served_tokens), reach):
+        with pytest.raises(UsageError, match="greater than max allowed") as caught:
+            attempt()
+        assert "--max-logprobs -1" in caught.value.hint
+        assert "top_k with recover.loss.k at most 20" in caught.value.hint
 
 
 @pytest.mark.parametrize("fault", ["few", "certain of everything", "nan"])
-def test_a_whole_distribution_that_is_none_is_requested_again(backbone, elsewhere, impatient, fault):
+def test_a_whole_distribution_that_is_none_is_requested_again(backbone, server, impatient, fault):
     impatient(timeout=60)
-    with serving(elsewhere) as server:
-        server.most_logprobs = -1
-        remote = teacher_of(server, backbone, named=WHOLE_VOCABULARY)
-        good = remote.distribution(ROLLOUTS[:1])
-        remote.server._scored.cache_clear()
-        server.faults = [fault]
-        again = remote.distribution(ROLLOUTS[:1])
-        assert server.faults == []
-        assert torch.equal(again.log_q_NV, good.log_q_NV)
-        assert good.log_q_NV.shape == (len(ROLLOUTS[0].completion_ids), len(backbone.tokenizer))
-        before = len(server.seen)
-        remote.prefetch(ROLLOUTS)  # whole ones are large: none is requested before it is needed
-        time.sleep(0.1)
-        assert len(server.seen) == before
-        remote.close()
+    server.most_logprobs = -1
+    remote = teacher_of(server, backbone, named=WHOLE_VOCABULARY)
+    good = remote.distribution(ROLLOUTS[:1])
+    remote.server._scored.cache_clear()
+    server.faults = [fault]
+    again = remote.distribution(ROLLOUTS[:1])
+    assert server.faults == []
+    assert torch.equal(again.log_q_NV, good.log_q_NV)
+    assert good.log_q_NV.shape == (len(ROLLOUTS[0].completion_ids), len(backbone.tokenizer))
+    before = len(server.seen)
+    remote.prefetch(ROLLOUTS)  # whole ones are large: none is requested before it is needed
+    time.sleep(0.1)
+    assert len(server.seen) == before
+    remote.close()
 
 
 def spoil(weight, by):
@@ -391,25 +385,26 @@ def spoil(weight, by):
 @pytest.mark.parametrize(
     ("named", "most", "sends"), [(K, 20, "the 20 likeliest tokens"), (-1, -1, "whole distributions")]
 )
-def test_a_served_teacher_is_compared_with_base_first(backbone, elsewhere, impatient, named, most, sends):
+def test_a_served_teacher_is_compared_with_base_first(
+    backbone, elsewhere, server, impatient, named, most, sends
+):
     impatient(timeout=60)
-    with serving(elsewhere) as server:
-        server.most_logprobs = most
-        section, said = TeacherSection(kind="remote", server={"url": server.url}), []
+    server.most_logprobs = most
+    section, said = TeacherSection(kind="remote", server={"url": server.url}), []
 
-        def reach():
-            make_teacher(section, backbone, notify=said.append, named=named).close()
+    def reach():
+        make_teacher(section, backbone, notify=said.append, named=named).close()
 
+    reach()
+    spoil(elsewhere.causal_lm.model.layers[0].mlp.up_proj.weight, -1)
+    reach()
+    same, other = said
+    assert f"sends {sends}; it is base: on a text" in same
+    assert f"sends {sends}; it is another model than base: on a text" in other
+    spoil(elsewhere.causal_lm.model.norm.weight, 40)
+    with pytest.raises(UsageError, match="nats per token less than base does") as caught:
         reach()
-        spoil(elsewhere.causal_lm.model.layers[0].mlp.up_proj.weight, -1)
-        reach()
-        same, other = said
-        assert f"sends {sends}; it is base: on a text" in same
-        assert f"sends {sends}; it is another model than base: on a text" in other
-        spoil(elsewhere.causal_lm.model.norm.weight, 40)
-        with pytest.raises(UsageError, match="nats per token less than base does") as caught:
-            reach()
-        assert "--dtype" in caught.value.hint
+    assert "--dtype" in caught.value.hint
 
 
 def test_remote_needs_a_server():
@@ -444,13 +439,12 @@ def no_thread_left():
 
 
 @pytest.mark.usefixtures("no_thread_left")
-def test_a_recovery_with_a_remote_base_takes_the_steps_of_a_local_one(backbone, tuned, elsewhere):
+def test_a_recovery_with_a_remote_base_takes_the_steps_of_a_local_one(backbone, tuned, server):
     loss = {"kind": "top_k", "k": K}
-    with serving(elsewhere) as server:
-        section = {"kind": "remote", "server": {"url": server.url}}
-        # Each bad answer goes to a different request.
-        server.faults = [None, 500, None, "nan", None, None, "truncated"]
-        remote = recovery(backbone, tuned, "remote", section, loss)
+    section = {"kind": "remote", "server": {"url": server.url}}
+    # Each bad answer goes to a different request.
+    server.faults = [None, 500, None, "nan", None, None, "truncated"]
+    remote = recovery(backbone, tuned, "remote", section, loss)
     rows = [r for r in remote if "loss" in r]
     assert [r["stream"] for r in rows] == ["general", "domain"] * 2
     assert all(r["kl"] > 0 for r in rows if r["stream"] == "general")
@@ -464,22 +458,21 @@ def student_of(backbone, tuned):
     backbone.load_adapter(tuned / "tuned", "student", trainable=True)
 
 
-def test_a_server_samples_the_student_with_its_current_adapter(backbone, tuned, elsewhere):
+def test_a_server_samples_the_student_with_its_current_adapter(backbone, tuned, server):
     student_of(backbone, tuned)
     prompts = [r.prompt for r in ROLLOUTS]
     local = Teacher(backbone, "student")
-    with serving(elsewhere) as server:
-        served = ServedStudent(backbone, reach_server(server.url, backbone, print), tuned / "served")
-        ended = []
-        options = {"max_new_tokens": 6, "temperature": 1.0, "seed": 3}
-        first = served.complete(prompts, **options, on_finished=ended.extend)
-        with torch.no_grad():
-            for layer in backbone.adapted_layers():
-                layer.lora_B["student"].weight.mul_(0.2)
-        second = served.complete(prompts, **options)
-        greedy = [writer.complete(prompts, max_new_tokens=6, temperature=0.0) for writer in (served, local)]
-        assert server.adapters == {}
-        served.close()
+    served = ServedStudent(backbone, reach_server(server.url, backbone, print), tuned / "served")
+    ended = []
+    options = {"max_new_tokens": 6, "temperature": 1.0, "seed": 3}
+    first = served.complete(prompts, **options, on_finished=ended.extend)
+    with torch.no_grad():
+        for layer in backbone.adapted_layers():
+            layer.lora_B["student"].weight.mul_(0.2)
+    second = served.complete(prompts, **options)
+    greedy = [writer.complete(prompts, max_new_tokens=6, temperature=0.0) for writer in (served, local)]
+    assert server.adapters == {}
+    served.close()
     assert sorted(r.prompt_ids for r in ended) == sorted(p.ids for p in prompts)
     assert [r.completion_ids for r in first] != [r.completion_ids for r in second]
     assert [r.completion_ids for r in greedy[0]] == [r.completion_ids for r in greedy[1]]
@@ -491,35 +484,32 @@ def test_a_server_samples_the_student_with_its_current_adapter(backbone, tuned, 
     torch.testing.assert_close(local_N, server_N, atol=1e-4, rtol=1e-4)
 
 
-def test_a_restarted_server_gets_the_adapter_again(backbone, tuned, elsewhere):
+def test_a_restarted_server_gets_the_adapter_again(backbone, tuned, server):
     student_of(backbone, tuned)
     prompts = [r.prompt for r in ROLLOUTS]
-    with serving(elsewhere) as server:
-        client = reach_server(server.url, backbone, print)
-        with client.adapter(tuned / "tuned") as name:
-            before = client.complete(prompts, 4, backbone.eos_ids, temperature=0, model=name)
-            server.adapters.clear()  # many requests in flight miss it at once
-            again = client.complete(prompts, 4, backbone.eos_ids, temperature=0, model=name)
-        client.close()
+    client = reach_server(server.url, backbone, print)
+    with client.adapter(tuned / "tuned") as name:
+        before = client.complete(prompts, 4, backbone.eos_ids, temperature=0, model=name)
+        server.adapters.clear()  # many requests in flight miss it at once
+        again = client.complete(prompts, 4, backbone.eos_ids, temperature=0, model=name)
+    client.close()
     assert before == again
 
 
-def test_a_server_without_adapters_is_refused_with_a_hint(backbone, tuned, elsewhere):
-    with serving(elsewhere) as server:
-        server.takes_adapters = False
-        client = reach_server(server.url, backbone, print)
-        with pytest.raises(UsageError, match="status 404") as caught, client.adapter(tuned / "tuned"):
-            pass
-        client.close()
+def test_a_server_without_adapters_is_refused_with_a_hint(backbone, tuned, server):
+    server.takes_adapters = False
+    client = reach_server(server.url, backbone, print)
+    with pytest.raises(UsageError, match="status 404") as caught, client.adapter(tuned / "tuned"):
+        pass
+    client.close()
     assert "opdcl serve" in caught.value.hint
 
 
 @pytest.mark.usefixtures("no_thread_left")
-def test_a_recovery_that_samples_on_a_server_has_no_mismatch(backbone, tuned, elsewhere):
-    with serving(elsewhere) as server:
-        place, loss = {"url": server.url}, {"kind": "reverse_kl"}
-        rows = recovery(backbone, tuned, "served", {"kind": "base"}, loss, server=place)
-        rows = [r for r in rows if "loss" in r]
+def test_a_recovery_that_samples_on_a_server_has_no_mismatch(backbone, tuned, server):
+    place, loss = {"url": server.url}, {"kind": "reverse_kl"}
+    rows = recovery(backbone, tuned, "served", {"kind": "base"}, loss, server=place)
+    rows = [r for r in rows if "loss" in r]
     assert len(rows) == 4
     assert [r["mismatch"] for r in rows if "mismatch" in r] == [0.0] * sum("mismatch" in r for r in rows)
     assert any("mismatch" in r for r in rows)
@@ -527,23 +517,22 @@ def test_a_recovery_that_samples_on_a_server_has_no_mismatch(backbone, tuned, el
 
 @pytest.mark.usefixtures("no_thread_left")
 @pytest.mark.parametrize("adapted", [False, True], ids=["base", "an adapter"])
-def test_an_evaluation_on_a_server_gives_the_local_answers(backbone, tuned, elsewhere, adapted):
+def test_an_evaluation_on_a_server_gives_the_local_answers(backbone, tuned, server, adapted):
     student_of(backbone, tuned)
     requests = load_suite("instructions").requests(5, backbone.tokenizer)
     answers = []
-    with serving(elsewhere) as server:
-        for place in (None, {"url": server.url}):
-            config = EvalConfig(max_new_tokens=8, server=place, batch_size=320)
-            run, adapter = RunDir(tuned / f"run-{place is None}"), tuned / "tuned" if adapted else None
-            asking = Asking(config, backbone, run, "state", "suite", Silent(), adapter)
-            answers.append([answer["response"] for answer in write_answers(asking, requests)])
+    for place in (None, {"url": server.url}):
+        config = EvalConfig(max_new_tokens=8, server=place, batch_size=320)
+        run, adapter = RunDir(tuned / f"run-{place is None}"), tuned / "tuned" if adapted else None
+        asking = Asking(config, backbone, run, "state", "suite", Silent(), adapter)
+        answers.append([answer["response"] for answer in write_answers(asking, requests)])
     assert answers[0] == answers[1]
     assert len(set(answers[0])) > 1
 
 
 @pytest.mark.usefixtures("no_thread_left")
 def test_a_sampled_evaluation_on_a_server_draws_the_same_again_also_after_an_interrupt(
-    backbone, tuned, elsewhere, monkeypatch
+    backbone, tuned, server, monkeypatch
 ):
     monkeypatch.setattr("opdcl.measure.ask.SAMPLING_BATCH", 2)
     drawn, greedy = (load_suite(name) for name in ("instructions_sampled", "instructions"))
@@ -555,9 +544,8 @@ def test_a_sampled_evaluation_on_a_server_draws_the_same_again_also_after_an_int
         found = write_answers(asking, suite.requests(5, backbone.tokenizer))
         return [answer["response"] for answer in found]
 
-    with serving(elsewhere) as server:
-        config = EvalConfig(max_new_tokens=8, server={"url": server.url}, batch_size=320)
-        answers = [written(drawn, *kept) for kept in (("a", 0), ("b", 0), ("a", 3))]
-        assert written(greedy, "c") != answers[0]
+    config = EvalConfig(max_new_tokens=8, server={"url": server.url}, batch_size=320)
+    answers = [written(drawn, *kept) for kept in (("a", 0), ("b", 0), ("a", 3))]
+    assert written(greedy, "c") != answers[0]
     assert answers[0] == answers[1] == answers[2]
     assert len(set(answers[0])) > 1

@@ -283,9 +283,8 @@ def test_base_writes_the_replayed_rows_and_their_share_is_that_asked_for(learn, 
     assert Counter(tuple(row["prompt_ids"]) for row in rows).keys() == {*map(tuple, prompts)}
     ended = [row["completion_ids"][-1] in backbone.eos_ids for row in rows]
     assert all(end or len(row["completion_ids"]) == 6 for end, row in zip(ended, rows, strict=True))
-    assert (
-        len({tuple(row["completion_ids"]) for row in rows}) > 6
-    )  # a prompt that comes again is answered anew
+    # A prompt that comes again is answered anew.
+    assert len({tuple(row["completion_ids"]) for row in rows}) > 6
     # Base gives its own words more of its mass than the words of other answers.
     own, foreign = (
         sum(answer_logprob(backbone, row["prompt_ids"], other["completion_ids"]) for row, other in pairs)

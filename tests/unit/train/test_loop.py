@@ -118,14 +118,8 @@ def spoil(monkeypatch):
 
 
 def test_a_step_that_is_not_finite_changes_nothing_and_is_recorded(backbone, tuned, spoil):
-    settings = {
-        "steps": 3,
-        "validate_every": 3,
-        "start": 1,
-        "health": False,
-        "lmbda": 0.0,
-        "method": "general",
-    }
+    settings = {"steps": 3, "validate_every": 3, "start": 1, "health": False}
+    settings |= {"lmbda": 0.0, "method": "general"}
     norms = [row["adapter_norm"] for row in run(backbone, tuned, **settings) if "loss" in row]
     shutil.rmtree(tuned / "out")
     spoil(2)
@@ -145,9 +139,7 @@ def test_a_second_step_that_is_not_finite_ends_the_stage(backbone, tuned, spoil)
 
 def test_recovery_of_a_model_that_contains_nan_stops_before_training(backbone, tuned):
     with torch.no_grad():
-        next(p for n, p in backbone.causal_lm.named_parameters() if "layers.1" in n and "up_proj" in n)[
-            0, 0
-        ] = math.nan
+        backbone.causal_lm.model.layers[1].mlp.up_proj.weight[0, 0] = math.nan
     with pytest.raises(OpdclError) as caught:
         run(backbone, tuned, health=False)
     assert "not finite" in str(caught.value)
@@ -228,19 +220,13 @@ def test_a_signal_while_the_workers_agree_ends_the_next_step(monkeypatch):
 def test_a_dose_counts_answers_and_tokens_by_stream_and_author_and_the_seconds_of_the_parts():
     rows = [
         {"step": 0, "validation": {}},
-        {
-            "step": 1,
-            "stream": "general",
-            "author": "teacher",
-            "answers": 2,
-            "graded": 30,
-            "parts": {"teacher": 1.5},
-        },
+        {"step": 1, "stream": "general", "author": "teacher", "answers": 2, "graded": 30},
         {"step": 2, "stream": "domain", "author": "teacher", "answers": 4, "graded": 9},
         {"step": 3, "skipped": "not finite", "parts": {"teacher": 0.25, "student": 2.0}},
         {"step": 4, "stream": "general", "author": "student", "answers": 2, "graded": 12},
         {"step": 5, "stream": "general", "author": "teacher", "answers": 1, "graded": 7},
     ]
+    rows[1]["parts"] = {"teacher": 1.5}
     assert dose(rows) == {
         "graded": {
             "general": {"teacher": {"answers": 3, "tokens": 37}, "student": {"answers": 2, "tokens": 12}},

@@ -45,6 +45,12 @@ def mixed(general, has_domain=True, **settings):
     return read_mixture(RecoverConfig(general=general, **STEPS | settings), read_rows, has_domain)
 
 
+def encoded(backbone, *general):
+    """Return the general stream on prompts of these sources."""
+    config = RecoverConfig(general=[*general], **STEPS)
+    return encode_stream(config, read_recovery_source(config, read_rows), "general", backbone.tokenizer, 512)
+
+
 def sources(rows):
     return Counter(row.where.split()[0] for row in rows)
 
@@ -146,9 +152,7 @@ def test_files_in_a_list_are_found_beside_the_workflow(tmp_path):
 @pytest.mark.parametrize("general", [["a", "repeated"], ["repeated"]])
 def test_a_prompt_that_a_file_repeats_is_not_both_practised_and_held_out(backbone, monkeypatch, general):
     monkeypatch.setitem(FILES, "repeated", prompts("repeated", 12) * 4)
-    config = RecoverConfig(general=general, **STEPS)
-    source = read_recovery_source(config, read_rows)
-    practised = encode_stream(config, source, "general", backbone.tokenizer, 512)
+    practised = encoded(backbone, *general)
     parts = (practised.train, practised.held_out)
     train, held_out = ({tuple(prompt.ids) for prompt in part} for part in parts)
     assert held_out
@@ -161,9 +165,8 @@ def test_prompts_that_are_all_the_same_are_practised_beside_others_and_refused_a
     train, held_out = mixed(["a", "same"])
     assert "same" in sources(train)
     assert "same" not in sources(held_out)
-    config = RecoverConfig(general=["same"], **STEPS)
     with pytest.raises(UsageError, match="all the same"):
-        encode_stream(config, read_recovery_source(config, read_rows), "general", backbone.tokenizer, 512)
+        encoded(backbone, "same")
 
 
 def test_a_prompt_leads_back_to_its_row_where_shipped_ones_without_room_are_left_out(backbone):
@@ -191,7 +194,5 @@ def test_shipped_prompts_of_which_none_leaves_room_for_an_answer_are_refused(bac
 
 def test_sources_of_one_prompt_each_leave_none_to_hold_out(backbone, monkeypatch):
     monkeypatch.setitem(FILES, "another", prompts("another", 1))
-    config = RecoverConfig(general=["one", "another"], **STEPS)
-    source = read_recovery_source(config, read_rows)
     with pytest.raises(UsageError, match="no prompt of the general stream can be held out"):
-        encode_stream(config, source, "general", backbone.tokenizer, 512)
+        encoded(backbone, "one", "another")

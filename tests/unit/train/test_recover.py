@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from helpers.recovering import Notes, Silent, recover_rows, run, short_recovery, whole_and_resumed
+from helpers.synthetic import alter
 from safetensors.torch import load_file, save_file
 
 from opdcl.config.recover import RecoverConfig
@@ -83,8 +84,6 @@ def test_the_start_is_the_place_with_the_least_held_out_kl(backbone, tuned):
 
 
 def test_an_adapter_that_cannot_be_projected_is_scaled_and_that_is_said(backbone, tuned):
-    file = tuned / "tuned" / "adapter_config.json"
-    settings = json.loads(file.read_text())
     weights = load_file(tuned / "tuned" / "adapter_model.safetensors")
     layers = dict(backbone.causal_lm.named_modules())
     for name in [name for name in weights if "lora_A" in name]:
@@ -92,7 +91,7 @@ def test_an_adapter_that_cannot_be_projected_is_scaled_and_that_is_said(backbone
         norms = layers[place].weight.float().norm(dim=1)
         weights[f"base_model.model.{place}.lora_magnitude_vector"] = norms
     save_file(weights, tuned / "tuned" / "adapter_model.safetensors")
-    file.write_text(json.dumps(settings | {"use_dora": True}))
+    alter(tuned / "tuned" / "adapter_config.json", use_dora=True)
     report, out = Notes(), StageDir(tuned / "out")
     recover_rows(short_recovery(tuned, lmbda=1.0), backbone, tuned / "tuned", out, report)
     backbone.drop_adapters()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers.near import ROUNDING, flat, relative_error
-from helpers.recovering import SHORT, make_trainer, whole_and_resumed
+from helpers.recovering import SHORT, log_probs, make_trainer, whole_and_resumed
 from helpers.stock import write_stock
 from helpers.teaching import taught
 from trl import GRPOConfig, GRPOTrainer
@@ -78,15 +78,8 @@ def rollouts():
     generator = torch.Generator().manual_seed(3)
     found = []
     for i in range(8):
-        length = 3 + i % 4
-        found.append(
-            Rollout(
-                Prompt([1, 520, 3690, 198, 40 + i // GROUP]),
-                torch.randint(3, 400, (length,), generator=generator).tolist(),
-                [],
-                False,
-            )
-        )
+        written = torch.randint(3, 400, (3 + i % 4,), generator=generator).tolist()
+        found.append(Rollout(Prompt([1, 520, 3690, 198, 40 + i // GROUP]), written, [], False))
     rewards = [0.0, 1.0, 0.5, 1.0, 0.0, 0.0, 1.0, 0.0]
     for rollout, reward, advantage in zip(found, rewards, group_advantages(rewards, GROUP), strict=True):
         rollout.reward, rollout.advantage = reward, advantage
@@ -113,10 +106,7 @@ def gradient(trainer, rollouts):
 def with_logprobs(trainer, rollouts, drift=0.0):
     """Give each rollout the log-probabilities of a sampler that differs from the student by `drift`."""
     for rollout in rollouts:
-        ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
-        with torch.no_grad():
-            log_p = trainer.model(ids).logits[0].log_softmax(-1)
-        steps = zip(rollout.completion_ids, log_p[len(rollout.prompt_ids) - 1 :], strict=False)
+        steps = zip(rollout.completion_ids, log_probs(trainer.model, rollout), strict=True)
         rollout.logprobs = [float(row[token]) + drift * (-1) ** i for i, (token, row) in enumerate(steps)]
     return rollouts
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.near import ROUNDING, relative_error
-from helpers.recovering import Silent, make_trainer, recover_rows
+from helpers.recovering import SHORT, Silent, learned, log_probs, make_trainer, recover_rows
 from helpers.teaching import ROLLOUTS, SHOWN, encode, graded, specialist
 
 from opdcl.config.recover import RecoverConfig
@@ -46,15 +46,9 @@ def test_each_prompt_is_graded_by_its_own_teacher(adapted, tmp_path, tiny_model)
     for name, (teacher, indices) in parts.items():
         trainer = make_trainer(adapted, tmp_path, weighting="tokens")
         trainer.learner.teachers["domain"] = {"": teacher}
-        trainer.model.zero_grad()
-        part = trainer.learn([ROLLOUTS[i] for i in indices], "domain")
+        part, its_gradient = learned(trainer, [ROLLOUTS[i] for i in indices], "domain")
         expected[name] = part["kl"]
-        slope = (
-            slope
-            + torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
-            * part["tokens"]
-            / tokens
-        )
+        slope = slope + its_gradient * part["tokens"] / tokens
     assert sums["kl/a"] == pytest.approx(expected["a"], rel=1e-4)
     assert sums["kl"] == pytest.approx(expected["a"] + expected[""], rel=1e-4)
     assert relative_error(gradient, slope) < ROUNDING
@@ -127,19 +121,9 @@ def test_one_student_learns_from_two_specialists_and_its_distance_to_each_is_rep
         name: {"kind": "adapter", "adapter": str(answered / name), "prompts": str(specialist(answered, name))}
         for name in ("left", "right")
     }
-    config = RecoverConfig(
-        teachers=teachers,
-        general_per_domain=0,
-        loss={"kind": "forward_kl"},
-        steps=40,
-        rollouts=8,
-        max_new_tokens=6,
-        validate_every=20,
-        validation_prompts=4,
-        learning_rate=5e-3,
-        micro_batch_tokens=2048,
-        health=False,
-    )
+    longer = SHORT | {"steps": 40, "rollouts": 8, "validate_every": 20, "validation_prompts": 4}
+    settings = longer | {"general_per_domain": 0, "loss": {"kind": "forward_kl"}, "health": False}
+    config = RecoverConfig(teachers=teachers, **settings)
     out = StageDir(answered / "one")
     recover_rows(config, backbone, answered / "left", out, Silent())
     first, *_, last = (r["validation"] for r in read_jsonl(out.metrics) if "validation" in r)
@@ -162,12 +146,10 @@ def plain_kl(backbone, config, name):
     written = Teacher(backbone, name).complete(own, max_new_tokens=config.max_new_tokens, seed=seed)
     kl = []
     for rollout in written:
-        ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
-        with torch.no_grad():
-            log_p = backbone.causal_lm(ids).logits[0].log_softmax(-1)
-            with backbone.state(name) as model:
-                log_q = model(ids).logits[0].log_softmax(-1)
-        kl.append((log_p.exp() * (log_p - log_q)).sum(-1)[len(rollout.prompt_ids) - 1 : -1])
+        log_p = log_probs(backbone.causal_lm, rollout)
+        with backbone.state(name) as model:
+            log_q = log_probs(model, rollout)
+        kl.append((log_p.exp() * (log_p - log_q)).sum(-1))
     return float(torch.cat(kl).mean())
 
 

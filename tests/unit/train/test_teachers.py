@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.recovering import Silent, recover_rows, short_recovery, whole_and_resumed
+from helpers.recovering import Silent, log_probs, recover_rows, short_recovery, whole_and_resumed
 from helpers.teaching import ROLLOUTS, SHOWN, encode, specialist, states, taught
-from transformers import LlamaConfig, LlamaForCausalLM
+from helpers.tiny import save_model
 
 from opdcl.config.recover import RecoverConfig
 from opdcl.config.teacher import TeacherSection
@@ -43,22 +43,8 @@ def test_an_ema_equals_the_mean_by_hand(adapted):
     assert not layer.lora_B["general"].weight.requires_grad
 
 
-def test_a_wider_model_grades_with_its_own_logits(adapted, tmp_path):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(adapted.tokenizer),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        initializer_range=0.5,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "wide")
-    adapted.tokenizer.save_pretrained(tmp_path / "wide")
+def test_a_wider_model_grades_with_its_own_logits(adapted, tiny_model, tmp_path):
+    save_model(tmp_path / "wide", tiny_model, "llama", hidden_size=64, intermediate_size=96)
     section = TeacherSection(kind="model", model={"id": str(tmp_path / "wide"), "dtype": "float32"})
     wide = make_teacher(section, adapted)
     student = Teacher(adapted, "student")
@@ -68,12 +54,7 @@ def test_a_wider_model_grades_with_its_own_logits(adapted, tmp_path):
     result = token_losses(*sides, graded_tokens, Loss())
     expected = []
     for r in ROLLOUTS:
-        ids = torch.tensor([r.prompt_ids + r.completion_ids])
-        with torch.no_grad():
-            log_p, log_q = (
-                m(ids).logits[0, len(r.prompt_ids) - 1 : -1].log_softmax(-1)
-                for m in (adapted.causal_lm, wide.model)
-            )
+        log_p, log_q = (log_probs(model, r) for model in (adapted.causal_lm, wide.model))
         expected.append((log_p.exp() * (log_p - log_q)).sum(-1))
     torch.testing.assert_close(result.kl, torch.cat(expected), atol=1e-3, rtol=1e-4)
 

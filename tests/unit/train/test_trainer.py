@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers.near import ROUNDING, relative_error
-from helpers.recovering import PROMPT, make_trainer, write_tuned
+from helpers.near import ROUNDING, flat, relative_error
+from helpers.recovering import PROMPT, learned, log_probs, make_trainer, write_tuned
 
 from opdcl.config.model import LoraSection
 from opdcl.errors import OpdclError, UsageError
@@ -24,13 +24,11 @@ def trainer(backbone, tmp_path):
     return make_trainer(backbone, tmp_path)
 
 
-def gradient(trainer, stream="general", tokens=10_000, rollouts=ROLLOUTS):
+def gradient(trainer, stream="general", tokens=10_000):
     trainer.learner.micro_batch_tokens = tokens
-    trainer.model.zero_grad()
     trainer.model.train()
-    sums = trainer.learn(rollouts, stream)
-    grads = [p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]
-    return sums["kl"] / sums["tokens"], torch.cat(grads)
+    sums, gradient = learned(trainer, ROLLOUTS, stream)
+    return sums["kl"] / sums["tokens"], gradient
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 40])
@@ -46,13 +44,10 @@ def test_loss_equals_a_plain_computation_of_each_teacher(trainer, stream, teache
     loss, _ = gradient(trainer, stream)
     total, count = 0.0, 0
     for rollout in ROLLOUTS:
-        ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
-        with torch.no_grad():
-            student = trainer.learner.backbone.causal_lm(ids).logits[0].log_softmax(-1)
-            with trainer.learner.backbone.state(teacher) as model:
-                other = model(ids).logits[0].log_softmax(-1)
-        part = slice(len(rollout.prompt_ids) - 1, ids.shape[1] - 1)
-        total += float((student[part].exp() * (student[part] - other[part])).sum())
+        student = log_probs(trainer.learner.backbone.causal_lm, rollout)
+        with trainer.learner.backbone.state(teacher) as model:
+            other = log_probs(model, rollout)
+        total += float((student.exp() * (student - other)).sum())
         count += len(rollout.completion_ids)
     assert total / count > 1e-4
     assert loss == pytest.approx(total / count, rel=1e-4)
@@ -104,9 +99,7 @@ def test_the_shared_prefix_changes_neither_states_nor_gradient(way, backbone, mo
         states = answer_states(backbone.causal_lm, examples)
         # The final norm makes a sum of squares constant, whose gradient is only rounding.
         (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum().backward()
-        results.append(
-            (states.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-        )
+        results.append((states.detach(), flat(p.grad for p in model.parameters() if p.grad is not None)))
     for shared, plain in zip(*results, strict=True):
         assert relative_error(shared, plain) < ROUNDING
     assert len(results[0][0]) == len(answer_ids(examples, torch.device("cpu")))
