@@ -30,7 +30,7 @@ PlacedRows = Iterator[tuple[Any, str]]
 # unpacked bytes.
 MAX_SIZE = 1_000_000_000
 PIECE = 1 << 20
-# PlacedRows of Parquet that are unpacked at once.
+# Rows of Parquet that are unpacked at once.
 BATCH = 1024
 # What ends a line.
 BREAK = r"\r\n|\r|\n"
