@@ -29,7 +29,7 @@ help:
 	@echo "make install      create $(VENV) with all dependencies (options: TORCH=, TORCH_ARGS=, PYTHON=)"
 	@echo "make lint         run ruff (rules and format) and mypy"
 	@echo "make lint-image   run hadolint on the Dockerfile"
-	@echo "make planted      plant faults in the code and see whether the unit tests find them; half an hour"
+	@echo "make planted      plant faults in the code and see whether the unit tests find them; minutes"
 	@echo "make golden       make some twenty tiny runs and hash them in golden.txt, to compare two commits; minutes"
 	@echo "make docs         build the documentation site in site/"
 	@echo "make records      rewrite the tables of the pages from the records in benchmarks/, and check the numbers"

@@ -1,6 +1,6 @@
 """Plant one fault at a time in a copy of the code and see whether the named unit tests find it.
 
-    make planted                              all faults of planted.toml; half an hour
+    make planted                              all faults of planted.toml; minutes
     .venv/bin/python tests/planted.py N4 D1   some of them
 
 The command fails if any fault lives.
