@@ -120,8 +120,8 @@ def by_arm(record: str) -> str:
             for words, measured in sorted(shown.items(), key=lambda item: places[item[0]])
         ]
     domain = name_of(rows[0], "domain").removesuffix("_quick")
-    columns = ["model", "general answers", "training", "distance, nats", "instructions, %", f"{domain}, %"]
-    return rows_of([*columns, "tokens", "end, %", "greedy ones end, %"], unbroken(table, 1))
+    columns = ["model", "general answers", "their tokens", "training", "distance, nats", "instructions, %"]
+    return rows_of([*columns, f"{domain}, %", "tokens", "end, %", "greedy ones end, %"], unbroken(table, 1))
 
 
 def cells_of(row: dict[str, Any], state: str) -> list[str]:
@@ -155,16 +155,16 @@ def spent_on(measured: list[tuple[dict[str, Any], str]]) -> list[str]:
     """Return dose and time of a model, the median of its seeds."""
     state = measured[0][1]
     if state == "base":
-        return ["", ""]
-    answers = median(answers_of(*each) for each in measured)
+        return ["", "", ""]
+    dose = [f"{median(graded(*each, of) for each in measured):,.0f}" for of in ("answers", "tokens")]
     rows = [row for row, _ in measured]
-    return [f"{answers:,.0f}", effort(rows, "" if state == end_of(rows[0]) else state)[1]]
+    return [*dose, effort(rows, "" if state == end_of(rows[0]) else state)[1]]
 
 
-def answers_of(row: dict[str, Any], state: str) -> int:
-    """Return on how many general answers the student saw base's distribution, until it was in that state."""
+def graded(row: dict[str, Any], state: str, what: str) -> int:
+    """Return on how many general answers, or tokens, the student saw base's distribution until that state."""
     stages = [dose for stage, dose in row["dose"].items() if state != "tuned" or stage == "finetune"]
-    return sum(of["answers"] for dose in stages for of in dose["graded"].get("general", {}).values())
+    return sum(of[what] for dose in stages for of in dose["graded"].get("general", {}).values())
 
 
 def paired(record: str) -> str:

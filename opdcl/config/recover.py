@@ -36,11 +36,11 @@ class OnPolicySection(Section):
     all: a student near base answers at length, and a teacher that ends early would teach it to end."""
     reverse: Share = 0.0
     """Share of reverse KL in a loss that is forward KL otherwise. It penalizes what the student writes and
-    base would not. A quarter helped nothing on two seeds."""
+    base would not. A quarter is not shown to help."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     """Temperature at which the student writes them; 0 is greedy. The loss, and what teachers write, stay at
-    1. At another one than 1 no step compares the sampler's probabilities with the trainer's. Greedy answers
-    to learn from mended nothing on both of two seeds."""
+    1. At another one than 1 no step compares the sampler's probabilities with the trainer's. Greedy text
+    did not bring ends nearer to base's on both of two seeds."""
 
 
 class RewardSection(Section):

@@ -94,6 +94,6 @@ class LossSection(Section):
     beta: Share = 0.5
     """`jsd`, generalised Jensen-Shannon divergence: the teacher's share of the mixture from which both are
     measured. As in TRL's GKD, 0 is forward KL and 1 reverse KL. At 0.5 the embedded model
-    came no nearer to base than by forward KL."""
+    is not shown to come nearer to base than by forward KL."""
     k: Positive = 100
     """`top_k`: number of the teacher's likeliest tokens that are compared one by one."""
