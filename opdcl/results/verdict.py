@@ -286,9 +286,6 @@ def _next(summary: Summary, run: RunDir) -> tuple[str, str]:
     # An adapter made elsewhere brings no prompts of its domain.
     made_elsewhere = settings.get("start") and not finetune
     recovery = f"opdcl recover RUN{' --domain PROMPTS.jsonl' if made_elsewhere else ''}"
-    if "recovered" not in adapters and not summary.suites:
-        # After replay there may be nothing to recover.
-        return measure if (finetune.get("replay") or {}).get("share") else ("", recovery)
     if not any([*adapters][-1] in suite.states for suite in summary.suites.values()):
         return measure
     if _is_unlearned(summary) and finetune:

@@ -171,7 +171,7 @@ def test_suites_that_would_have_the_same_name_are_refused(tmp_path, monkeypatch,
     [
         ("name: mine", (), False, "opdcl run {}/workflow.yaml -o {}"),
         ("", (), False, "opdcl finetune ROWS.jsonl -o {}"),
-        ("", ("finetune",), False, "opdcl recover {}"),
+        ("", ("finetune",), False, "opdcl eval {} --domain TEST.jsonl"),
         ("", ("finetune", "recover"), False, "opdcl eval {} --domain TEST.jsonl"),
         ("", ("finetune", "recover"), True, "opdcl chat {}"),
     ],

@@ -129,7 +129,7 @@ def test_a_fine_tune_sets_rows_aside_and_an_evaluation_asks_them(tmp_path, tiny_
     assert "test-rows.jsonl: 40 of 160 rows, which say 10 different things, are set aside" in made.stderr
     assert made.stdout.startswith("Fine-tuned: 8 steps, loss on your rows ")
     assert "rows.jsonl, 120 rows" in (tmp_path / "run" / "report.md").read_text().replace("**", "")
-    assert made.stderr.endswith("next: opdcl recover run\n")
+    assert made.stderr.endswith("next: opdcl eval run\n")
     assert "nothing to do" in again.stderr
     assert str(tmp_path) not in made.stderr + again.stderr, "a path below the working directory is short"
     sizes = shlex.split("--limit 2 --set eval.max_new_tokens=4 --set eval.closeness=null --json")
